@@ -1,0 +1,300 @@
+"""The training loop, by the commands a user would type. Run: pytest tests/test_train.py"""
+import dataclasses
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import data
+import train
+from trime import TRIME, TRIMEConfig
+
+TRAIN = Path(train.__file__)
+SMALL = ['--data', 'texts', '--tokenizer', 'bytes', '--block-size', '16', '--micro-batch', '2', '--tokens-per-step', '64',
+         '--n-layer', '2', '--n-head', '2', '--n-embd', '16', '--device', 'cpu', '--dtype', 'fp32', '--dropout', '0.1']
+
+
+@pytest.fixture(scope='session')
+def texts(tmp_path_factory):
+    """A folder with a small corpus: made-up sentences in which words repeat."""
+    folder, rng = tmp_path_factory.mktemp('texts'), random.Random(0)
+    words = ['cat', 'dog', 'tree', 'river', 'stone', 'sees', 'finds', 'the', 'a', 'old']
+    for name, n in (('train', 900), ('val', 60), ('test', 60)):
+        (folder / f'{name}.txt').write_text('\n'.join(' '.join(rng.choices(words, k=8)) for _ in range(n)))
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path, texts, monkeypatch):
+    """An empty working folder with the corpus linked into it; one thread, since the models are tiny."""
+    (tmp_path / 'texts').symlink_to(texts)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(before)
+
+
+def start(*flags, launcher=()):
+    return subprocess.Popen([sys.executable, *launcher, str(TRAIN), *SMALL, *flags], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
+
+
+def outcome(folder):
+    """What a run has computed: its weights, optimizer state, and log without the timings."""
+    checkpoint = torch.load(f'{folder}/ckpt.pt', weights_only=True)
+    log = [json.loads(line) for line in Path(folder, 'log.jsonl').read_text().splitlines()]
+    moments = [m for s in checkpoint['optimizer']['state'].values() for m in (s['exp_avg'], s['exp_avg_sq'])]
+    return list(checkpoint['model'].values()) + moments, [{k: v for k, v in x.items() if k != 'tokens_per_s'} for x in log]
+
+
+def same(a, b):
+    return a[1] == b[1] and all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+
+
+def wait_for(condition, process, seconds=60):
+    end = time.time() + seconds
+    while not condition():
+        assert process.poll() is None and time.time() < end, process.stdout.read() if process.poll() is not None else 'too slow'
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize('how', [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_stopped_and_gone_on_is_not_stopped(here, how, capsys):
+    """Killed in the middle, or asked to leave, and started again by the same command: the same weights, moments and log."""
+    flags = ['--max-steps', '240', '--eval-every', '20']
+    train.main(SMALL + flags + ['--out', 'straight'])
+    process = start(*flags, '--out', 'stopped')
+    wait_for(lambda: Path('stopped/ckpt.pt').exists(), process)
+    process.send_signal(how)
+    printed = process.communicate(timeout=60)[0]
+    stopped_at = torch.load('stopped/ckpt.pt', weights_only=True)['step']
+    assert stopped_at < 240
+    if how != signal.SIGKILL:
+        assert process.returncode == 128 + how and f'stopped at step {stopped_at}' in printed
+    with open('stopped/log.jsonl', 'a') as f:
+        f.write('{"step": 11, "lo')                                     # a line that was cut short, as on a full disk
+    Path('stopped/ckpt.pt.123.tmp').write_bytes(b'half a checkpoint')
+    capsys.readouterr()
+    train.main(SMALL + flags + ['--out', 'stopped'])
+    assert f'from step {stopped_at}' in capsys.readouterr().out
+    assert same(outcome('straight'), outcome('stopped'))
+    assert not list(Path('stopped').glob('*.tmp'))
+
+
+@pytest.mark.dist
+def test_two_processes_are_one_with_two_accumulation_steps(here):
+    """The same micro-batches, the same dropout, the same mean of gradients; only the order of additions differs."""
+    flags = ['--max-steps', '5']
+    train.main(SMALL + flags + ['--out', 'one'])
+    process = start(*flags, '--out', 'two', launcher=['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2'])
+    printed = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and '(2 processes x 1 x 2 x 16)' in printed, printed
+    (one, log_one), (two, log_two) = outcome('one'), outcome('two')
+    weights = len(one) // 3
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one[:weights], two[:weights], strict=True))
+    for a, b in zip(log_one, log_two, strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+@pytest.mark.parametrize('memory', ['none', 'local', 'long', 'ext'])
+def test_every_memory_trains(here, memory):
+    train.main(SMALL + ['--max-steps', '40', '--memory', memory, '--lr', '1e-2'])
+    log = [json.loads(line) for line in Path('out/trime/log.jsonl').read_text().splitlines()]
+    assert [x['step'] for x in log] == list(range(1, 41)) and log[-1]['tokens'] == 40 * 64
+    assert log[-1]['val_loss'] < log[0]['loss'] - 1
+    assert (log[-1]['memory_share'] > 0) == (memory != 'none')
+    assert log[-1]['val_tokens_all'] == len(data.load('texts', 'bytes', quiet=True).val.tokens) - 1
+    config = json.loads(Path('out/trime/config.json').read_text())
+    assert config['model_config']['memory'] == memory and config['torch'] == torch.__version__
+    assert Path('out/trime/best.pt').exists()
+
+
+def test_the_folder_of_another_run_is_left_alone(here, capsys):
+    train.main(SMALL + ['--max-steps', '3'])
+    before = {p: p.read_bytes() for p in Path('out/trime').iterdir()}
+    with pytest.raises(SystemExit, match='lr differ.*--out out/trime-2'):
+        train.main(SMALL + ['--max-steps', '3', '--lr', '1e-4'])
+    with pytest.raises(SystemExit, match='--out out/trime-2'):
+        train.main(SMALL + ['--max-steps', '3', '--resume', 'no'])
+    with pytest.raises(SystemExit) as done:
+        train.main(SMALL + ['--max-steps', '3'])
+    assert done.value.code == 0 and 'finished after 3 steps' in capsys.readouterr().out
+    Path('out/other').mkdir()
+    Path('out/other/thesis.txt').write_text('mine')
+    with pytest.raises(SystemExit, match='no readable config.json'):
+        train.main(SMALL + ['--out', 'out/other'])
+    assert {p: p.read_bytes() for p in Path('out/trime').iterdir()} == before
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(here, monkeypatch):
+    """In training or in validation; and the last checkpoint from before is still there, whole."""
+    forward, calls = TRIME.forward, []
+
+    def breaks(model, batch, progress):
+        calls.append(model.training)
+        loss, extra = forward(model, batch, progress)
+        return (loss * math.nan if calls.count(True) > 20 and model.training == in_training else loss), extra
+    monkeypatch.setattr(TRIME, 'forward', breaks)
+    for in_training, what in ((True, 'loss is nan'), (False, 'validation loss is nan')):
+        calls.clear()
+        with pytest.raises(SystemExit, match=f'{what}.*the checkpoint in out/{in_training} is from before.*--lr'):
+            train.main(SMALL + ['--max-steps', '50', '--eval-every', '8', '--out', f'out/{in_training}'])
+        checkpoint = torch.load(f'out/{in_training}/ckpt.pt', weights_only=True)
+        assert checkpoint['step'] == 8 and all(t.isfinite().all() for t in checkpoint['model'].values())
+
+
+def test_a_full_disk_harms_nothing(tmp_path):
+    path = tmp_path / 'ckpt.pt'
+    train.write(path, lambda f: f.write(b'good'))
+
+    def full(f):
+        f.write(b'ba')
+        raise OSError(28, 'No space left on device')
+    with pytest.raises(SystemExit, match='No space left.*unharmed'):
+        train.write(path, full)
+    assert path.read_bytes() == b'good' and list(tmp_path.iterdir()) == [path]
+
+
+def test_out_of_memory_names_the_next_smaller_size(here, monkeypatch):
+    def too_much(*_):
+        raise torch.OutOfMemoryError('CUDA out of memory')
+    monkeypatch.setattr(TRIME, 'forward', too_much)
+    with pytest.raises(SystemExit, match='--micro-batch 1 .*changes the model'):
+        train.main(SMALL + ['--max-steps', '3'])
+
+
+@pytest.mark.parametrize('flags, message', [
+    (['--learning-rate', '1'], 'unknown argument --learning-rate'),
+    (['--wieght-decay', '1'], 'did you mean --weight-decay'),
+    (['--memory', 'lokal'], 'none, local, long, ext'),
+    (['--preset', 'huge'], 'tiny'),
+    (['--tokens-per-step', '100'], '--tokens-per-step 96'),
+    (['--dtype', 'fp8'], 'auto, bf16, fp32'),
+    (['--max-steps', '0'], '1 or more'),
+    (['--micro-batch', '-3'], '1 or more'),
+    (['--tokenizer', 'byte'], 'bytes'),
+    (['--data', 'no/such/folder'], 'no/such/folder'),
+    (['--block-size', '1000000', '--tokens-per-step', '2000000'], 'not enough'),
+    (['--n-embd', '15'], 'n_embd'),
+    (['--n-head', '0'], '1 or more'),
+    (['--dropout', '2'], 'dropout'),
+    (['--seed', '-1'], 'seed'),
+    (['--lr', '-1'], 'lr'),
+    (['--device', 'gpu'], 'cuda, cpu, mps'),
+    (['--device', 'cuda'], 'no GPU' if not torch.cuda.is_available() else ''),
+])
+def test_bad_flags_get_one_line(here, flags, message):
+    if not message:
+        pytest.skip('there is a GPU here')
+    with pytest.raises(SystemExit) as e:
+        train.main(SMALL + flags)
+    assert message in str(e.value) and len(str(e.value).strip().splitlines()) == 1
+    assert not Path('out').exists()
+
+
+@pytest.mark.parametrize('flags', [['--lr', 'fast'], ['--n-layer', '2.5'], ['--model', 'gpt']])
+def test_values_of_the_wrong_type(here, flags, capsys):
+    with pytest.raises(SystemExit):
+        train.main(SMALL + flags)
+    assert flags[0] in capsys.readouterr().err and not Path('out').exists()
+
+
+def test_help_is_the_comments(capsys):
+    """Each field of each config is a flag, with the comment beside it as its help."""
+    with pytest.raises(SystemExit):
+        train.main(['--help'])
+    screen = ' '.join(capsys.readouterr().out.split())
+    for Config in (TRIMEConfig, train.TrainConfig, train.RunConfig):
+        for f in dataclasses.fields(Config):
+            assert '--' + f.name.replace('_', '-') in screen
+            assert ' '.join(train.comments(Config)[f.name].split()[:3]) in screen
+
+
+def test_learning_rate():
+    """Linear from lr/rise to lr, a cosine to lr/10; never zero, never above."""
+    config = train.TrainConfig(max_steps=100, warmup=0.1, lr=1.0)
+    rates = [train.learning_rate(s, config) for s in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) == max(rates)
+    assert rates[55] == pytest.approx(0.55) and rates[99] == pytest.approx(0.1, abs=1e-3) and rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_validation_is_fixed_and_complete(here):
+    """All tokens but the first, each once, and the same subset every time; training's randomness is not touched."""
+    corpus = data.load('texts', 'bytes', quiet=True)
+    batches = data.Batches(corpus.val, 'segments', 16, 3, seed=0)
+    torch.manual_seed(0)
+    model = TRIME(TRIMEConfig(vocab_size=257, block_size=16, micro_batch=3, n_layer=1, n_head=2, n_embd=16))
+    run = lambda at_most=None: train.validate(model, batches, torch.device('cpu'), lambda: torch.autocast('cpu', enabled=False), 1.0, at_most)
+    state = torch.get_rng_state()
+    loss, n = run()
+    assert n == len(corpus.val.tokens) - 1 and model.training and torch.equal(torch.get_rng_state(), state)
+    assert run(500) == run(500) and run(500)[1] <= 500
+    total = 0.0                                                         # by hand: segment by segment
+    for i in range(batches.n_rows):
+        piece = torch.from_numpy(corpus.val.tokens[16 * i:16 * i + 17].astype('int64'))
+        log_p = model.eval().log_probs(piece[None, :-1])[0].gather(1, piece[1:, None])
+        total -= log_p.sum().item()
+    assert loss == pytest.approx(total / n, rel=1e-5)
+
+
+def test_matrices_alone_decay(here, monkeypatch):
+    seen = []
+    AdamW = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, 'AdamW', lambda groups, **more: seen.extend(groups) or AdamW(groups, **more))
+    train.main(SMALL + ['--max-steps', '1'])
+    decayed, not_decayed = seen[0], seen[1]
+    assert decayed['weight_decay'] == 0.1 and all(p.dim() == 2 for p in decayed['params'])
+    assert not_decayed['weight_decay'] == 0 and all(p.dim() == 1 for p in not_decayed['params'])
+    assert len(decayed['params']) + len(not_decayed['params']) == len(list(TRIME(TRIMEConfig(n_layer=2)).parameters()))
+
+
+def test_init_starts_from_other_weights(here):
+    train.main(SMALL + ['--max-steps', '20', '--out', 'first'])
+    train.main(SMALL + ['--max-steps', '1', '--lr', '1e-12', '--init', 'first/ckpt.pt', '--out', 'second'])
+    first, second = (torch.load(f'{run}/ckpt.pt', weights_only=True)['model'] for run in ('first', 'second'))
+    assert all(torch.allclose(first[k], second[k], atol=1e-6) for k in first)
+
+
+def test_init_needs_a_checkpoint_of_the_same_sizes(here):
+    with pytest.raises(SystemExit, match='--init nowhere.pt: no checkpoint'):
+        train.main(SMALL + ['--max-steps', '1', '--init', 'nowhere.pt'])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize('memory', ['long', 'ext'])
+def test_two_processes_that_gather_are_one_with_twice_the_segments(here, memory):
+    """The same micro-batches, in the same order, with the same coins: the whole run is that of one process of 2B."""
+    flags = ['--max-steps', '4', '--memory', memory, '--dropout', '0', '--p', '0.5']
+    train.main(SMALL + flags + ['--out', 'one', '--micro-batch', '4'])
+    process = start(*flags, '--gather-memory', '--out', 'two', launcher=['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2'])
+    printed = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, printed
+    (one, log_one), (two, log_two) = outcome('one'), outcome('two')
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one[:len(one) // 3], two[:len(two) // 3], strict=True))
+    assert [x['loss'] for x in log_one] == pytest.approx([x['loss'] for x in log_two], rel=1e-5)
+
+
+def test_accumulation_counts():
+    assert train.accumulation(8, 512, 4096, 1) == 1 and train.accumulation(8, 512, 16384, 2) == 2
+    with pytest.raises(SystemExit, match='--tokens-per-step 8192'):
+        train.accumulation(8, 512, 9000, 2)
+
+
+def test_a_run_logs_what_it_promises(here, capsys):
+    train.main(SMALL + ['--max-steps', '12', '--eval-every', '6'])
+    screen = capsys.readouterr().out
+    assert 'tok/s' in screen and 'left' in screen and 'it writes' in screen and 'bits per byte' in screen
+    log = [json.loads(line) for line in Path('out/trime/log.jsonl').read_text().splitlines()]
+    assert all({'step', 'tokens', 'loss', 'lr', 'grad_norm', 'tokens_per_s'} <= x.keys() for x in log)
+    assert [x['step'] for x in log if 'val_loss' in x] == [6, 12] and all(math.isfinite(x['loss']) for x in log)
+    assert os.path.getsize('out/trime/loss.png') > 1000

@@ -1,0 +1,486 @@
+"""TRIME against its definitions. Run: pytest tests/test_trime.py"""
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import trime
+from trime import TRIME, TRIMEConfig, TrimeLoss, accessible, attend, joint_log_prob, rope, rotate
+
+torch.set_num_threads(1)                        # the models are tiny: two threads would wait for each other
+V, T, B = 23, 8, 3
+EPS = 1e-12                                     # fp64 sums of a few dozen terms of size 1
+
+
+def small(memory='local', **more):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=V, block_size=T, micro_batch=B, n_layer=2, n_head=2, n_embd=16, plain=0.0)
+    model = TRIME(TRIMEConfig(memory=memory, **{**sizes, **more})).double()
+    for p in model.parameters():                # far from the initial state, where everything is alike
+        p.data += 0.3 * torch.randn_like(p) * (p.dim() == 2)
+    return model
+
+
+def random_batch(generator_seed=0, b=B, seed=0, vocab=V):
+    tokens = torch.randint(vocab, (b, T + 1), generator=torch.Generator().manual_seed(generator_seed))
+    doc = torch.arange(b * T).view(b, T) // 11                          # a document's border inside a segment
+    return SimpleNamespace(tokens=tokens[:, :-1].clone(), targets=tokens[:, 1:].clone(), doc=doc, seed=seed)
+
+
+def seed_for(local, p=0.9):
+    """A seed whose coin switches local memory on or off."""
+    return next(s for s in range(10 ** 4) if (random.Random(s).random() >= p) == local)
+
+
+def parts(model, batch):
+    """f, g, targets of a micro-batch, flat."""
+    f, g, _ = model.encode(batch.tokens)
+    return f.flatten(0, 1), g.flatten(0, 1), batch.targets.flatten()
+
+
+def eq5(z, sims, says, w):
+    """-log P(w) by Eq. 5, word by word and memory by memory. z (V,), sims and says: the allowed memories."""
+    mass = [math.exp(x) for x in z.tolist()]
+    for s, x in zip(sims, says):
+        mass[x] += math.exp(s)
+    return -math.log(mass[w] / sum(mass))
+
+
+def brute_force(model, batch, mode, local=True):
+    """The mean of Eq. 5 over a micro-batch by two loops, with the memory sets written out as the paper has them."""
+    f, g, y = parts(model, batch)
+    doc, total, n = batch.doc.flatten().tolist(), 0.0, 0
+    for i in range(len(y)):
+        if y[i] < 0:
+            continue
+        memories = []
+        for j in range(len(y)):
+            own = i // T == j // T
+            if y[j] < 0 or mode == 'none':
+                continue
+            if own and j < i and (mode != 'ext' or local):              # Eq. 2
+                memories.append(j)
+            if not own and mode == 'long' and j < i and doc[i] == doc[j]:       # Eq. 3
+                memories.append(j)
+            if not own and mode == 'ext':                               # §4.3
+                memories.append(j)
+        z = model.embedding.weight @ f[i]
+        sims = [(g[i] @ g[j] / math.sqrt(g.size(1))).item() for j in memories]
+        total, n = total + eq5(z, sims, [y[j].item() for j in memories], y[i].item()), n + 1
+    return total / n
+
+
+@pytest.mark.parametrize('R', [5, 512])
+@pytest.mark.parametrize('targets', ['random', 'all the same', 'all different', 'some missing'])
+@pytest.mark.parametrize('mode, local', [('none', True), ('local', True), ('long', True), ('ext', True), ('ext', False)])
+def test_the_loss_is_eq5_by_two_loops(mode, local, targets, R, monkeypatch):
+    """Blocks of 5 rows begin anywhere in a segment of 8: a first or last memory that is one off shows."""
+    monkeypatch.setattr(TrimeLoss, 'R', R)
+    model, batch = small(mode), random_batch(seed=seed_for(local))
+    if targets == 'all the same':
+        batch.targets[:] = 5                                            # every memory says w
+    if targets == 'all different':
+        batch.targets = torch.arange(B * T).view(B, T) % V              # next to none does
+    if targets == 'some missing':                                       # padding
+        batch.targets[1, 4:] = batch.targets[2] = -1
+    with torch.no_grad():
+        assert abs(model(batch, 1.0)[0].item() - brute_force(model, batch, mode, local)) < EPS
+
+
+def test_the_loss_at_test_time_has_local_memory_only():
+    """In eval mode no memory may know the future: ext would otherwise read later text of other segments."""
+    batch = random_batch()
+    for mode in ('local', 'long', 'ext'):
+        model = small(mode).eval()
+        with torch.no_grad():
+            assert abs(model(batch, 1.0)[0].item() - brute_force(model, batch, 'local')) < EPS
+
+
+@pytest.mark.parametrize('allowed_none', [False, True])
+def test_without_memories_it_is_cross_entropy(allowed_none):
+    """Value and all gradients; with key None, and with memories of which none may be used."""
+    f, E, g = torch.randn(10, 6).double().requires_grad_(), torch.randn(V, 6).double().requires_grad_(), torch.randn(10, 6).double()
+    y = torch.randint(V, (10,))
+    nothing = lambda rows: (0, 10, torch.zeros(rows.stop - rows.start, 10, dtype=torch.bool))
+    key = g if allowed_none else None
+    loss, share, plain = TrimeLoss.apply(f, E, key, key, y, y, nothing, True)
+    want = F.cross_entropy(f @ E.T, y)
+    got, expected = torch.autograd.grad(loss, (f, E)), torch.autograd.grad(want, (f, E))
+    assert abs(loss - want) < EPS and abs(plain - want) < EPS and share == 0
+    assert all(torch.allclose(a, b, atol=EPS) for a, b in zip(got, expected))
+
+
+def direct(f, E, query, key, y, memory_y, mask):
+    """Eq. 5 on whole matrices, for autograd."""
+    sim = (query @ key.T / query.size(1) ** 0.5).masked_fill(~mask, float('-inf'))
+    z = f @ E.T
+    good = torch.cat([z.gather(1, y[:, None]), sim.masked_fill(memory_y != y[:, None], float('-inf'))], 1)
+    return (torch.cat([z, sim], 1).logsumexp(1) - good.logsumexp(1)).mean()
+
+
+@pytest.mark.parametrize('R', [1, 3, 24])
+def test_gradients(R, monkeypatch):
+    """The gradients that the forward pass computes, for several sizes of its blocks, are those of Eq. 5; gradcheck agrees."""
+    monkeypatch.setattr(TrimeLoss, 'R', R)
+    torch.manual_seed(0)
+    f, E, query, key = (torch.randn(n, 6, dtype=torch.float64, requires_grad=True) for n in (12, V, 12, 15))
+    y, memory_y, mask = torch.randint(5, (12,)), torch.randint(5, (15,)), torch.rand(12, 15) < 0.5
+    mask[4] = False
+    run = lambda *x: TrimeLoss.apply(*x, y, memory_y, lambda rows: (2, 15, mask[rows, 2:]), True)[0]
+    mask[:, :2] = False                                                 # memories outside of lo..hi
+    want = direct(f, E, query, key, y, memory_y, mask)
+    got = run(f, E, query, key)
+    assert abs(got - want) < EPS
+    for a, b in zip(torch.autograd.grad(3 * got, (f, E, query, key)), torch.autograd.grad(3 * want, (f, E, query, key))):
+        assert torch.allclose(a, b, atol=EPS)
+    assert torch.autograd.gradcheck(run, (f, E, query, key))
+
+
+def test_extreme_similarities_stay_finite():
+    """A memory 200 nats above everything says another word: fp32 holds neither e^200 nor e^-200."""
+    f, E = torch.zeros(2, 4, requires_grad=True), torch.zeros(V, 4, requires_grad=True)
+    query = torch.tensor([[20., 0, 0, 0], [20., 0, 0, 0]], requires_grad=True)
+    y, memory_y = torch.tensor([1, 2]), torch.tensor([3, 2])
+    mask = torch.tensor([[False, False], [True, False]])
+    loss, share, plain = TrimeLoss.apply(f, E, query, query, y, memory_y, lambda rows: (0, 2, mask), True)
+    loss.backward()
+    assert loss.item() == pytest.approx((math.log(V) + 200) / 2, rel=1e-5)
+    assert plain.item() == pytest.approx(math.log(V), rel=1e-5) and 0.49 < share < 0.51
+    assert all(t.grad.isfinite().all() for t in (f, E, query))
+
+
+def test_accessible_by_hand():
+    """Two segments of two positions, one document, then the same in two documents."""
+    i, j = torch.arange(4)[:, None], torch.arange(4)[None, :]
+    one, two = torch.zeros(4, dtype=torch.long), torch.tensor([0, 0, 0, 1])
+    table = lambda mode, doc, local=True: accessible(mode, i, j, 2, doc[:, None], doc[None, :], local).int().tolist()
+    assert table('local', one) == [[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]]
+    assert table('long', one) == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+    assert table('long', two) == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0]]       # 3 keeps its own segment
+    assert table('ext', one) == [[0, 0, 1, 1], [1, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]
+    assert table('ext', one, local=False) == [[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize('t', [0, 1, T - 1, T, T + 1, 2 * T - 1, 2 * T + 3])
+def test_the_future_is_invisible(t):
+    """Change token t: no probability before t may move, memory included, in windows and across them."""
+    model = small(stride=3)
+    a, b = random_batch(1, b=4).tokens.flatten()[None], random_batch(2, b=4).tokens.flatten()[None]
+    b = torch.cat([a[:, :t], b[:, t:]], dim=1)
+    assert torch.equal(model.log_probs(a)[:, :t], model.log_probs(b)[:, :t])
+    assert not torch.equal(model.log_probs(a)[:, t], model.log_probs(b)[:, t])
+
+
+@pytest.mark.parametrize('mode', ['local', 'long', 'ext'])
+def test_training_memory_is_causal_within_a_segment(mode):
+    """Change token t of a segment: no earlier loss in it moves. In long, nor any of an earlier segment; ext is meant to."""
+    model, t, changed = small(mode), 5, 1
+    a, b = random_batch(1), random_batch(1)
+    b.tokens[changed, t:] = (b.tokens[changed, t:] + 1) % V
+    b.targets[changed, t - 1:] = (b.targets[changed, t - 1:] + 1) % V
+
+    def losses(batch):                                                  # one query at a time, all memories
+        f, g, y = parts(model, batch)
+        i, doc, out = torch.arange(B * T), batch.doc.flatten(), []
+        mask = accessible(mode, i[:, None], i[None, :], T, doc[:, None], doc[None, :])
+        for q in range(B * T):
+            one = torch.where(i == q, y, -1)
+            out.append(TrimeLoss.apply(f, model.embedding.weight, g, g, one, y, lambda rows: (0, B * T, mask[rows]), False)[0])
+        return torch.stack(out).view(B, T)
+
+    with torch.no_grad():
+        a, b = losses(a), losses(b)
+    assert torch.equal(a[changed, :t - 1], b[changed, :t - 1]) or mode == 'ext' and torch.allclose(a[changed, :t - 1], b[changed, :t - 1])
+    assert torch.equal(a[:changed], b[:changed]) == (mode != 'ext')     # ext: the other segment is a memory of the first
+    assert not torch.equal(a[changed, t:], b[changed, t:])
+
+
+def test_the_answer_is_not_in_the_memory():
+    """For every word w that the last target could be, the loss of that target is -log P(w) as it stood before it was known."""
+    model, batch = small().eval(), random_batch(b=1)
+    before = model.log_probs(batch.tokens)[0, -1]                       # (V,)
+    f, g, y = parts(model, batch)
+    i = torch.arange(T)
+    for w in range(V):
+        y[-1] = w
+        only_last = torch.where(i == T - 1, y, -1)
+        loss, _, _ = TrimeLoss.apply(f, model.embedding.weight, g, g, only_last, y, lambda rows: (0, T, i[None, :] < i[:, None]), False)
+        assert abs(loss + before[w]) < EPS
+
+
+def test_probabilities_sum_to_one():
+    model = small()
+    assert torch.allclose(model.log_probs(random_batch(b=2).tokens).exp().sum(-1), torch.ones(2, T).double())
+    log_words, z, sim, said = torch.randn(V).logsumexp(0), torch.randn(V), torch.randn(9), torch.randint(V, (9,))
+    log_words = z.logsumexp(0)
+    total = sum(joint_log_prob(log_words[None], z[w][None], sim[None], said[None] == w, tau=1.3).exp() for w in range(V))
+    assert total.item() == pytest.approx(1, abs=1e-6)
+
+
+def test_log_probs_are_eq6():
+    """Against the words and memories one by one, at a temperature."""
+    model, batch = small(), random_batch(b=1)
+    model.tau = 1.7
+    f, g, y = parts(model, batch)
+    log_probs = model.log_probs(batch.tokens)[0]
+    for i in range(T):
+        sims = [(g[i] @ g[j] / 4 / model.tau).item() for j in range(i)]         # sqrt(16) = 4
+        for w in (0, y[i].item(), y[0].item()):
+            assert abs(eq5(model.embedding.weight @ f[i], sims, y[:i].tolist(), w) + log_probs[i, w]) < EPS
+    model.memory = 'none'
+    assert torch.allclose(model.log_probs(batch.tokens)[0], (f @ model.embedding.weight.T).log_softmax(-1))
+
+
+def test_infinite_temperature_counts_words():
+    """τ -> ∞: every memory weighs e^0, so P(w) = (e^z_w + n_w) / (Z + M). And a memory twice is one with + ln 2."""
+    z, said = torch.randn(V).double(), torch.tensor([3, 3, 7])
+    for w, count in ((3, 2), (7, 1), (0, 0)):
+        p = joint_log_prob(z.logsumexp(0), z[w], torch.randn(3).double(), said == w, tau=1e15).exp()
+        assert p.item() == pytest.approx((z[w].exp() + count).item() / (z.exp().sum() + 3).item())
+    twice = joint_log_prob(z.logsumexp(0), z[3], torch.tensor([1.5, 1.5, 0.2], dtype=torch.float64), said == 3)
+    once = joint_log_prob(z.logsumexp(0), z[3], torch.tensor([1.5 + math.log(2), 0.2], dtype=torch.float64), said[1:] == 3)
+    assert abs(twice - once) < EPS
+
+
+def test_local_off_and_alone_is_vanilla():
+    """ext with one segment and its own memory off has no memory at all; with p = 0 the coin never switches it off."""
+    batch = random_batch(b=1, seed=seed_for(False))
+    assert abs(small('ext')(batch, 1.0)[0] - small('none')(batch, 1.0)[0]) < EPS
+    assert abs(small('ext', p=0.0)(batch, 1.0)[0] - small('local')(batch, 1.0)[0]) < EPS
+
+
+def test_own_segment_gets_no_gradient_when_off():
+    """Local memory off: a query's loss has exactly zero gradient at the keys of its own segment, and not at the others."""
+    g = torch.randn(2 * T, 6, dtype=torch.float64)
+    key, y = g.clone().requires_grad_(), torch.randint(V, (2 * T,))
+    i = torch.arange(2 * T)
+    allowed = lambda rows: (0, 2 * T, accessible('ext', i[rows, None], i[None, :], T, i[rows, None], i[None, :], local=False))
+    only = torch.where(i == T - 1, y, -1)
+    TrimeLoss.apply(g, torch.randn(V, 6).double(), g, key, only, y, allowed, True)[0].backward()
+    assert (key.grad[:T] == 0).all() and (key.grad[T:] != 0).any(1).all()
+
+
+def test_memory_gradient_off():
+    """Table 11: the same value and the same gradient at the queries, none at the memories."""
+    f, E, g = (torch.randn(n, 6, dtype=torch.float64, requires_grad=True) for n in (T, V, T))
+    y, i = torch.randint(V, (T,)), torch.arange(T)
+    allowed = lambda rows: (0, T, i[None, :] < i[rows, None])
+    key = g.detach().clone().requires_grad_()
+    run = lambda k: TrimeLoss.apply(f, E, g, k, y, y, allowed, True)[0]
+    both, = torch.autograd.grad(run(g), g)
+    query_side, key_side = torch.autograd.grad(run(key), (g, key))
+    assert torch.allclose(torch.autograd.grad(run(g.detach()), g)[0], query_side, atol=EPS)
+    assert torch.allclose(both, query_side + key_side, atol=EPS) and key_side.abs().max() > 1e-3
+    models, batch = [small(memory_grad=flag) for flag in (True, False)], random_batch()
+    losses = [m(batch, 1.0)[0] for m in models]
+    assert losses[0] == losses[1]
+    grads = [torch.autograd.grad(loss, m.blocks[0].mlp.fc.weight)[0] for loss, m in zip(losses, models)]
+    assert not torch.allclose(*grads)
+
+
+@pytest.mark.parametrize('mode', ['local', 'ext'])
+def test_segments_may_change_places(mode):
+    model, batch = small(mode), random_batch()
+    other = SimpleNamespace(tokens=batch.tokens.flip(0), targets=batch.targets.flip(0), doc=batch.doc.flip(0), seed=batch.seed)
+    assert abs(model(batch, 1.0)[0] - model(other, 1.0)[0]) < EPS
+
+
+def test_g_is_what_the_last_mlp_reads():
+    """§3; and f is what the output embedding reads: the final norm of the last block's output."""
+    model, tokens, seen = small(), random_batch().tokens, {}
+    model.blocks[-1].mlp.register_forward_hook(lambda _, inputs, output: seen.update(g=inputs[0], mlp=output))
+    f, g, _ = model.encode(tokens)
+    assert torch.equal(g, seen['g'])
+    x = model.embedding(tokens)
+    turns = rope(torch.arange(T), 8)
+    for block in model.blocks:
+        x, _ = block(x, turns)
+    assert torch.allclose(f, model.norm(x), atol=EPS)
+
+
+def test_the_first_steps_are_plain():
+    """§5.2: before `plain` of the run, Eq. 1; from then on Eq. 5."""
+    model, vanilla, batch = small(plain=0.25), small('none'), random_batch()
+    assert model(batch, 0.24)[0] == vanilla(batch, 0.24)[0]
+    assert model(batch, 0.25)[0] != vanilla(batch, 0.25)[0]
+
+
+def test_dropout_comes_from_the_seed():
+    model = small(dropout=0.5)
+    torch.manual_seed(1)
+    a = model(random_batch(seed=7), 1.0)[0]
+    torch.manual_seed(2)
+    assert model(random_batch(seed=7), 1.0)[0] == a != model(random_batch(seed=8), 1.0)[0]
+    model.eval()
+    assert model(random_batch(seed=7), 1.0)[0] == model(random_batch(seed=8), 1.0)[0]
+
+
+@pytest.mark.parametrize('stride', [1, 3, T // 2, T - 1, T])
+@pytest.mark.parametrize('memory', ['local', 'none'])
+def test_streaming_equals_full(stride, memory):
+    """Token by token, and in pieces cut anywhere, = log_probs; beyond T both re-encode at multiples of the stride."""
+    model, tokens = small(memory, stride=stride), torch.randint(V, (2, 3 * T + 5))
+    full = model.log_probs(tokens)
+    for cuts in ([1] * tokens.size(1), [T], [5, 1, 2 * T, 3], [T - 1, 2], [tokens.size(1)]):
+        state, rest, got = None, tokens, []
+        for cut in cuts + [tokens.size(1)]:
+            if rest.size(1):
+                log_probs, state = model.stream(rest[:, :cut], state)
+                got.append(log_probs)
+                rest = rest[:, cut:]
+        assert torch.allclose(torch.cat(got, 1), full, atol=1e-9), cuts
+        assert state[0].size(1) <= T and state[1].size(1) == state[0].size(1)       # bounded; each token once in memory
+
+
+def test_a_state_can_be_used_twice():
+    """Streaming is a function: going on in two ways from one state does not mix them up."""
+    model, tokens = small(), torch.randint(V, (1, T + 2))
+    _, state = model.stream(tokens[:, :4])
+    one, _ = model.stream(tokens[:, 4:6], state)
+    model.stream(tokens[:, 1:3], state)
+    assert torch.equal(one, model.stream(tokens[:, 4:6], state)[0])
+
+
+@pytest.mark.parametrize('Tq, P, block, window, alibi', [
+    (12, 0, 12, 12, False), (5, 7, 12, 12, False),                      # TRIME: the whole segment, and a cache
+    (23, 0, 4, 8, False), (24, 0, 4, 8, False), (3, 6, 4, 8, False),    # RPT: this block and all of the one before
+    (23, 0, 5, 5, True), (4, 0, 5, 5, True), (2, 9, 5, 5, True), (23, 0, 5, 3, True)])      # DRT: a window, ALiBi
+def test_attention_by_its_definition(Tq, P, block, window, alibi):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, Tq, 3, 6).double(), torch.randn(2, P + Tq, 3, 6).double(), torch.randn(2, P + Tq, 3, 6).double()
+    slopes = torch.tensor([0.5, 0.25, 0.1]).double() if alibi else None
+    want = torch.zeros_like(q)
+    for i in range(Tq):
+        at = P + i
+        seen = [j for j in range(at + 1) if at - j < window and j // block >= at // block - 1]
+        for h in range(3):
+            s = torch.stack([q[:, i, h] @ k[b, j, h] for j in seen for b in range(2)]).view(len(seen), 2, 2).diagonal(dim1=1, dim2=2) / 6 ** 0.5
+            if alibi:
+                s = s - slopes[h] * torch.tensor([at - j for j in seen])[:, None]
+            want[:, i, h] = torch.einsum('sb,bsd->bd', s.softmax(0), v[:, seen, h])
+    assert torch.allclose(attend(q, k, v, block, window, slopes), want, atol=1e-12)
+
+
+def test_rotary_positions_are_relative():
+    q, k = torch.randn(1, 1, 1, 8).double(), torch.randn(1, 1, 1, 8).double()
+    dot = lambda i, j: (rotate(q, rope(torch.tensor([i]), 8)) * rotate(k, rope(torch.tensor([j]), 8))).sum()
+    assert abs(dot(7, 4) - dot(103, 100)) < 1e-5                        # the angles are fp32
+    assert abs(dot(7, 4) - dot(7, 5)) > 1e-3
+
+
+@pytest.mark.parametrize('mode', ['none', 'local', 'long', 'ext'])
+def test_nothing_beats_chance_on_random_tokens(mode):
+    """
+    Tokens drawn uniformly at random cannot be predicted: trained on them, no loss on fresh ones falls below ln V by more
+    than sampling error. A label that leaks anywhere (j <= i for j < i, a segment that meets itself) does so at once.
+    """
+    model, vocab = small(mode, vocab_size=8, p=0.5).float(), 8
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(150):
+        loss, _ = model(random_batch(step, seed=step, vocab=vocab), 1.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        fresh = [model(random_batch(10 ** 6 + s, seed=s, vocab=vocab), 1.0)[0].item() for s in range(200)]
+    mean = sum(fresh) / len(fresh)
+    error = (sum((x - mean) ** 2 for x in fresh) / len(fresh) / len(fresh)) ** 0.5
+    assert mean > math.log(vocab) - 4 * error                           # 4 standard errors: once in 30,000 by chance
+
+
+@pytest.mark.slow
+def test_memory_solves_copying():
+    """
+    A random string of random length, then again: with memory, one layer says the second half by what followed last time.
+    Without, one layer cannot: it would have to find the token after an earlier copy of this one. (With a fixed length it
+    can: then the answer stands at a fixed distance.)
+    """
+    halves = {}
+    for mode in ('none', 'local'):
+        torch.manual_seed(0)
+        model = TRIME(TRIMEConfig(vocab_size=64, block_size=32, micro_batch=16, n_layer=1, n_head=2, n_embd=64, memory=mode))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for step in range(1000):
+            L = int(torch.randint(8, 17, ()))
+            half = torch.randint(64, (16, L))
+            text = torch.cat([half, half, torch.randint(64, (16, 33 - 2 * L))], dim=1)              # (16, 33)
+            batch = SimpleNamespace(tokens=text[:, :-1], targets=text[:, 1:], doc=torch.zeros(16, 32).long(), seed=step)
+            loss, _ = model(batch, step / 1000)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        log_p = model.log_probs(text[:, :-1]).gather(2, text[:, 1:, None])[..., 0]
+        halves[mode] = -log_p[:, L:2 * L - 1].mean().item()             # from the second token of the copy on
+    assert halves['local'] < 0.5 * halves['none'] and halves['none'] > 1.5, halves
+
+
+def test_compiling_changes_nothing():
+    """What train.py compiles, traced but not optimized, with five seeds: one that is traced as a symbol broke a coin once."""
+    model, compiled = small('ext', dropout=0.1), small('ext', dropout=0.1)
+    compiled.encode = torch.compile(compiled.encode, backend='eager')
+    for seed in range(5):
+        assert abs(model(random_batch(seed, seed=seed), 1.0)[0] - compiled(random_batch(seed, seed=seed), 1.0)[0]) < 1e-9
+    model.eval(), compiled.eval()
+    assert abs(model(random_batch(), 1.0)[0] - compiled(random_batch(), 1.0)[0]) < 1e-9
+
+
+def test_parameters_and_multiply_adds():
+    config = TRIMEConfig()
+    model = TRIME(config)
+    C = config.n_embd
+    assert sum(p.numel() for p in model.parameters()) == 4096 * C + 4 * 12 * C * C + (2 * 4 + 1) * C
+    linear = 4 * 12 * C * C + 4096 * C
+    assert model.multiply_adds() == 3 * (linear + 4 * 2 * C * 513 / 2 + C * 511 / 2)
+
+
+@pytest.mark.parametrize('bad, word', [(dict(memory='lokal'), 'lokal'), (dict(n_embd=30), 'n_embd'), (dict(stride=600), 'stride')])
+def test_bad_configurations(bad, word):
+    with pytest.raises(ValueError, match=word):
+        TRIMEConfig(**bad)
+
+
+def test_batches_of_each_memory():
+    assert [trime.batches(TRIMEConfig(memory=m)) for m in ('none', 'local', 'long', 'ext')] == ['segments', 'segments', 'consecutive', 'packed']
+
+
+def gathered(rank, world, port, mode, results):
+    import os
+    import torch.distributed as dist
+    os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    dist.init_process_group('gloo')
+    model, whole = small(mode, gather_memory=True), random_batch(b=4, seed=seed_for(True))
+    half = slice(2 * rank, 2 * rank + 2)
+    batch = SimpleNamespace(tokens=whole.tokens[half], targets=whole.targets[half], doc=whole.doc[half], seed=whole.seed)
+    loss, _ = model(batch, 1.0)
+    loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    if rank == 0:
+        results.put([(p.grad / world).numpy() for p in model.parameters()])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize('mode', ['long', 'ext'])
+def test_two_processes_that_gather_are_one_twice_as_large(mode):
+    """The gradient reaches the memories on the other process: with an all_gather that has none, this fails."""
+    context = torch.multiprocessing.get_context('spawn')
+    import socket
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    results = context.Queue()
+    processes = [context.Process(target=gathered, args=(rank, 2, port, mode, results)) for rank in range(2)]
+    for p in processes:
+        p.start()
+    got = results.get(timeout=120)
+    for p in processes:
+        p.join(timeout=60)
+    model = small(mode)
+    model(random_batch(b=4, seed=seed_for(True)), 1.0)[0].backward()
+    for a, p in zip(got, model.parameters()):
+        assert torch.allclose(torch.from_numpy(a), p.grad, atol=1e-12)

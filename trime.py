@@ -1,0 +1,543 @@
+"""
+TRIME: a language model that is trained to look up its next word among the contexts it has just seen.
+
+    Zexuan Zhong, Tao Lei and Danqi Chen, "Training Language Models with Memory Augmentation",
+    EMNLP 2022, arXiv:2205.12674
+
+A Transformer says the next word by comparing its state with one vector per word. TRIME lets the other contexts of
+the batch take part: a context that was followed by "cat" is one more vector for "cat". Both kinds of vector stand
+in one softmax and are trained together, the memories included. At test time the same formula reads memories of the
+segment at hand, of the document so far, or of a whole corpus. Nothing else about the Transformer changes.
+
+Where the paper is in this file
+    Eq. 1        P(w | c) of a plain language model           TrimeLoss without memory
+    Eq. 2, 3, 4  local, long-term and external memory         accessible
+    §3, Eq. 5    the training objective                       TrimeLoss
+    §3           f, and g: the input of the last MLP          TRIME.encode
+    §4.1-4.3     which batch makes which memory               batches
+    §4.3         p, local memory off in training              TRIME.forward
+    §5.2         the first 5% of the steps by Eq. 1           TRIME.forward
+    App. A Eq. 6 the same with a temperature, at test time    joint_log_prob, TRIME.log_probs, TRIME.stream
+
+Letters used in the shape comments
+    B segments     T tokens of one     C width        H heads      D width of one head     V vocabulary
+    N = B*T        M memories          R rows of a block of queries
+
+Where we differ from the paper, and why
+    RMSNorm and RoPE for LayerNorm and sinusoids, so that the three models of this house share one Transformer.
+    A full softmax; the paper's WikiText-103 models have an adaptive one.
+    §4.3 sets m = 1; Algorithm 1 packs by BM25 alone, so segments of one document may still meet in a batch.
+    Long memory stops at a document's border (--no-same-document: it does not, as in the official code).
+    The official code passes no gradient to memories on other GPUs; --gather-memory does, as the paper says.
+    Local memory is switched off by one seeded coin for a micro-batch (the official code: an unseeded one).
+
+    $ python trime.py                     a tour and the cost of the memory, on a CPU
+    $ python train.py --model trime
+"""
+import math
+import random
+import sys
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass
+class TRIMEConfig:
+    vocab_size: int = 4096        # ids of the tokenizer; for bpe, how many to learn (ours)
+    block_size: int = 512         # tokens of a segment, T (paper: 150 to 3,072)
+    micro_batch: int = 4          # segments of a micro-batch, B: in-batch memories come from these (ours; paper: 8, its 7M model)
+    n_layer: int = 4              # Transformer blocks (ours; paper: 8 to 16)
+    n_head: int = 4               # attention heads, H (ours)
+    n_embd: int = 256             # width, C (ours; paper: 128 to 1,024)
+    dropout: float = 0.0          # on embeddings and on what each block adds (ours; official code: 0.1 to 0.3)
+    memory: str = 'local'         # none, local, long or ext: the training memory (paper Table 1)
+    plain: float = 0.05           # first share of the steps, trained without memory (paper section 5.2)
+    p: float = 0.9                # chance that memory ext leaves out the own segment (paper section 4.3)
+    memory_grad: bool = True      # back-propagate to the memories (paper section 3, Table 11)
+    same_document: bool = True    # long memory stops at the document's border (paper Eq. 3; official code: no)
+    gather_memory: bool = False   # memories of all processes together, not of one (official code: yes)
+    stride: int = 0               # tokens scored per window when a text is longer than T; 0 is T/2 (paper: T/6 to T/2)
+
+    def __post_init__(self):
+        if self.memory not in ('none', 'local', 'long', 'ext'):
+            raise ValueError(f'memory {self.memory!r} is not one of none, local, long, ext')
+        if min(self.n_layer, self.n_head, self.n_embd, self.block_size, self.micro_batch) < 1:
+            raise ValueError('n_layer, n_head, n_embd, block_size and micro_batch must be 1 or more')
+        if self.n_embd % (2 * self.n_head):
+            raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}; RoPE turns pairs')
+        if not 0 <= self.stride <= self.block_size:
+            raise ValueError(f'stride {self.stride} does not lie between 0 and block_size {self.block_size}')
+        if not (0 <= self.dropout < 1 and 0 <= self.plain <= 1 and 0 <= self.p <= 1):
+            raise ValueError(f'dropout {self.dropout}, plain {self.plain} and p {self.p} are shares, from 0 to 1')
+
+
+PRESETS = {
+    'tiny': {},                   # the defaults: minutes on two CPU cores
+}
+
+
+def batches(config):
+    """The batching of data.py that builds this config's memories: segments (§4.1), consecutive (§4.2), packed (§4.3)."""
+    return {'none': 'segments', 'local': 'segments', 'long': 'consecutive', 'ext': 'packed'}[config.memory]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the transformer (the same text in trime.py, rpt.py and drt.py)
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * gain, over the last axis (Zhang & Sennrich 2019)."""
+
+    def __init__(self, n_embd):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(n_embd))
+
+    def forward(self, x):
+        return F.rms_norm(x, self.gain.shape, self.gain, eps=1e-6)
+
+
+def fp32(x):
+    """bf16 and fp16 become fp32; fp64 stays what it is, for the tests."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rope(positions, D):
+    """The turns e^(i p θ_d), θ_d = 10000^(-2d/D), of rotary embeddings (Su et al. 2021). positions (T,) -> (T, 1, D/2)"""
+    theta = 10000 ** (-torch.arange(0, D, 2, device=positions.device) / D)
+    angle = positions[:, None, None] * theta                                # (T, 1, D/2)
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def rotate(x, turns):
+    """Turns each pair (x_2d, x_2d+1) of every head by the angle of its position. x (B, T, H, D) -> the same."""
+    pairs = torch.view_as_complex(fp32(x).unflatten(-1, (-1, 2)))           # (B, T, H, D/2)
+    return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
+
+
+def attend(q, k, v, block, window, slopes=None):
+    """
+    Causal attention in blocks: the queries of block n see the keys of blocks n-1 and n, none later, none `window` or
+    more tokens older. With slopes (H,), ALiBi takes slope · age from each score. The cost is linear in T.
+
+    q (B, T, H, D)   k, v (B, P + T, H, D): the P keys that come before the queries, the first at the start of a block
+    returns (B, T, H, D)
+    """
+    T, P = q.size(1), k.size(1) - q.size(1)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)       # (B, H, T, D)
+    if P == 0 and T <= min(block, window) and slopes is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    def bias(i, j):
+        age = i[:, None] - j[None, :]                                       # (queries, keys)
+        seen = (age >= 0) & (age < window) & (j // block >= i[:, None] // block - 1)
+        penalty = torch.zeros(age.shape, device=q.device) if slopes is None else -slopes[:, None, None] * age
+        return penalty.masked_fill(~seen, float('-inf')).to(q.dtype)        # (queries, keys) or (H, queries, keys)
+
+    if P > 0 or T <= block:                                                 # one piece: by the definition
+        j = torch.arange(P + T, device=q.device)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias(j[P:], j))
+        return y.transpose(1, 2)
+
+    B, H, _, D = q.shape
+    N = -(-T // block)                                                      # blocks; the last is filled up with tokens
+    q, k, v = (F.pad(t, (0, 0, 0, N * block - T)) for t in (q, k, v))       # that come after all others
+    mask = bias(block + torch.arange(block, device=q.device), torch.arange(2 * block, device=q.device))
+    first = F.scaled_dot_product_attention(q[:, :, :block], k[:, :, :block], v[:, :, :block],
+                                           attn_mask=mask[..., block:])     # (B, H, block, D) has none before it
+    pairs = lambda t: t.unfold(2, 2 * block, block).permute(0, 2, 1, 4, 3).reshape(B * (N - 1), H, 2 * block, D)
+    rest = q[:, :, block:].reshape(B, H, N - 1, block, D).transpose(1, 2).reshape(B * (N - 1), H, block, D)
+    rest = F.scaled_dot_product_attention(rest, pairs(k), pairs(v), attn_mask=mask)
+    rest = rest.view(B, N - 1, H, block, D).transpose(1, 2).reshape(B, H, (N - 1) * block, D)
+    return torch.cat([first, rest], dim=2)[:, :, :T].transpose(1, 2)
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head attention with rotary positions, over the whole segment."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.block = config.n_head, config.block_size
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x, turns, past=None):
+        B, T, C = x.shape
+        qkv = self.qkv(x).view(B, T, 3, self.n_head, -1)
+        q, k = rotate(qkv[:, :, :2].flatten(2, 3), turns).chunk(2, dim=2)   # 2 x (B, T, H, D)
+        v = qkv[:, :, 2]                                                    # (B, T, H, D)
+        if past is not None:                                                # the keys and values of earlier tokens
+            k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
+        y = attend(q, k, v, self.block, self.block)                         # (B, T, H, D)
+        return self.proj(y.reshape(B, T, C)), (k, v)
+
+
+class MLP(nn.Module):
+    """Two layers, four times as wide inside."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.proj(F.gelu(self.fc(x)))
+
+
+class Block(nn.Module):
+    """One pre-norm Transformer layer; returns its keys and values too, for streaming."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm1, self.attention = RMSNorm(config.n_embd), SelfAttention(config)
+        self.norm2, self.mlp = RMSNorm(config.n_embd), MLP(config)
+        self.dropout = config.dropout
+
+    def forward(self, x, turns, past=None):
+        y, kv = self.attention(self.norm1(x), turns, past)
+        x = x + F.dropout(y, self.dropout, self.training)
+        x = x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+        return x, kv
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what is new in TRIME
+
+def accessible(mode, i, j, T, doc_i, doc_j, local=True):
+    """
+    Which memory may serve which query: True where query i may use memory j. Memory j is (c_j, x_j), the context that
+    ends at position j and the token that follows it; so memory i itself holds i's answer and is never allowed.
+
+    i, j           (R, 1), (1, M)  positions, counted through the segments of the batch in stream order
+    doc_i, doc_j   (R, 1), (1, M)  their documents
+    local          False switches the own segment off (§4.3); for mode ext only
+    returns        (R, M) bool
+    """
+    own, earlier = i // T == j // T, j < i
+    if mode == 'local':                                                     # Eq. 2: earlier in the same segment
+        return own & earlier
+    if mode == 'long':                                                      # Eq. 3: and in earlier segments of the document
+        return earlier & (own | (doc_i == doc_j))
+    if mode == 'ext':                                                       # §4.3: all of the other segments, and
+        return ~own | earlier if local else ~own                            # the past of the own one, unless it is off
+    raise ValueError(f'no such memory: {mode}')
+
+
+class TrimeLoss(torch.autograd.Function):
+    """
+    The TRIME objective, Eq. 5. The next word w can be said by its row of the output embedding, and also by every
+    memory that was itself followed by w:
+
+        P(w | c)  ∝  exp(E_w · f(c))  +  Σ_{j: x_j = w} exp(sim(g(c), g(c_j))),      sim(q, k) = q · k / sqrt(C)
+
+    f, E             (N, C)  (V, C)  f(c) for every query, and the output embedding
+    query, key       (N, C)  (M, C)  g at the queries and at the memories; both None for Eq. 1, no memory
+    targets          (N,)    w, the word to predict; -1 counts neither as a query nor as a memory
+    memory_targets   (M,)    x_j, the word that followed memory j
+    allowed          rows -> (lo, hi, mask (R, hi - lo)): these queries may use the memories lo..hi-1 where mask is True
+    with_grad        False where nobody will ask for gradients
+
+    returns the mean negative log likelihood in nats per token, and two figures that carry no gradient: the mean share
+    of the probability that lies on memories, and the mean loss if there were none.
+
+    Neither (N, V) nor (N, M) is ever held: queries are taken in blocks of R rows. The loss is a mean over queries, so
+    the gradient of a block is known as soon as the block is, and is computed right there, in the forward pass:
+
+        dL/d(E_v · f) = P_v - W_v      P_v, P_j: the shares of word v and of memory j in the sum over everything
+        dL/d(sim_j)   = P_j - W_j      W_v, W_j: their shares in the sum over what says w; zero for all else
+    """
+    R = 512
+
+    @staticmethod
+    def forward(ctx, f, E, query, key, targets, memory_targets, allowed, with_grad):
+        n, C = (targets >= 0).sum().clamp(min=1), f.size(1)
+        df, dE, dq, dk = (torch.zeros_like(t) if with_grad and t is not None else None for t in (f, E, query, key))
+        nll, share, plain = f.new_zeros(3)                                  # sums over the queries
+        for a in range(0, len(f), TrimeLoss.R):
+            rows = slice(a, min(a + TrimeLoss.R, len(f)))
+            weight = (targets[rows] >= 0)[:, None].to(f) / n                # (R, 1) the mean is over real targets
+            w = targets[rows].clamp(min=0)[:, None]                         # (R, 1)
+            words = f[rows] @ E.T                                           # (R, V) the logits
+            top = top_word = words.amax(1, keepdim=True)                    # (R, 1)
+            if key is not None:
+                lo, hi, mask = allowed(rows)
+                q = query[rows] / C ** 0.5
+                memories = (q @ key[lo:hi].T).masked_fill_(~mask, float('-inf'))    # (R, hi - lo) the similarities
+                top = torch.maximum(top, memories.amax(1, keepdim=True))    # finite, even where no memory is allowed
+
+            log_w = log_word = words.gather(1, w) - top                     # (R, 1) first term of Eq. 5, in units of e^top
+            words = words.sub_(top_word).exp_()                             # (R, V) in units of e^top_word: not all can vanish
+            total, unit = words.sum(1, keepdim=True), (top_word - top).exp()
+            plain += ((total.log() + top_word - top - log_word) * weight).sum()
+            total = total * unit                                            # (R, 1) the sum over everything, so far
+            if key is not None:
+                memories = memories.sub_(top).exp_()
+                say_w = memories * (memory_targets[lo:hi] == w)             # (R, hi - lo) those with x_j = w
+                log_w = torch.logaddexp(log_w, say_w.sum(1, keepdim=True).log())    # second term of Eq. 5
+                remembered = memories.sum(1, keepdim=True)
+                total = total + remembered
+                share += (remembered / total * weight).sum()
+            nll += ((total.log() - log_w) * weight).sum()
+
+            if with_grad:
+                dz = words.mul_(weight * unit / total)                      # P_v
+                dz.scatter_add_(1, w, -weight * (log_word - log_w).exp())   # - W_v
+                df[rows] = dz @ E
+                dE.addmm_(dz.T, f[rows])
+                if key is not None:                                         # P_j - W_j; beyond e^80, where fp32 ends, W_v
+                    say_w.mul_(weight * (-log_w).clamp(max=80).exp())       # alone pulls at w
+                    ds = memories.mul_(weight / total).sub_(say_w)
+                    dq[rows] = ds @ key[lo:hi] / C ** 0.5
+                    if ctx.needs_input_grad[3]:
+                        dk[lo:hi].addmm_(ds.T, q)
+        ctx.grads = df, dE, dq, dk
+        ctx.mark_non_differentiable(share, plain)
+        return nll, share, plain
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_loss, *_):
+        grads = [d * d_loss if needed else None for d, needed in zip(ctx.grads, ctx.needs_input_grad)]
+        return *grads, None, None, None, None
+
+
+class Gather(torch.autograd.Function):
+    """(N, ...) of each process -> (world·N, ...), in their order, with the gradient that dist.all_gather does not have."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d):
+        d = d.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(d)                                                  # every process has used our rows
+        return d.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def joint_log_prob(log_words, log_w, sim, says_w, tau=1.0):
+    """
+    log P(w | c) by Eq. 6, which is Eq. 5 with sim / tau, for one word w of each query.
+
+    log_words, log_w   (..., )    log Σ_v exp(E_v · f(c)) and E_w · f(c)
+    sim                (..., M)   similarities, -inf where a memory is not allowed
+    says_w             (..., M)   x_j = w
+    returns            (..., )    nats; without memories log_w - log_words
+    """
+    good = torch.cat([log_w[..., None], sim.masked_fill(~says_w, float('-inf')) / tau], dim=-1)
+    everything = torch.cat([log_words[..., None], sim / tau], dim=-1)       # never empty: the words stand in both
+    return good.logsumexp(-1) - everything.logsumexp(-1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the model
+
+class TRIME(nn.Module):
+    """A Transformer language model whose output softmax holds memories beside the words."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)     # (V, C) also the output embedding E
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.n_embd)
+        self.memory = 'none' if config.memory == 'none' else 'local'        # at test time
+        self.tau = 1.0                                                      # Eq. 6; eval.py tunes it on the validation split
+        self.stride = config.stride or max(1, config.block_size // 2)
+        for name, p in self.named_parameters():                             # GPT-2's: what a block adds starts small
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02)
+
+    def encode(self, tokens, past=None):
+        """
+        f(c) and g(c) for every context of a segment; g is the input of the last feed-forward layer (§3).
+        tokens (B, t); past: what an earlier call returned for the tokens before these, at most T in all
+        returns f, g (B, t, C) and the new past
+        """
+        start = 0 if past is None else past[0][0].size(1)
+        positions = start + torch.arange(tokens.size(1), device=tokens.device)
+        turns = rope(positions, self.config.n_embd // self.config.n_head)
+        x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
+        past, kept = past or [None] * len(self.blocks), []
+        for block, kv in zip(self.blocks[:-1], past):
+            x, kv = block(x, turns, kv)
+            kept.append(kv)
+        last = self.blocks[-1]                                              # written out, to get hold of g
+        y, kv = last.attention(last.norm1(x), turns, past[-1])
+        x = x + F.dropout(y, last.dropout, self.training)
+        g = last.norm2(x)                                                   # (B, t, C)
+        f = self.norm(x + F.dropout(last.mlp(g), last.dropout, self.training))
+        return f, g, kept + [kv]
+
+    def forward(self, batch, progress):
+        """
+        The training loss of one micro-batch; in eval mode its causal loss, with local memory.
+
+        batch      tokens, targets, doc (B, T) int64 (targets -1: not predicted) and seed, from which all randomness comes
+        progress   step / max_steps
+        returns    loss () in nats per token, and a dict of what to log
+        """
+        config, (B, T) = self.config, batch.tokens.shape
+        memory = 'none' if progress < config.plain else config.memory if self.training else self.memory
+        local = random.Random(batch.seed).random() >= config.p              # §4.3: one coin for the micro-batch
+        if self.training and config.dropout:
+            torch.manual_seed(batch.seed)
+        f, g, _ = self.encode(batch.tokens)
+        f, g = f.flatten(0, 1), g.flatten(0, 1)                             # (N, C)
+        targets, doc = batch.targets.flatten(), batch.doc.flatten()         # (N,)
+
+        key, memory_targets, memory_doc, first = g, targets, doc, 0
+        if config.gather_memory and memory in ('long', 'ext') and dist.is_initialized():
+            key, memory_targets, memory_doc = Gather.apply(g), Gather.apply(targets), Gather.apply(doc)
+            first = dist.get_rank() * B * T                                 # where our own rows stand among all
+        if not config.memory_grad:
+            key = key.detach()
+        M, padded = len(key), bool((memory_targets < 0).any())
+
+        def allowed(rows):
+            i = first + torch.arange(rows.start, rows.stop, device=g.device)[:, None]
+            lo = {'local': (first + rows.start) // T * T}.get(memory, 0)    # the first and the last memory that
+            hi = {'ext': M}.get(memory, first + rows.stop)                  # any of these queries may use
+            j = torch.arange(lo, hi, device=g.device)[None, :]
+            doc_i = doc[rows, None] if config.same_document else torch.zeros_like(i)
+            doc_j = memory_doc[None, lo:hi] if config.same_document else torch.zeros_like(j)
+            mask = accessible(memory, i, j, T, doc_i, doc_j, local)
+            return lo, hi, mask & (memory_targets[lo:hi] >= 0) if padded else mask
+
+        with torch.autocast(g.device.type, enabled=False):                  # bf16 has steps of 0.125 near 20: too coarse
+            query, key = (None, None) if memory == 'none' else (fp32(g), fp32(key))     # inside exp
+            loss, share, plain = TrimeLoss.apply(fp32(f), self.embedding.weight, query, key, targets, memory_targets,
+                                                 allowed, torch.is_grad_enabled())
+        return loss, {'memory_share': share, 'loss_without_memory': plain}
+
+    def log_words(self, f, g, keys, said):
+        """
+        Eq. 6 for all words w at once. The queries are the last t of the n contexts of a window.
+        f, g (B, t, C)   keys (B, n, C)   said (B, n - 1): the word that followed each context but the last
+        returns (B, t, V) fp32
+        """
+        logits = fp32(f) @ self.embedding.weight.T                          # (B, t, V)
+        if self.memory == 'none' or said.size(1) == 0:
+            return logits.log_softmax(-1)
+        n, t = keys.size(1), f.size(1)
+        sim = fp32(g) @ fp32(keys[:, :-1]).transpose(1, 2) / g.size(-1) ** 0.5      # (B, t, n - 1)
+        i, j = torch.arange(n - t, n, device=f.device), torch.arange(n - 1, device=f.device)
+        sim = (sim / self.tau).masked_fill(j >= i[:, None], float('-inf'))  # Eq. 2
+        top = torch.maximum(logits.amax(-1, keepdim=True), sim.amax(-1, keepdim=True))
+        says = torch.zeros_like(logits)                                     # (B, t, V) what the memories of each word weigh
+        says.scatter_add_(2, said[:, None].expand_as(sim), (sim - top).exp())
+        return torch.logaddexp(logits - top, says.log()).log_softmax(-1)
+
+    @torch.no_grad()
+    def log_probs(self, tokens):
+        """
+        log P(next token | the tokens so far), memory included. A text longer than T is read in windows: each after the
+        first starts `stride` later and scores its last `stride` positions (Baevski & Auli 2019; paper App. D).
+        tokens (B, t) int64, any t >= 1; returns (B, t, V) fp32, each row sums to one
+        """
+        T, parts = self.config.block_size, []
+        for start in range(0, max(1, tokens.size(1) - T + self.stride), self.stride):
+            window = tokens[:, start:start + T]
+            f, g, _ = self.encode(window)
+            new = slice(T - self.stride if start else 0, None)
+            parts.append(self.log_words(f[:, new], g[:, new], g, window[:, 1:]))
+        return torch.cat(parts, dim=1)
+
+    @torch.no_grad()
+    def stream(self, tokens, state=None):
+        """
+        The same, piece by piece: tokens (B, t) come next in a text, any t >= 1; state is what the last call returned.
+        It holds at most T tokens: when they are T, the last T - stride are encoded anew, just as log_probs does.
+        returns log_probs (B, t, V) and the new state
+        """
+        T, parts = self.config.block_size, []
+        window, keys, past = state or (tokens[:, :0], None, None)
+        while tokens.size(1):
+            if window.size(1) == T:                                         # full: begin again with the end of it
+                window, keys, past = window[:, self.stride:], None, None
+                if window.size(1):
+                    _, keys, past = self.encode(window)
+            now, tokens = tokens[:, :T - window.size(1)], tokens[:, T - window.size(1):]
+            f, g, past = self.encode(now, past)
+            window = torch.cat([window, now], dim=1)                        # (B, n)
+            keys = g if keys is None else torch.cat([keys, g], dim=1)       # (B, n, C)
+            parts.append(self.log_words(f, g, keys, window[:, 1:]))
+        return torch.cat(parts, dim=1), (window, keys, past)
+
+    def multiply_adds(self):
+        """Multiply-adds of a training step per token: what the definitions need, forward and twice that backward."""
+        c, C = self.config, self.config.n_embd
+        T, N = c.block_size, c.block_size * c.micro_batch
+        memories = {'none': 0, 'local': (T - 1) / 2, 'long': (N - 1) / 2, 'ext': N - T + (1 - c.p) * (T - 1) / 2}
+        layer = 12 * C * C + 2 * C * (T + 1) / 2                            # the matrices, and attention's two products
+        return 3 * (c.n_layer * layer + c.vocab_size * C + memories[c.memory] * C)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a tour
+
+def peak_memory():
+    """Of this process so far, in GB."""
+    import resource                                                         # not on Windows
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == 'darwin' else 20)
+
+
+def random_batch(config):
+    tokens = torch.randint(config.vocab_size, (config.micro_batch, config.block_size + 1))
+    return SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], doc=torch.zeros_like(tokens[:, 1:]), seed=0)
+
+
+def tour():
+    """What goes in, what comes out, and what the memory costs: bytes, and time beside multiply-adds."""
+    torch.manual_seed(0)
+    config = TRIMEConfig()
+    N, C, V = 24_576, config.n_embd, config.vocab_size                      # N: 8 segments of 3,072, as the paper's 7M model
+    f, E, g = torch.randn(N, C, requires_grad=True), torch.randn(V, C, requires_grad=True), torch.randn(N, C, requires_grad=True)
+    targets, peaks = torch.randint(V, (N,)), []
+    for key in (None, g):                                                   # first of all: a peak does not fall again
+        earlier = lambda rows: (0, N, torch.arange(N)[None, :] < torch.arange(rows.start, rows.stop)[:, None])
+        TrimeLoss.apply(f, E, key, key, targets, targets, earlier, True)[0].backward()
+        peaks.append(peak_memory())
+    print(f'the loss of {N:,} queries, forward and backward: {N:,} in-batch memories add {peaks[1] - peaks[0]:.2f} GB '
+          f'to a peak of {peaks[0]:.2f} GB')
+
+    model, batch = TRIME(config), random_batch(config)
+    f, g, _ = model.encode(batch.tokens[:1])
+    log_probs, _ = model.stream(batch.tokens[:1, :8])
+    print(f'\nTRIME, {sum(p.numel() for p in model.parameters()):,} parameters')
+    print(f'tokens {tuple(batch.tokens.shape)} -> f {tuple(f.shape)}, g {tuple(g.shape)} of the first segment')
+    print(f'stream {tuple(log_probs.shape)}: each row sums to {log_probs.exp().sum(-1).mean():.6f}')
+    for progress, name in ((0, 'Eq. 1, no memory'), (1, 'Eq. 5, local memory')):
+        loss, log = model(batch, progress)
+        print(f'{name:20} loss {loss:7.4f} on random tokens (ln V = {math.log(V):.4f}), '
+              f'share of the probability on memories {log["memory_share"]:.3f}')
+
+    print('\na training step of TrimeLM against one without memory, in turns (a minute)')
+    for micro_batch, T in ((config.micro_batch, config.block_size), (8, 3072)):
+        runs = {}
+        for memory in ('none', 'local'):
+            model = TRIME(TRIMEConfig(block_size=T, micro_batch=micro_batch, memory=memory))
+            runs[memory] = model, torch.optim.AdamW(model.parameters(), fused=True), []
+        batch = random_batch(model.config)
+        for _ in range(10 if T < 1024 else 4):
+            for model, optimizer, times in runs.values():
+                start = time.perf_counter()
+                model(batch, 1)[0].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                times.append(time.perf_counter() - start)
+        (vanilla, _, a), (trime, _, b) = runs.values()
+        ratios = sorted(y / x for x, y in zip(a[1:], b[1:]))                # the first one warms up
+        print(f'{micro_batch} segments of {T:5,}: time x {ratios[len(ratios) // 2]:.3f}, multiply-adds x '
+              f'{trime.multiply_adds() / vanilla.multiply_adds():.3f}   ({micro_batch * T / min(b):,.0f} tokens/s)')
+
+
+if __name__ == '__main__':
+    tour()
