@@ -303,8 +303,9 @@ def main(argv=None):
     world, rank = int(os.environ.get('WORLD_SIZE', 1)), int(os.environ.get('RANK', 0))
     accumulate = accumulation(model_config.micro_batch, model_config.block_size, config.tokens_per_step, world)
     if 'WORLD_SIZE' in os.environ:
-        if device.type == 'cuda':
-            torch.cuda.set_device(device)
+        importlib.import_module('torch.distributed.nn')             # before the group exists: its functions have the group as a default
+        if device.type == 'cuda':                                   # argument, and imported later (AdamW does) they would keep its
+            torch.cuda.set_device(device)                           # threads alive past destroy_process_group: an abort at exit, at times
         dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo', timeout=timedelta(hours=6))
     say = print if rank == 0 else lambda *_, **__: None
     bf16 = config.dtype == 'bf16' or config.dtype == 'auto' and multiplies_bf16(device)
