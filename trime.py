@@ -36,6 +36,7 @@ Where we differ from the paper, and why
 """
 import math
 import random
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -55,10 +56,14 @@ class TRIMEConfig:
     n_layer: int = 4              # Transformer blocks (ours; paper: 8 to 16)
     n_head: int = 4               # attention heads, H (ours)
     n_embd: int = 256             # width, C (ours; paper: 128 to 1,024)
+    n_inner: int = 0              # width inside the MLP; 0 is 4 C (paper: 4 C, its 150M model 2,100)
+    cutoffs: str = ''             # adaptive softmax: first ids of the bands after the first, as 20000,60000; '' is none (official code)
+    band_factor: int = 4          # each band's vectors are so much narrower than the last one's (official code: 4, its 150M model 1)
     dropout: float = 0.0          # on embeddings and on what each block adds (ours; official code: 0.1 to 0.3)
     memory: str = 'local'         # none, local, long or ext: the training memory (paper Table 1)
     plain: float = 0.05           # first share of the steps, trained without memory (paper section 5.2)
     p: float = 0.9                # chance that memory ext leaves out the own segment (paper section 4.3)
+    bm25: bool = True             # memory ext packs similar segments together; else random ones (paper section 4.3, Table 11)
     memory_grad: bool = True      # back-propagate to the memories (paper section 3, Table 11)
     same_document: bool = True    # long memory stops at the document's border (paper Eq. 3; official code: no)
     gather_memory: bool = False   # memories of all processes together, not of one (official code: yes)
@@ -71,20 +76,34 @@ class TRIMEConfig:
             raise ValueError('n_layer, n_head, n_embd, block_size and micro_batch must be 1 or more')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}; RoPE turns pairs')
+        if not re.fullmatch(r'(\d+(,\d+)*)?', self.cutoffs) or self.band_factor < 1:
+            raise ValueError(f'cutoffs {self.cutoffs!r} are ids with commas between, as 20000,60000; band_factor {self.band_factor} is 1 or more')
         if not 0 <= self.stride <= self.block_size:
             raise ValueError(f'stride {self.stride} does not lie between 0 and block_size {self.block_size}')
         if not (0 <= self.dropout < 1 and 0 <= self.plain <= 1 and 0 <= self.p <= 1):
             raise ValueError(f'dropout {self.dropout}, plain {self.plain} and p {self.p} are shares, from 0 to 1')
 
 
+# The paper's models (Table 9), for AdamW and a cosine: the 247M model's NAG with a learning rate of 1 and the 7M model's inverse
+# square root are left out (ours). T, n_layer, n_head, n_embd: Table 9; dropout, cutoffs: official code. micro_batch is the paper's
+# in-batch memories / T, which is also m, its number of consecutive segments (for 247M, Table 9 has both 8 and m = 4).
+WIKITEXT103 = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000')
 PRESETS = {
     'tiny': {},                   # the defaults: minutes on two CPU cores
+    '7m': dict(WIKITEXT103, block_size=3072, micro_batch=8, n_layer=8, n_head=4, n_embd=128, stride=512, tokens_per_step=24_576,
+               lr=5e-4, warmup=0.04, max_steps=200_000, eval_every=2000),
+    '150m': dict(WIKITEXT103, block_size=150, micro_batch=60, n_layer=16, n_head=5, n_embd=410, n_inner=2100, band_factor=1, dropout=0.1,
+                 stride=64, tokens_per_step=36_000, lr=2.5e-4, warmup=0.0, max_steps=400_000, eval_every=2000),      # paper: 10 heads of 41
+    '247m': dict(WIKITEXT103, block_size=3072, micro_batch=8, n_layer=16, n_head=8, n_embd=1024, dropout=0.3, stride=512,
+                 tokens_per_step=73_728, lr=5e-4, warmup=0.056, grad_clip=0.1, max_steps=286_000, eval_every=2000),
+    'enwik8': dict(data='enwik8', tokenizer='bytes', vocab_size=257, block_size=512, micro_batch=24, n_layer=12, n_head=8, n_embd=512,
+                   dropout=0.1, stride=80, tokens_per_step=49_152, lr=2.5e-4, warmup=0.0, max_steps=400_000, eval_every=2000),
 }
 
 
 def batches(config):
     """The batching of data.py that builds this config's memories: segments (§4.1), consecutive (§4.2), packed (§4.3)."""
-    return {'none': 'segments', 'local': 'segments', 'long': 'consecutive', 'ext': 'packed'}[config.memory]
+    return {'none': 'segments', 'local': 'segments', 'long': 'consecutive', 'ext': 'packed' if config.bm25 else 'segments'}[config.memory]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,12 +196,13 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two layers, four times as wide inside."""
+    """Two layers, wider inside."""
 
     def __init__(self, config):
         super().__init__()
-        self.fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+        n_inner = config.n_inner or 4 * config.n_embd
+        self.fc = nn.Linear(config.n_embd, n_inner, bias=False)
+        self.proj = nn.Linear(n_inner, config.n_embd, bias=False)
 
     def forward(self, x):
         return self.proj(F.gelu(self.fc(x)))
@@ -206,6 +226,64 @@ class Block(nn.Module):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what is new in TRIME
+
+class Embedding(nn.Module):
+    """
+    The vectors of the words, the same for reading and for saying them. With cutoffs they are adaptive (Baevski & Auli 2019):
+    ids are in order of frequency and cut into bands; those of band i have C / band_factor^i numbers and a matrix W_i that
+    widens them to C, and only the words of band 0 stand in the softmax themselves, beside one row for each band i:
+
+        P(w) = P_head(w)  in band 0,     P(w) = P_head(band i) · P_i(w)  in band i,     P_i(w) ∝ exp(table_i[w] · W_iᵀ f)
+
+    Without cutoffs band 0 is everything: the plain tied embedding. (Band 0 has no W_0 of its own; the papers' code has.)
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        C, ends = config.n_embd, [int(end) for end in config.cutoffs.split(',') if end] + [config.vocab_size]
+        if sorted(set(ends)) != ends or ends[0] < 1 or C < config.band_factor ** (len(ends) - 1):
+            raise ValueError(f'cutoffs {config.cutoffs} do not rise to vocab_size {config.vocab_size}, or leave no width of n_embd {C}')
+        self.bands = list(zip([0] + ends, ends))                            # [first id, last id + 1)
+        widths = [C // config.band_factor ** i for i in range(len(ends))]
+        rows = [ends[0] + len(ends) - 1] + [end - start for start, end in self.bands[1:]]    # band 0 has the bands' rows too
+        self.tables = nn.ParameterList(torch.empty(n, width) for n, width in zip(rows, widths))
+        self.widen = nn.ModuleList(nn.Linear(width, C, bias=False) for width in widths[1:])
+
+    def forward(self, tokens):
+        """(B, T) -> (B, T, C)"""
+        (_, end), *tails = self.bands
+        x = F.embedding(tokens.clamp(max=end - 1), self.tables[0])
+        for (start, end), table, widen in zip(tails, self.tables[1:], self.widen):
+            here = (tokens >= start) & (tokens < end)
+            x[here] = widen(F.embedding(tokens[here] - start, table)).type_as(x)
+        return x
+
+    def row(self, w):
+        """The row of tables[0] that stands for each word: its own, or its band's."""
+        n = self.bands[0][1]
+        return w.where(w < n, n - 1 + sum((w >= start).long() for start, _ in self.bands[1:]))
+
+    def log_tail(self, f, w):
+        """log P_i(w), the second factor, for the words w (N,) after f (N, C); 0 in band 0"""
+        log_p = f.new_zeros(len(w))
+        for (start, end), table, widen in zip(self.bands[1:], self.tables[1:], self.widen):
+            here = ((w >= start) & (w < end)).nonzero()[:, 0]
+            logits = f[here] @ widen.weight @ table.T                       # (n, words of the band)
+            log_p = log_p.index_put((here,), -F.cross_entropy(logits, w[here] - start, reduction='none'))
+        return log_p
+
+    def log_mass(self, f):
+        """What stands under the exp of Eq. 1 for all words, once band i is spread over its own: f (..., C) -> (..., V)"""
+        head, (_, n) = f @ self.tables[0].T, self.bands[0]
+        tails = [head[..., n + i, None] + (f @ widen.weight @ table.T).log_softmax(-1)
+                 for i, (table, widen) in enumerate(zip(self.tables[1:], self.widen))]
+        return torch.cat([head[..., :n]] + tails, dim=-1)
+
+    def say(self, f, w):
+        """-> log Σ_v exp(mass of v) and log mass of w, for words w (N,) after f (N, C): all that Eq. 6 needs of the words"""
+        head = f @ self.tables[0].T                                         # (N, rows): the sum over all is the sum over these
+        return head.logsumexp(-1), head.gather(1, self.row(w)[:, None])[:, 0] + self.log_tail(f, w)
+
 
 def accessible(mode, i, j, T, doc_i, doc_j, local=True):
     """
@@ -235,6 +313,7 @@ class TrimeLoss(torch.autograd.Function):
         P(w | c)  ∝  exp(E_w · f(c))  +  Σ_{j: x_j = w} exp(sim(g(c), g(c_j))),      sim(q, k) = q · k / sqrt(C)
 
     f, E             (N, C)  (V, C)  f(c) for every query, and the output embedding
+    row, tail        (N,)    the row of E for w, and what log P(w) has beside it (Embedding; tail None: nothing)
     query, key       (N, C)  (M, C)  g at the queries and at the memories; both None for Eq. 1, no memory
     targets          (N,)    w, the word to predict; -1 counts neither as a query nor as a memory
     memory_targets   (M,)    x_j, the word that followed memory j
@@ -253,14 +332,14 @@ class TrimeLoss(torch.autograd.Function):
     R = 512
 
     @staticmethod
-    def forward(ctx, f, E, query, key, targets, memory_targets, allowed, with_grad):
+    def forward(ctx, f, E, row, tail, query, key, targets, memory_targets, allowed, with_grad):
         n, C = (targets >= 0).sum().clamp(min=1), f.size(1)
-        df, dE, dq, dk = (torch.zeros_like(t) if with_grad and t is not None else None for t in (f, E, query, key))
+        df, dE, dt, dq, dk = (torch.zeros_like(t) if with_grad and t is not None else None for t in (f, E, tail, query, key))
         nll, share, plain = f.new_zeros(3)                                  # sums over the queries
         for a in range(0, len(f), TrimeLoss.R):
             rows = slice(a, min(a + TrimeLoss.R, len(f)))
             weight = (targets[rows] >= 0)[:, None].to(f) / n                # (R, 1) the mean is over real targets
-            w = targets[rows].clamp(min=0)[:, None]                         # (R, 1)
+            w, r = targets[rows, None], row[rows, None]                     # (R, 1)
             words = f[rows] @ E.T                                           # (R, V) the logits
             top = top_word = words.amax(1, keepdim=True)                    # (R, 1)
             if key is not None:
@@ -269,7 +348,8 @@ class TrimeLoss(torch.autograd.Function):
                 memories = (q @ key[lo:hi].T).masked_fill_(~mask, float('-inf'))    # (R, hi - lo) the similarities
                 top = torch.maximum(top, memories.amax(1, keepdim=True))    # finite, even where no memory is allowed
 
-            log_w = log_word = words.gather(1, w) - top                     # (R, 1) first term of Eq. 5, in units of e^top
+            log_word = words.gather(1, r) + (0 if tail is None else tail[rows, None])
+            log_w = log_word = log_word - top                               # (R, 1) first term of Eq. 5, in units of e^top
             words = words.sub_(top_word).exp_()                             # (R, V) in units of e^top_word: not all can vanish
             total, unit = words.sum(1, keepdim=True), (top_word - top).exp()
             plain += ((total.log() + top_word - top - log_word) * weight).sum()
@@ -285,23 +365,26 @@ class TrimeLoss(torch.autograd.Function):
 
             if with_grad:
                 dz = words.mul_(weight * unit / total)                      # P_v
-                dz.scatter_add_(1, w, -weight * (log_word - log_w).exp())   # - W_v
+                W_w = weight * (log_word - log_w).exp()                     # (R, 1)
+                dz.scatter_add_(1, r, -W_w)                                 # - W_v
+                if tail is not None:
+                    dt[rows] = -W_w[:, 0]
                 df[rows] = dz @ E
                 dE.addmm_(dz.T, f[rows])
                 if key is not None:                                         # P_j - W_j; beyond e^80, where fp32 ends, W_v
                     say_w.mul_(weight * (-log_w).clamp(max=80).exp())       # alone pulls at w
                     ds = memories.mul_(weight / total).sub_(say_w)
                     dq[rows] = ds @ key[lo:hi] / C ** 0.5
-                    if ctx.needs_input_grad[3]:
+                    if ctx.needs_input_grad[5]:
                         dk[lo:hi].addmm_(ds.T, q)
-        ctx.grads = df, dE, dq, dk
+        ctx.grads = df, dE, None, dt, dq, dk
         ctx.mark_non_differentiable(share, plain)
         return nll, share, plain
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_loss, *_):
-        grads = [d * d_loss if needed else None for d, needed in zip(ctx.grads, ctx.needs_input_grad)]
+        grads = [None if d is None or not needed else d * d_loss for d, needed in zip(ctx.grads, ctx.needs_input_grad)]
         return *grads, None, None, None, None
 
 
@@ -345,7 +428,7 @@ class TRIME(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)     # (V, C) also the output embedding E
+        self.embedding = Embedding(config)                                  # also the output embedding E
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd)
         self.memory = 'none' if config.memory == 'none' else 'local'        # at test time
@@ -353,7 +436,8 @@ class TRIME(nn.Module):
         self.stride = config.stride or max(1, config.block_size // 2)
         for name, p in self.named_parameters():                             # GPT-2's: what a block adds starts small
             if p.dim() == 2:
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02)
+                std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02
+                nn.init.normal_(p, std=p.size(1) ** -0.5 if 'widen' in name else std)
 
     def encode(self, tokens, past=None):
         """
@@ -413,8 +497,10 @@ class TRIME(nn.Module):
 
         with torch.autocast(g.device.type, enabled=False):                  # bf16 has steps of 0.125 near 20: too coarse
             query, key = (None, None) if memory == 'none' else (fp32(g), fp32(key))     # inside exp
-            loss, share, plain = TrimeLoss.apply(fp32(f), self.embedding.weight, query, key, targets, memory_targets,
-                                                 allowed, torch.is_grad_enabled())
+            f, w = fp32(f), targets.clamp(min=0)
+            tail = self.embedding.log_tail(f, w) if config.cutoffs else None
+            loss, share, plain = TrimeLoss.apply(f, self.embedding.tables[0], self.embedding.row(w), tail, query, key, targets,
+                                                 memory_targets, allowed, torch.is_grad_enabled())
         return loss, {'memory_share': share, 'loss_without_memory': plain}
 
     def log_words(self, f, g, keys, said):
@@ -423,7 +509,7 @@ class TRIME(nn.Module):
         f, g (B, t, C)   keys (B, n, C)   said (B, n - 1): the word that followed each context but the last
         returns (B, t, V) fp32
         """
-        logits = fp32(f) @ self.embedding.weight.T                          # (B, t, V)
+        logits = self.embedding.log_mass(fp32(f))                           # (B, t, V)
         if self.memory == 'none' or said.size(1) == 0:
             return logits.log_softmax(-1)
         n, t = keys.size(1), f.size(1)
@@ -472,12 +558,12 @@ class TRIME(nn.Module):
         return torch.cat(parts, dim=1), (window, keys, past)
 
     def multiply_adds(self):
-        """Multiply-adds of a training step per token: what the definitions need, forward and twice that backward."""
+        """Multiply-adds of a training step per token: what the definitions need (bands 1, 2, ... apart), thrice for the way back."""
         c, C = self.config, self.config.n_embd
         T, N = c.block_size, c.block_size * c.micro_batch
         memories = {'none': 0, 'local': (T - 1) / 2, 'long': (N - 1) / 2, 'ext': N - T + (1 - c.p) * (T - 1) / 2}
-        layer = 12 * C * C + 2 * C * (T + 1) / 2                            # the matrices, and attention's two products
-        return 3 * (c.n_layer * layer + c.vocab_size * C + memories[c.memory] * C)
+        layer = 4 * C * C + 2 * C * (c.n_inner or 4 * C) + 2 * C * (T + 1) / 2      # the matrices, and attention's two products
+        return 3 * (c.n_layer * layer + len(self.embedding.tables[0]) * C + memories[c.memory] * C)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -503,7 +589,7 @@ def tour():
     targets, peaks = torch.randint(V, (N,)), []
     for key in (None, g):                                                   # first of all: a peak does not fall again
         earlier = lambda rows: (0, N, torch.arange(N)[None, :] < torch.arange(rows.start, rows.stop)[:, None])
-        TrimeLoss.apply(f, E, key, key, targets, targets, earlier, True)[0].backward()
+        TrimeLoss.apply(f, E, targets, None, key, key, targets, targets, earlier, True)[0].backward()
         peaks.append(peak_memory())
     print(f'the loss of {N:,} queries, forward and backward: {N:,} in-batch memories add {peaks[1] - peaks[0]:.2f} GB '
           f'to a peak of {peaks[0]:.2f} GB')

@@ -67,7 +67,7 @@ def brute_force(model, batch, mode, local=True):
                 memories.append(j)
             if not own and mode == 'ext':                               # §4.3
                 memories.append(j)
-        z = model.embedding.weight @ f[i]
+        z = model.embedding.tables[0] @ f[i]
         sims = [(g[i] @ g[j] / math.sqrt(g.size(1))).item() for j in memories]
         total, n = total + eq5(z, sims, [y[j].item() for j in memories], y[i].item()), n + 1
     return total / n
@@ -106,7 +106,7 @@ def test_without_memories_it_is_cross_entropy(allowed_none):
     y = torch.randint(V, (10,))
     nothing = lambda rows: (0, 10, torch.zeros(rows.stop - rows.start, 10, dtype=torch.bool))
     key = g if allowed_none else None
-    loss, share, plain = TrimeLoss.apply(f, E, key, key, y, y, nothing, True)
+    loss, share, plain = TrimeLoss.apply(f, E, y, None, key, key, y, y, nothing, True)
     want = F.cross_entropy(f @ E.T, y)
     got, expected = torch.autograd.grad(loss, (f, E)), torch.autograd.grad(want, (f, E))
     assert abs(loss - want) < EPS and abs(plain - want) < EPS and share == 0
@@ -129,7 +129,7 @@ def test_gradients(R, monkeypatch):
     f, E, query, key = (torch.randn(n, 6, dtype=torch.float64, requires_grad=True) for n in (12, V, 12, 15))
     y, memory_y, mask = torch.randint(5, (12,)), torch.randint(5, (15,)), torch.rand(12, 15) < 0.5
     mask[4] = False
-    run = lambda *x: TrimeLoss.apply(*x, y, memory_y, lambda rows: (2, 15, mask[rows, 2:]), True)[0]
+    run = lambda f, E, q, k: TrimeLoss.apply(f, E, y, None, q, k, y, memory_y, lambda rows: (2, 15, mask[rows, 2:]), True)[0]
     mask[:, :2] = False                                                 # memories outside of lo..hi
     want = direct(f, E, query, key, y, memory_y, mask)
     got = run(f, E, query, key)
@@ -145,7 +145,7 @@ def test_extreme_similarities_stay_finite():
     query = torch.tensor([[20., 0, 0, 0], [20., 0, 0, 0]], requires_grad=True)
     y, memory_y = torch.tensor([1, 2]), torch.tensor([3, 2])
     mask = torch.tensor([[False, False], [True, False]])
-    loss, share, plain = TrimeLoss.apply(f, E, query, query, y, memory_y, lambda rows: (0, 2, mask), True)
+    loss, share, plain = TrimeLoss.apply(f, E, y, None, query, query, y, memory_y, lambda rows: (0, 2, mask), True)
     loss.backward()
     assert loss.item() == pytest.approx((math.log(V) + 200) / 2, rel=1e-5)
     assert plain.item() == pytest.approx(math.log(V), rel=1e-5) and 0.49 < share < 0.51
@@ -188,7 +188,7 @@ def test_training_memory_is_causal_within_a_segment(mode):
         mask = accessible(mode, i[:, None], i[None, :], T, doc[:, None], doc[None, :])
         for q in range(B * T):
             one = torch.where(i == q, y, -1)
-            out.append(TrimeLoss.apply(f, model.embedding.weight, g, g, one, y, lambda rows: (0, B * T, mask[rows]), False)[0])
+            out.append(TrimeLoss.apply(f, model.embedding.tables[0], one.clamp(min=0), None, g, g, one, y, lambda rows: (0, B * T, mask[rows]), False)[0])
         return torch.stack(out).view(B, T)
 
     with torch.no_grad():
@@ -207,7 +207,7 @@ def test_the_answer_is_not_in_the_memory():
     for w in range(V):
         y[-1] = w
         only_last = torch.where(i == T - 1, y, -1)
-        loss, _, _ = TrimeLoss.apply(f, model.embedding.weight, g, g, only_last, y, lambda rows: (0, T, i[None, :] < i[:, None]), False)
+        loss, _, _ = TrimeLoss.apply(f, model.embedding.tables[0], only_last.clamp(min=0), None, g, g, only_last, y, lambda rows: (0, T, i[None, :] < i[:, None]), False)
         assert abs(loss + before[w]) < EPS
 
 
@@ -229,9 +229,9 @@ def test_log_probs_are_eq6():
     for i in range(T):
         sims = [(g[i] @ g[j] / 4 / model.tau).item() for j in range(i)]         # sqrt(16) = 4
         for w in (0, y[i].item(), y[0].item()):
-            assert abs(eq5(model.embedding.weight @ f[i], sims, y[:i].tolist(), w) + log_probs[i, w]) < EPS
+            assert abs(eq5(model.embedding.tables[0] @ f[i], sims, y[:i].tolist(), w) + log_probs[i, w]) < EPS
     model.memory = 'none'
-    assert torch.allclose(model.log_probs(batch.tokens)[0], (f @ model.embedding.weight.T).log_softmax(-1))
+    assert torch.allclose(model.log_probs(batch.tokens)[0], (f @ model.embedding.tables[0].T).log_softmax(-1))
 
 
 def test_infinite_temperature_counts_words():
@@ -259,7 +259,7 @@ def test_own_segment_gets_no_gradient_when_off():
     i = torch.arange(2 * T)
     allowed = lambda rows: (0, 2 * T, accessible('ext', i[rows, None], i[None, :], T, i[rows, None], i[None, :], local=False))
     only = torch.where(i == T - 1, y, -1)
-    TrimeLoss.apply(g, torch.randn(V, 6).double(), g, key, only, y, allowed, True)[0].backward()
+    TrimeLoss.apply(g, torch.randn(V, 6).double(), only.clamp(min=0), None, g, key, only, y, allowed, True)[0].backward()
     assert (key.grad[:T] == 0).all() and (key.grad[T:] != 0).any(1).all()
 
 
@@ -269,7 +269,7 @@ def test_memory_gradient_off():
     y, i = torch.randint(V, (T,)), torch.arange(T)
     allowed = lambda rows: (0, T, i[None, :] < i[rows, None])
     key = g.detach().clone().requires_grad_()
-    run = lambda k: TrimeLoss.apply(f, E, g, k, y, y, allowed, True)[0]
+    run = lambda k: TrimeLoss.apply(f, E, y, None, g, k, y, y, allowed, True)[0]
     both, = torch.autograd.grad(run(g), g)
     query_side, key_side = torch.autograd.grad(run(key), (g, key))
     assert torch.allclose(torch.autograd.grad(run(g.detach()), g)[0], query_side, atol=EPS)
