@@ -20,20 +20,30 @@ another one, far away: what a model gains from any memory at all, whatever it ho
 on the validation split, so a row with a tuned τ is a fair figure on the test split only. All of this is in fp32.
 """
 import argparse
+import dataclasses
+import hashlib
 import importlib
 import json
 import math
 import sys
+import tempfile
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import data
 import train
-from trime import joint_log_prob
+from trime import METRIC, Datastore, Recipe, masses, mix
 
-TAUS = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5]     # temperatures tried on the validation split
+TAUS = [0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 2.5, 3.5, 5.0, 7.0, 10.0]    # temperatures tried on val
+LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9]     # weights, Eq. 9
+TUNE = 262_144                                                              # tokens of val that are used for it, at most
+EVERY = 10 ** 9                                                             # the size of a memory that counts whole
+TESTING = {'none': ('local',), 'local': ('local',), 'long': ('local', 'long'), 'ext': ('local', 'long', 'ext')}     # paper Table 1
+ALL = [(), ('local',), ('local', 'long'), ('ext',), ('local', 'ext'), ('local', 'long', 'ext')]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,11 +77,46 @@ def load(path, device='cpu'):
     """-> (model, tokenizer) of a run's folder or a .pt file, ready for log_probs, stream and generate."""
     checkpoint = read(path, device)
     model = build(checkpoint, device)
-    tuned = Path(path) / 'tuned.json'
-    if tuned.exists():                                                      # what an earlier evaluation of it found on val
-        tuned = json.loads(tuned.read_text())
-        model.tau = tuned['tau'] if tuned['step'] == checkpoint['step'] else model.tau
+    found = tuned(path, checkpoint).get('local')
+    if found and not found['linear']:                                       # what an earlier evaluation of it found on val
+        model.recipe = Recipe(('local',), found['tau'])
     return model, data.Tokenizer.from_dict(checkpoint['tokenizer'])
+
+
+def tuned(path, checkpoint):
+    """What earlier evaluations of just this checkpoint found on val: combination of memories, as local,ext -> parameters."""
+    file = Path(path) / 'tuned.json'
+    there = json.loads(file.read_text()) if file.exists() else {}
+    return there['memory'] if there.get('weights') == weights_hash(checkpoint) else {}
+
+
+def remember(e, args):
+    """Writes what was tuned beside the checkpoint, for generate and neighbors."""
+    if Path(e.path).is_dir() and args.tau is None and not (args.data or args.stride or args.datastore_from):
+        found = {','.join(c): dict(x, linear=e.linear, p_ext=args.p_ext) for c, x in e.found.items() if c}
+        content = dict(weights=weights_hash(e.checkpoint), memory={**tuned(e.path, e.checkpoint), **found})
+        train.write(Path(e.path) / 'tuned.json', lambda f: f.write(json.dumps(content, indent=1).encode()))
+
+
+def equip(path, args, device):
+    """
+    A model with the memories that --memory asks for, as they were tuned.
+    -> model, tokenizer, the source of its datastore, size (memory -> how many of it count), tokens that begin a text
+    """
+    model, tokenizer = load(path, device)
+    checkpoint = read(path, device)
+    names = tuple(name for name in ('local', 'long', 'ext') if name in (args.memory or 'local').split(','))
+    x, source, size = tuned(path, checkpoint).get(','.join(names)), None, {'local': EVERY, 'long': 0}
+    if x is None and args.memory not in ('', 'none'):
+        raise SystemExit(f'{path}: these memories are not tuned yet. First: python eval.py {path} --memory {args.memory}')
+    if x is not None:
+        model.recipe, size = recipe_of(names, x['linear'], x, x['p_ext'])
+        model.long, model.n_neighbors = size['long'] or 0, size['ext'] or 0
+    if args.memory == 'none':
+        model.recipe = Recipe()
+    if 'ext' in names:
+        model.store, source = open_store(path, checkpoint, model, tokenizer, args)
+    return model, tokenizer, source, size, [tokenizer.eot] if tokenizer.eot is not None else []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -105,7 +150,7 @@ def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, seed=
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# TRIME: every token's probability with the memory on, off and shuffled
+# TRIME: the probability of every token of a text, with any memories, by any recipe, from one pass
 
 def windows(n, T, stride):
     """
@@ -118,103 +163,327 @@ def windows(n, T, stride):
 
 def trime_inputs(model, tokens, chosen):
     """Encodes some windows. -> for each: f, g (n, C) of its inputs and the token that follows each of them (n,)."""
-    device, T = model.embedding.weight.device, model.config.block_size
-    block = np.zeros((len(chosen), T), dtype=np.int64)
-    for row, (s, _, e) in zip(block, chosen):
-        row[:e - s] = tokens[s:e]
-    f, g, _ = model.encode(torch.from_numpy(block).to(device))
-    nexts = [torch.from_numpy(tokens[s + 1:e + 1].astype(np.int64)).to(device) for s, _, e in chosen]
-    return [(f[i, :e - s].float(), g[i, :e - s].float(), y) for i, ((s, _, e), y) in enumerate(zip(chosen, nexts))]
-
-
-def similarities(query, key, first):
-    """sim(g_i, g_j) for the queries at positions first.. of a window, Eq. 5; -inf unless j < i. (n - first, n_keys)"""
-    i = first + torch.arange(len(query), device=query.device)[:, None]
-    j = torch.arange(len(key), device=query.device)[None, :]
-    return (query @ key.T / query.size(-1) ** 0.5).masked_fill(j >= i, float('-inf'))
+    device, T, inputs = next(model.parameters()).device, model.config.block_size, []
+    at_once = max(1, 8192 // T)
+    for a in range(0, len(chosen), at_once):
+        part = chosen[a:a + at_once]
+        block = np.zeros((len(part), T), dtype=np.int64)
+        for row, (s, _, e) in zip(block, part):
+            row[:e - s] = tokens[s:e]
+        f, g, _ = model.encode(torch.from_numpy(block).to(device))
+        nexts = [torch.from_numpy(tokens[s + 1:e + 1].astype(np.int64)).to(device) for s, _, e in part]
+        inputs += [(f[i, :e - s].float(), g[i, :e - s].float(), y) for i, ((s, _, e), y) in enumerate(zip(part, nexts))]
+    return inputs
 
 
 @torch.no_grad()
-def trime_scores(model, tokens, taus, quiet=False):
+def trime_entries(model, tokens, start):
+    """What a datastore holds of a text, from context `start` on, in pieces: keys g (m, C), and the words that follow (m,)"""
+    chosen = [window for window in windows(len(tokens), model.config.block_size, model.stride) if window[2] > start]
+    group = max(1, 8192 // model.stride)
+    for a in range(0, len(chosen), group):
+        part = chosen[a:a + group]
+        new = [(g[max(first, start) - s:], y[max(first, start) - s:]) for (s, first, _), (_, g, y) in zip(part, trime_inputs(model, tokens, part))]
+        yield torch.cat([g for g, _ in new]).cpu(), torch.cat([y for _, y in new]).cpu().numpy()
+
+
+class Stats(NamedTuple):
+    """All that the probabilities of the n - 1 next tokens of a text depend on, for any recipe over these temperatures and sizes."""
+    log_words: torch.Tensor     # (n - 1,) log of the sum over all words
+    log_w: torch.Tensor         # (n - 1,) log of the term of the token that came
+    taus: list                  # temperatures, G of them
+    sizes: dict                 # memory -> how many of its memories count, S numbers, rising
+    masses: dict                # memory -> (3, n - 1, S, G): trime.masses of all; of those that say w; of those that would, shuffled
+
+
+@torch.no_grad()
+def trime_stats(model, split, names, taus, sizes, quiet=False):
     """
-    log P of every token of a text but the first, in nats: a dict of arrays (n - 1,).
-    'off': the words alone, Eq. 1. ('on', τ): with local memory, Eq. 6. ('shuffled', τ): with another window's memories,
-    the farthest of its batch; the same positions j < i of it may be used. nan where the text is too short for that.
+    One pass over a split. Each token stands in local or long memory once: in local with its state in the window at hand, in long
+    as it was when its own next token was scored. Shuffled: each memory keeps its place and its similarity, and says the word of
+    the memory that is half the text (or half the datastore) away.
     """
-    n, T = len(tokens), model.config.block_size
-    all_windows, E = windows(n, T, model.stride), model.embedding.weight.float()
-    half = -(-len(all_windows) // 2)                                        # each batch has windows from both halves of the text
-    order = [i for pair in zip(range(half), range(half, 2 * half)) for i in pair if i < len(all_windows)]
-    scores = {key: np.zeros(n - 1, dtype=np.float32)
-              for key in ['off'] + [(kind, tau) for kind in ('on', 'shuffled') for tau in taus]}
-    for a in data.progress(range(0, len(order), 8), 'scoring', quiet=quiet):
-        chosen = [all_windows[i] for i in order[max(0, min(a, len(order) - 2)):a + 8]]     # two at least: a partner is needed
+    tokens, T, C = np.asarray(split.tokens), model.config.block_size, model.config.n_embd
+    n, device = len(tokens), next(model.parameters()).device
+    words = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    past, all_windows = [name for name in names if name in ('local', 'long')], windows(n, T, model.stride)
+    log_words, log_w = torch.zeros(n - 1), torch.zeros(n - 1)
+    out = {name: torch.zeros(3, n - 1, len(sizes[name]), len(taus)) for name in names}
+    longest, group = sizes['long'][-1] if 'long' in names else 0, max(1, 8192 // model.stride)
+    scored, base = torch.zeros(0, C, device=device), 0                      # g of the positions from base on
+
+    for a in data.progress(range(0, len(all_windows), group), 'scoring', quiet=quiet):
+        chosen = all_windows[a:a + group]
         inputs = trime_inputs(model, tokens, chosen)
+        queries = torch.cat([g[new - s:] for (s, new, _), (_, g, _) in zip(chosen, inputs)]).cpu()
+        found = {name: model.store.search(queries, sizes[name][-1], METRIC[name]) for name in names if name in METRIC}
+        at = 0
         for (s, new, e), (f, g, y) in zip(chosen, inputs):
-            first = new - s
-            apart, partner = max((abs(s - other[0]), b) for b, other in enumerate(chosen))
-            logits = f[first:] @ E.T                                        # (Q, V)
-            log_words, log_w = logits.logsumexp(-1), logits.gather(1, y[first:, None])[:, 0]
-            scores['off'][new:e] = (log_w - log_words).cpu()
-            for kind, (_, key, said) in (('on', (f, g, y)), ('shuffled', inputs[partner])):
-                sim = similarities(g[first:], key, first)                   # (Q, M)
-                says_w = said[None, :] == y[first:, None]
-                for tau in taus:
-                    score = joint_log_prob(log_words, log_w, sim, says_w, tau).cpu()
-                    scores[kind, tau][new:e] = score if kind == 'on' or apart >= T else np.nan
-    return scores
+            Q, w, here = e - new, y[new - s:, None], slice(new, e)
+            log_words[here], log_w[here] = (x.cpu() for x in model.embedding.say(f[new - s:], w[:, 0]))
+            lo, allowed = max(base, s - longest), None
+            if model.config.same_document and longest:                      # Eq. 3: of the document at hand
+                lo = min(s, max(lo, int(split.offsets[split.doc_of(np.array([new]))[0]])))
+                doc_i, doc_j = (torch.from_numpy(split.doc_of(np.arange(*x))).to(device) for x in ((new, e), (lo, s)))
+                allowed = (doc_i[:, None] == doc_j[None, :])[None]
+            places = torch.arange(lo, e, device=device)[None]               # instead of the words: so the shuffled ones are known too
+            memories = model.recall(g[None, new - s:], g[None], places[:, s - lo:], scored[None, lo - base:s - base], places[:, :s - lo],
+                                    allowed, past)
+            for name, (sim, place) in memories.items():
+                says = words[place[0] + 1] == w, words[(place[0] + 1 + n // 2) % n] == w
+                out[name][:, here] = masses(sim[0], says, taus, sizes[name]).cpu()
+            for name, (sim, rows) in found.items():
+                sim, rows, N = sim[at:at + Q], rows[at:at + Q], len(model.store)
+                says = [model.store.said(r) == w.cpu() for r in (rows, (rows + N // 2) % N)]
+                out[name][:, here] = masses(sim, says, taus, sizes[name])
+            at += Q
+            scored = torch.cat([scored, g[new - s:]])
+            drop = max(0, len(scored) - longest - T)
+            scored, base = scored[drop:], base + drop
+    return Stats(log_words, log_w, taus, sizes, out)
 
 
-def trime_table(model, corpus, split, tau):
-    """Rows of the standard table, the scores behind them, and τ: tuned on val where none is given."""
-    if tau is None:
-        if corpus.val is None:
-            raise SystemExit(f'{corpus.name} has no validation split to tune τ on: give --tau 1')
-        tokens = np.asarray(corpus.val.tokens)
-        scores = trime_scores(model, tokens[:65_536], TAUS, quiet=False)    # the beginning of val is enough for one number
-        tau = max(TAUS, key=lambda t: scores['on', t].mean())
-    tokens = np.asarray(split.tokens)
-    scores = trime_scores(model, tokens, sorted({1.0, tau}))
-    rows = [('off', scores['off']), ('on, τ = 1', scores['on', 1.0])]
-    rows += [(f'on, τ = {tau:g}', scores['on', tau])] if tau != 1 else []
-    shuffled = scores['shuffled', tau]
-    return rows + ([('shuffled', shuffled)] if not np.isnan(shuffled).any() else []), scores, tau
+def log_p(stats, recipe, size, shuffled=False):
+    """log P of every next token, in nats (n - 1,). size: memory -> how many of it count"""
+    def memory(names, tau):
+        if not names:
+            return torch.tensor(-math.inf), torch.tensor(-math.inf)
+        t = stats.taus.index(tau)
+        parts = [stats.masses[name][:, :, stats.sizes[name].index(size[name]), t] for name in names]
+        everything, good, wrong = torch.stack(parts).logsumexp(0)
+        return everything, wrong if shuffled else good
+    return mix(stats.log_words, stats.log_w, memory, recipe)
 
+
+def grid(names, linear, sizes, tau=None):
+    """
+    What is tuned for a combination of memories: parameter -> the values to try. linear: continuous cache and kNN-LM, for
+    language models that were trained without memory; else Eq. 6, and with ext Eq. 8 and 9.
+    """
+    ext, past = 'ext' in names, set(names) - {'ext'}
+    if linear:
+        chosen = {**({'tau_cache': TAUS, 'lambda_cache': LAMBDAS} if past else {}), **({'tau_knn': TAUS, 'lambda_knn': LAMBDAS} if ext else {})}
+    else:
+        chosen = {**({'tau': [tau] if tau else TAUS} if names else {}), **({"tau'": TAUS, 'lambda': LAMBDAS} if ext else {})}
+    return {**chosen, **({'long': sizes['long']} if 'long' in names else {}), **({'K': sizes['knn' if linear else 'ext']} if ext else {})}
+
+
+def recipe_of(names, linear, x, p_ext=False):
+    """-> the Recipe of some memories with the parameters x, and how many of each memory count"""
+    past, size = tuple(name for name in names if name != 'ext'), {'local': EVERY, 'long': x.get('long'), 'ext': x.get('K'), 'knn': x.get('K')}
+    if linear:
+        mixes = [(past, x['tau_cache'], x['lambda_cache'])] if past else []
+        return Recipe((), 1.0, tuple(mixes + ([(('knn',), x['tau_knn'], x['lambda_knn'])] if 'ext' in names else []))), size
+    mixes = [(('ext',) if p_ext else tuple(names), x["tau'"], x['lambda'])] if 'ext' in names else []
+    return Recipe(tuple(names), x.get('tau', 1.0), tuple(mixes)), size
+
+
+def tune(stats, names, linear, tau=None, p_ext=False, **fixed):
+    """The parameters of the highest mean log P: one after the other, all values of each, until none changes any more."""
+    values = {key: [fixed[key]] if key in fixed else v for key, v in grid(names, linear, stats.sizes, tau).items()}
+    x = {key: {'long': v[-1], 'K': v[-1]}.get(key, 1.0 if 1.0 in v else 0.2 if 0.2 in v else v[0]) for key, v in values.items()}
+    score = lambda x: log_p(stats, *recipe_of(names, linear, x, p_ext)).mean().item()
+    best = score(x)
+    while True:
+        before = dict(x)
+        for key in values:
+            for value in values[key]:
+                new = score({**x, key: value})
+                if new > best:
+                    best, x = new, {**x, key: value}
+        if x == before:
+            return x
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# TRIME: one checkpoint, its memories tuned on the validation split and scored on another
+
+class Evaluation(NamedTuple):
+    """What the tables below are made of."""
+    path: str
+    checkpoint: dict
+    model: torch.nn.Module
+    tokenizer: data.Tokenizer
+    corpus: data.Corpus
+    split: data.Split
+    linear: bool                # continuous cache and kNN-LM, not Eq. 6
+    combinations: list          # tuples of memories
+    source: tuple               # of the datastore: name of the corpus, split
+    found: dict                 # combination -> its tuned parameters
+    val: Stats                  # of the validation split
+    stats: Stats                # of the split
+
+
+def weights_hash(checkpoint):
+    """sha256 of the weights: what a datastore's keys depend on."""
+    sha = hashlib.sha256()
+    for name, tensor in sorted(checkpoint['model'].items()):
+        sha.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def open_store(path, checkpoint, model, tokenizer, args):
+    """
+    The datastore of a checkpoint and the training split of a corpus, in the run's folder; built, or gone on with, where it is
+    not complete. -> Datastore, (the corpus's name, the split)
+    """
+    corpus = data.load(args.datastore_from or args.data or checkpoint['data'], tokenizer)
+    if args.split == 'train' and not args.datastore_from:
+        raise SystemExit('--split train with external memory: the datastore is made of that very split, and each token would find itself')
+    weights = weights_hash(checkpoint)
+    folder = (Path(path) if Path(path).is_dir() else Path(path).parent) / f'datastore-{corpus.name}-{weights[:8]}-{model.stride}'
+    about = dict(weights=weights, corpus=corpus.fingerprint, name=corpus.name, split='train', tokenizer=tokenizer.name,
+                 block_size=model.config.block_size, stride=model.stride)
+    tokens = np.asarray(corpus.train.tokens)
+    try:
+        store = Datastore.build(folder, lambda start: trime_entries(model, tokens, start), len(tokens) - 1, model.config.n_embd, about)
+    except ValueError as e:
+        raise SystemExit(f'datastore: {e}')
+    return store, (corpus.name, corpus.train)
+
+
+def first_tokens(split, n):
+    """The first n tokens of a split."""
+    offsets = np.append(split.offsets[split.offsets < n], n)
+    return split if len(split.tokens) <= n else dataclasses.replace(split, tokens=split.tokens[:n], offsets=offsets)
+
+
+def prepare(path, args, device, wanted=None):
+    """Loads a checkpoint and what it is evaluated on. -> path, checkpoint, model, tokenizer, corpus, split, linear, combinations"""
+    checkpoint = read(path, device)
+    model, tokenizer = build(checkpoint, device), data.Tokenizer.from_dict(checkpoint['tokenizer'])
+    corpus = data.load(args.data or checkpoint['data'], tokenizer)
+    split = getattr(corpus, args.split)
+    if split is None:
+        raise SystemExit(f'{corpus.name} has no split {args.split}')
+    if corpus.val is None:
+        raise SystemExit(f'{corpus.name} has no validation split to tune the memory on')
+    if not args.data and corpus.fingerprint != checkpoint['corpus']:
+        print(f'{path} was trained on another version of {corpus.name}: what it was trained on may be in this split', file=sys.stderr)
+    if not 0 <= args.stride <= model.config.block_size:
+        raise SystemExit(f'--stride {args.stride} does not lie between 1 and T = {model.config.block_size}')
+    model.stride = args.stride or model.stride
+    trained = checkpoint['config']['memory']
+    linear = args.formula == 'linear' or args.formula == 'auto' and trained == 'none'
+    wanted = wanted or args.memory or ','.join(TESTING[trained])
+    combinations = ALL if wanted == 'all' else [()] if wanted == 'none' else [tuple(m for m in ('local', 'long', 'ext') if m in wanted.split(','))]
+    return str(path), checkpoint, model, tokenizer, corpus, split, linear, combinations
+
+
+def evaluate(path, args, device, wanted=None):
+    """Tunes the wanted combinations of memories on the validation split and scores the split with all of them. -> Evaluation"""
+    path, checkpoint, model, tokenizer, corpus, split, linear, combinations = parts = prepare(path, args, device, wanted)
+    ext = 'knn' if linear else 'ext'
+    names = [ext if name == 'ext' else name for name in ('local', 'long', 'ext') if any(name in c for c in combinations)]
+    source = None
+    if ext in names:
+        model.store, source = open_store(path, checkpoint, model, tokenizer, args)
+    sizes = {'local': [EVERY], 'long': sizes_up_to(args.long, 256, 2), ext: sizes_up_to(args.n_neighbors, 1, 8)}
+    taus = sorted({*TAUS, args.tau or 1.0})
+    val = trime_stats(model, first_tokens(corpus.val, TUNE), names, taus, sizes)
+    found = {c: tune(val, c, linear, args.tau, args.p_ext) for c in combinations}
+    if split is corpus.val and len(split.tokens) <= TUNE:
+        return Evaluation(*parts, source, found, val, val)
+    if args.task != 'sweep':
+        taus = sorted({1.0, *(tau for x in found.values() for key, tau in x.items() if key.startswith('tau'))})
+    return Evaluation(*parts, source, found, val, trime_stats(model, split, names, taus, sizes))
+
+
+def sizes_up_to(largest, smallest, step):
+    """smallest, smallest * step, ... below the largest, and the largest"""
+    return [smallest * step ** i for i in range(40) if smallest * step ** i < largest] + [largest]
+
+
+def rows_of(e, args, shuffled=True):
+    """name -> log P of each token by that combination of memories, off first; shuffled last, if there is but one."""
+    rows = {'off': log_p(e.stats, Recipe(), {})}
+    for c in e.combinations:
+        if c:
+            rows[','.join(c)] = log_p(e.stats, *recipe_of(c, e.linear, e.found[c], args.p_ext))
+    if shuffled and len(e.combinations) == 1 and e.combinations[0]:
+        rows['shuffled'] = log_p(e.stats, *recipe_of(c, e.linear, e.found[c], args.p_ext), shuffled=True)
+    return {name: x.numpy() for name, x in rows.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# TRIME: what was remembered
 
 @torch.no_grad()
-def trime_helped(model, tokenizer, split, scores, tau, how_many=3, remembered=3):
+def remembered(model, tokens, t, recipe, size, doc_start=0):
+    """
+    The memories of the context that ends with token t, and what part of the probability lies on each.
+    -> log P of all words (V,) without and with them, and (share, memory, place in the text or row of the datastore, word), largest first
+    """
+    T, device = model.config.block_size, next(model.parameters()).device
+    words = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    s = next(s for s, new, e in reversed(windows(t + 2, T, model.stride)) if new <= t < e)
+    lo = min(s, max(doc_start, s - (size.get('long') or 0) if 'long' in recipe.names else s))
+    earlier = [w for w in windows(s + 1, T, model.stride) if w[2] > lo] if lo < s else []
+    old = [g[max(new, lo) - a:] for (a, new, _), (_, g, _) in zip(earlier, trime_inputs(model, tokens, earlier))]
+    f, g, _ = model.encode(words[None, s:t + 1])
+    old, places = torch.cat(old)[None] if old else g[:, :0], torch.arange(t + 1, device=device)[None]
+    memories = model.recall(g[:, -1:], g, places[:, s:], old, places[:, lo:s], names=recipe.names & {'local', 'long'})
+    held = {name: (sim, place, words[place + 1]) for name, (sim, place) in memories.items()}
+    for name in recipe.names & METRIC.keys():
+        sim, rows = (x[None].to(device) for x in model.store.search(g[0, -1:].cpu(), size[name], METRIC[name]))
+        held[name] = sim, rows, model.store.said(rows).to(device)
+
+    f = f[:, -1:].float()
+    off, on = model.embedding.log_mass(f)[0, 0], model.distribution(f, {name: (sim, said) for name, (sim, _, said) in held.items()}, recipe)[0, 0]
+    sims = {name: sim[0, 0] for name, (sim, _, _) in held.items()}          # (M,) each
+    everything = torch.cat([off] + [sims[name] / recipe.tau for name in recipe.joint]).logsumexp(0)
+    share = {name: (sim / recipe.tau - everything).exp() * (name in recipe.joint) for name, sim in sims.items()}    # Eq. 6
+    for names, tau, lam in recipe.mixes:                                    # Eq. 9
+        everything = torch.cat([sims[name] / tau for name in names]).logsumexp(0)
+        if everything > -math.inf:
+            share = {name: (1 - lam) * share[name] + lam * (sim / tau - everything).exp() * (name in names) for name, sim in sims.items()}
+    found = [(p, name, place, word) for name, (_, places, said) in held.items()
+             for p, place, word in zip(share[name].tolist(), places[0, 0].tolist(), said[0, 0].tolist()) if p > 0]
+    return off.log_softmax(-1), on, sorted(found, reverse=True)
+
+
+def trime_helped(e, rows, args, how_many=3, shown=3):
     """
     The tokens that the memory helped most: dicts with position, context, token, probability off and on, and the memories
-    that weighed most among those that were followed by the same token: their contexts and their share of the probability.
-    At most one token of each stretch of T, and of each token.
+    that weighed most among those that were followed by the same token. At most one token of each stretch of T, and of each token.
     """
-    tokens, T = np.asarray(split.tokens), model.config.block_size
-    gain = scores['on', tau] - scores['off']
-    stretches, words, found = set(), set(), []
-    by_start = {new: (s, new, e) for s, new, e in windows(len(tokens), T, model.stride)}
-    firsts = np.array(sorted(by_start))
-    show = lambda end, n=12: tokenizer.decode(tokens[max(0, end - n):end])
-    for t in np.argsort(-gain, kind='stable').tolist():                     # scores[t] is about token t + 1
-        if t // T in stretches or tokens[t + 1] in words:
+    c, tokens, T = e.combinations[0], np.asarray(e.split.tokens), e.model.config.block_size
+    recipe, size = recipe_of(c, e.linear, e.found[c], args.p_ext)
+    off, on, stretches, words, found = rows['off'], rows[','.join(c)], set(), set(), []
+    for t in np.argsort(off - on, kind='stable').tolist():                  # on[t] is about token t + 1
+        w = int(tokens[t + 1])
+        if t // T in stretches or w in words:
             continue
-        stretches.add(t // T), words.add(tokens[t + 1])
-        s, _, e = by_start[firsts[np.searchsorted(firsts, t, side='right') - 1]]
-        (f, g, y), = trime_inputs(model, tokens, [(s, s, e)])
-        i = t - s
-        sim = similarities(g[i:i + 1], g, i)[0] / tau                       # (n,)
-        everything = torch.cat([f[i] @ model.embedding.weight.float().T, sim]).logsumexp(0)
-        share = (sim - everything).exp() * (y == y[i])
-        best = share.topk(min(remembered, int((share > 0).sum()))).indices.tolist()
-        found.append(dict(position=t + 1, document=int(split.doc_of(t + 1)), context=show(t + 1), token=show(t + 2, 1),
-                          p_off=float(np.exp(scores['off'][t])), p_on=float(np.exp(scores['on', tau][t])),
-                          memories=[dict(context=show(s + j + 1), tokens_ago=i - j, share=share[j].item()) for j in best]))
+        stretches.add(t // T), words.add(w)
+        doc = int(e.split.doc_of(np.array([t]))[0])
+        start = int(e.split.offsets[doc]) if e.model.config.same_document else 0
+        memories = [m for m in remembered(e.model, tokens, t, recipe, size, start)[2] if m[3] == w][:shown]
+        found.append(dict(position=t + 1, document=doc, context=show(e.tokenizer, tokens, t + 1), token=e.tokenizer.decode([w]),
+                          p_off=float(np.exp(off[t])), p_on=float(np.exp(on[t])),
+                          memories=[about_memory(e.tokenizer, tokens, e.model.store, e.source, t, *m) for m in memories]))
         if len(found) == how_many:
             break
     return found
 
 
+def show(tokenizer, tokens, end, n=12):
+    """The text of the n tokens before position `end`."""
+    return tokenizer.decode(np.asarray(tokens[max(0, end - n):end]).tolist())
+
+
+def about_memory(tokenizer, tokens, store, source, t, share, name, place, word):
+    """One memory as a dict: its share of the probability, where it stands, its context, and the word that followed."""
+    if name in METRIC:
+        corpus, split = source
+        place = int(store.positions[place])
+        where, context = f'{corpus}, document {int(split.doc_of(np.array([place]))[0])}, token {place:,}', show(tokenizer, split.tokens, place + 1)
+    else:
+        where, context = f'{t - place:,} tokens ago', show(tokenizer, tokens, place + 1)
+    return dict(share=share, memory=name, place=place, where=where, context=context, token=tokenizer.decode([word]))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# the standard table
+# the tables
 
 def figures(log_p, split):
     """Loss, perplexity and so on of a split from log P (nats) of each of its tokens but the first."""
@@ -223,103 +492,240 @@ def figures(log_p, split):
                 bits_per_byte=total / math.log(2) / split.n_bytes, word_ppl=math.exp(min(700, total / max(1, split.n_words))))
 
 
-def table(paths, args, device):
+def described(x, linear):
+    """Tuned parameters in words."""
+    text = ', '.join(f'{key} = {value:g}' for key, value in x.items()).replace('tau', 'τ').replace('lambda', 'λ')
+    return f'{"linear interpolation" if linear else "Eq. 6"}{" to 9" if "λ" in text and not linear else ""}: {text}'
+
+
+def table(args, device):
     """The standard table of one or several checkpoints; a dict of all numbers."""
     result = dict(split=args.split, runs={})
-    for path in paths:
-        checkpoint = read(path, device)
-        model, tokenizer = build(checkpoint, device), data.Tokenizer.from_dict(checkpoint['tokenizer'])
-        corpus = data.load(args.data or checkpoint['data'], tokenizer)
-        split = getattr(corpus, args.split)
-        if split is None:
-            raise SystemExit(f'{corpus.name} has no split {args.split}')
-        if not args.data and corpus.fingerprint != checkpoint['corpus']:
-            print(f'{path} was trained on another version of {corpus.name}: what it was trained on may be in this split', file=sys.stderr)
-        if not 0 <= args.stride <= model.config.block_size:
-            raise SystemExit(f'--stride {args.stride} does not lie between 1 and T = {model.config.block_size}')
-        model.stride = args.stride or model.stride
-        rows, scores, tau = trime_table(model, corpus, split, args.tau)
-        if Path(path).is_dir() and args.tau is None and not args.data and not args.stride:
-            (Path(path) / 'tuned.json').write_text(json.dumps(dict(tau=tau, step=checkpoint['step'])))
-        helped = trime_helped(model, tokenizer, split, scores, tau)
-        result['runs'][str(path)] = dict(
-            corpus=corpus.name, bytes=split.n_bytes, words=split.n_words, step=checkpoint['step'], parameters=sum(p.numel() for p in model.parameters()), tau=tau, stride=model.stride,
-            block_size=model.config.block_size, memory={name: figures(log_p, split) for name, log_p in rows}, helped=helped)
+    for path in args.checkpoints:
+        e = evaluate(path, args, device)
+        rows = rows_of(e, args)
+        remember(e, args)
+        helped = trime_helped(e, rows, args) if len(e.combinations) == 1 and e.combinations[0] else []
+        result['runs'][e.path] = dict(
+            corpus=e.corpus.name, bytes=e.split.n_bytes, words=e.split.n_words, step=e.checkpoint['step'], stride=e.model.stride,
+            parameters=sum(p.numel() for p in e.model.parameters()), block_size=e.model.config.block_size, linear=e.linear,
+            tuned={','.join(c): x for c, x in e.found.items()}, memory={name: figures(x, e.split) for name, x in rows.items()}, helped=helped)
 
-    width = max(len(path) for path in result['runs'])
-    for text in sorted({f'{run["corpus"]}: {run["bytes"]:,} bytes, {run["words"]:,} words' for run in result['runs'].values()}):
+    runs, width = result['runs'], max(len(path) for path in result['runs'])
+    for text in sorted({f'{run["corpus"]}: {run["bytes"]:,} bytes, {run["words"]:,} words' for run in runs.values()}):
         print(f'\n{args.split} split of {text}')
-    print()
-    print(f'{"run":{width}}  {"step":>6} {"memory":12} {"tokens":>9} {"loss":>7} {"ppl":>8} {"bits/byte":>10} {"word ppl":>10}')
-    for path, run in result['runs'].items():
+    print(f'\n{"run":{width}}  {"step":>6} {"memory":14} {"tokens":>9} {"loss":>7} {"ppl":>8} {"bits/byte":>10} {"word ppl":>10}')
+    for path, run in runs.items():
         for name, x in run['memory'].items():
-            print(f'{path:{width}}  {run["step"]:6d} {name:12} {x["tokens"]:9,} {x["loss"]:7.4f} {x["ppl"]:8.2f} '
-                  f'{x["bits_per_byte"]:10.4f} {x["word_ppl"]:10.1f}')
-    for path, run in result['runs'].items():
-        print(f'\nwhere the memory helped {path} most')
+            tuned = run['tuned'].get(name)
+            print(f'{path:{width}}  {run["step"]:6d} {name:14} {x["tokens"]:9,} {x["loss"]:7.4f} {x["ppl"]:8.2f} '
+                  f'{x["bits_per_byte"]:10.4f} {x["word_ppl"]:10.1f}' + (f'   {described(tuned, run["linear"])}' if tuned else ''))
+    for path, run in runs.items():
         for x in run['helped']:
-            print(f'\n  token {x["position"]:,}, in document {x["document"]}: P = {x["p_off"]:.2g} without memory, '
+            print(f'\nwhere the memory helped {path} most' if x is run['helped'][0] else '')
+            print(f'  token {x["position"]:,}, in document {x["document"]}: P = {x["p_off"]:.2g} without memory, '
                   f'{x["p_on"]:.2g} with it\n    {x["context"]!r} -> {x["token"]!r}\n  it remembered')
             for m in x['memories']:
-                print(f'    {m["share"]:6.1%}  {m["tokens_ago"]:5,} tokens ago  {m["context"]!r} -> {x["token"]!r}')
+                print(f'    {m["share"]:6.1%}  {m["where"]}: {m["context"]!r} -> {m["token"]!r}')
     return result
 
 
-def plot(runs, path):
-    """Training and validation loss of one or several runs against tokens, from their log.jsonl. Needs matplotlib."""
+def by_frequency(args, device):
+    """Perplexity by how often the token occurs in the training split (paper Table 14, which counts on its dev set)."""
+    edges, result = [-1, 10, 100, 1000, 10_000, math.inf], {}
+    for path in args.checkpoints:
+        e = evaluate(path, args, device)
+        counts = np.bincount(np.asarray(e.corpus.train.tokens), minlength=e.tokenizer.n_vocab)[np.asarray(e.split.tokens)[1:]]
+        for name, x in rows_of(e, args, shuffled=False).items():
+            inside = [(lo < counts) & (counts <= hi) for lo, hi in zip(edges, edges[1:])]
+            result[f'{e.path} {name}'] = {f'<= {hi:g}' if hi < math.inf else '> 10,000': dict(
+                tokens=int(b.sum()), ppl=float(np.exp(-x[b].astype(np.float64).mean())) if b.any() else None) for b, hi in zip(inside, edges[1:])}
+    width = max(map(len, result))
+    for what, pattern in (('tokens', '{:10,}'), ('ppl', '{:10.2f}')):
+        print(f'\n{what:{width}}' + ''.join(f'{name:>10}' for name in next(iter(result.values()))))
+        for name, buckets in list(result.items())[:1 if what == 'tokens' else None]:
+            print(f'{name if what == "ppl" else "":{width}}' + ''.join(pattern.format(b[what]) if b[what] is not None else ' ' * 10 for b in buckets.values()))
+    return result
+
+
+def retrieval(args, device):
+    """How often the next token is among the values of the K entries that were retrieved (paper Table 13)."""
+    result = {}
+    for path in args.checkpoints:
+        e = evaluate(path, args, device, wanted='ext')
+        (name, sizes), = [(name, sizes) for name, sizes in e.stats.sizes.items() if name in METRIC]
+        good = e.stats.masses[name][1, :, :, -1]                            # (n - 1, S); -inf: none of them says the token
+        result[e.path] = {size: (good[:, i] > -math.inf).double().mean().item() for i, size in enumerate(sizes)}
+    print('\n' + ' ' * max(map(len, result)) + ''.join(f'{f"top-{size}":>10}' for size in next(iter(result.values()))))
+    for path, x in result.items():
+        print(f'{path:{max(map(len, result))}}' + ''.join(f'{share:10.2%}' for share in x.values()))
+    return result
+
+
+def sweep(args, device):
+    """Perplexity against the size of the long memory (paper Figure 3), everything else tuned anew for each."""
+    result = {}
+    for path in args.checkpoints:
+        e = evaluate(path, args, device, wanted='local,long')
+        local = tune(e.val, ('local',), e.linear, args.tau)
+        result[e.path] = {0: figures(log_p(e.stats, *recipe_of(('local',), e.linear, local)).numpy(), e.split)['ppl']}
+        for size in e.stats.sizes['long']:
+            x = tune(e.val, ('local', 'long'), e.linear, args.tau, long=size)
+            result[e.path][size] = figures(log_p(e.stats, *recipe_of(('local', 'long'), e.linear, x)).numpy(), e.split)['ppl']
+    width = max(map(len, result))
+    print('\n' + ' ' * width + ''.join(f'{size:9,}' for size in next(iter(result.values()))))
+    for path, x in result.items():
+        print(f'{path:{width}}' + ''.join(f'{ppl:9.2f}' for ppl in x.values()))
+    axes = canvas('tokens of long memory', f'perplexity, {args.split}')
+    if axes:
+        for path, x in result.items():
+            axes.plot(list(x), list(x.values()), marker='o', markersize=3, label=path)
+        axes.set_xscale('symlog', base=2, linthresh=256)
+        picture(axes, Path(args.checkpoints[0]) / 'sweep.png')
+    return result
+
+
+def neighbors(args, device):
+    """What a model remembers at the end of a text: its next words without and with memory, and the contexts, with their sources."""
+    result = {}
+    for path in args.checkpoints:
+        model, tokenizer, source, size, start = equip(path, args, device)
+        tokens = np.concatenate([start, tokenizer.encode(args.prompt)]).astype(np.int64)
+        if not len(tokens):
+            raise SystemExit('--task neighbors needs a text: --prompt "..."')
+        off, on, found = remembered(model, tokens, len(tokens) - 1, model.recipe, size)
+        words = [dict(token=tokenizer.decode([w]), off=off[w].exp().item(), on=on[w].exp().item()) for w in on.topk(8).indices.tolist()]
+        memories = [about_memory(tokenizer, tokens, model.store, source, len(tokens) - 1, *m) for m in found[:args.shown]]
+        result[str(path)] = dict(words=words, memories=memories, share=sum(m[0] for m in found))
+        print(f'\n{path}: {result[str(path)]["share"]:.1%} of the probability lies on {len(found):,} memories\n')
+        print(f'  {"next":20} {"without":>9} {"with memory":>12}')
+        for x in words:
+            print(f'  {x["token"]!r:20} {x["off"]:9.2%} {x["on"]:12.2%}')
+        print()
+        for m in memories:
+            print(f'  {m["share"]:7.2%}  {m["context"]!r} -> {m["token"]!r}\n           {m["memory"]}: {m["where"]}')
+    return result
+
+
+def speed(args, device):
+    """Tokens per second: plain evaluation; building a datastore of a million entries; scoring with K of them for each token."""
+    path, checkpoint, model, tokenizer, corpus, split, linear, _ = prepare(args.checkpoints[0], args, device, 'ext')
+    tokens, some = np.asarray(corpus.train.tokens)[:1_000_001], first_tokens(split, 65_536)
+    name, n = 'knn' if linear else 'ext', len(tokens) - 1
+
+    def rate(names=(), sizes=None):
+        start = time.perf_counter()
+        stats = trime_stats(model, some, names, [1.0], sizes, quiet=True)
+        return len(stats.log_w) / (time.perf_counter() - start)
+
+    rate()                                                                  # warms up
+    before, marks = rate(), {}
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        model.store = Datastore.build(folder, lambda start: trime_entries(model, tokens, start), n, model.config.n_embd, {},
+                                      progress=lambda stage, done, n: marks.update({stage: time.perf_counter()}))
+        after = rate()
+        searches = sorted(rate([name], {name: [args.n_neighbors]}) for _ in range(3))
+        g = next(trime_entries(model, np.asarray(some.tokens), 0))[0]
+        recall, mass = model.store.recall(g[::max(1, len(g) // 256)], args.n_neighbors, metric=METRIC[name])
+    result = dict(plain=(before + after) / 2, store=n / (marks['store'] - start), sort_s=marks['sort'] - marks['store'], entries=n,
+                  search=searches[1], recall=recall, mass=mass)
+    print(f'\n{torch.get_num_threads()} threads, T = {model.config.block_size}, stride {model.stride}, C = {model.config.n_embd}\n'
+          f'plain evaluation                         {result["plain"]:10,.0f} tokens/s\n'
+          f'storing {n:9,} entries                 {result["store"]:10,.0f} tokens/s, {result["store"] / result["plain"]:.2f} of it; '
+          f'then sorting them {result["sort_s"]:.0f} s\n'
+          f'scored with the best {args.n_neighbors:5,} of them each  {result["search"]:10,.0f} tokens/s; found are {recall:.1%} of the true '
+          f'ones, {mass:.2%} of their softmax')
+    return result
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# pictures
+
+def canvas(x, y):
+    """Axes to draw on, or None without matplotlib."""
     try:
         import matplotlib
         matplotlib.use('Agg')
         import matplotlib.pyplot as plt
     except ImportError:
         print('no plot: matplotlib is not installed (pip install matplotlib)', file=sys.stderr)
-        return False
-    figure, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
-    for color, run in zip(plt.rcParams['axes.prop_cycle'].by_key()['color'] * len(runs), runs):
-        log = [json.loads(line) for line in (Path(run) / 'log.jsonl').read_text().splitlines()]
-        axes.plot([x['tokens'] for x in log], [x['loss'] for x in log], color=color, alpha=0.3, linewidth=1)
-        val = [(x['tokens'], x['val_loss']) for x in log if 'val_loss' in x]
-        if val:
-            axes.plot(*zip(*val), color=color, marker='o', markersize=3, label=f'{run}: validation {val[-1][1]:.3f}')
-    axes.set(xlabel='training tokens', ylabel='loss, nats per token (pale: training)')
+        return None
+    _, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
+    axes.set(xlabel=x, ylabel=y)
+    return axes
+
+
+def picture(axes, path):
+    import matplotlib.pyplot as plt
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return True
+    axes.figure.savefig(path, dpi=110)
+    plt.close(axes.figure)
+    print(f'\ndrawn: {path}')
 
+
+def plot(runs, path):
+    """Training and validation loss of one or several runs against tokens, from their log.jsonl. Needs matplotlib."""
+    axes = canvas('training tokens', 'loss, nats per token (pale: training)')
+    for run in runs if axes else ():
+        log = [json.loads(line) for line in (Path(run) / 'log.jsonl').read_text().splitlines()]
+        line, = axes.plot([x['tokens'] for x in log], [x['loss'] for x in log], alpha=0.3, linewidth=1)
+        val = [(x['tokens'], x['val_loss']) for x in log if 'val_loss' in x]
+        if val:
+            axes.plot(*zip(*val), color=line.get_color(), marker='o', markersize=3, label=f'{run}: validation {val[-1][1]:.3f}')
+    if axes:
+        picture(axes, path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 def main():
     parser = argparse.ArgumentParser(description='Evaluates one or several checkpoints.', allow_abbrev=False)
     parser.add_argument('checkpoints', nargs='+', metavar='CKPT', help="a run's folder, or a .pt file")
-    parser.add_argument('--task', default='table', choices=('table', 'generate'), help='(default: table)')
+    parser.add_argument('--task', default='table', choices=('table', *TASKS, 'generate'), help='(default: table)')
     parser.add_argument('--data', default='', help='another corpus than the one of training')
     parser.add_argument('--split', default='val', choices=('train', 'val', 'test'), help='(default: val)')
     parser.add_argument('--stride', type=int, default=0, help='tokens scored per window; default: as trained, T/2')
+    parser.add_argument('--memory', default='', help="none, any of local,long,ext, or all; default: the paper's for what the model was trained with")
+    parser.add_argument('--formula', default='auto', choices=('auto', 'joint', 'linear'),
+                        help='joint: Eq. 6 to 9; linear: continuous cache and kNN-LM; auto: linear if it was trained without memory')
+    parser.add_argument('--long', type=int, default=4096, help='tokens of long memory, at most (default: 4096)')
+    parser.add_argument('--n-neighbors', type=int, default=1024, help='entries retrieved for each token, K, at most (default: 1024)')
+    parser.add_argument('--datastore-from', default='', metavar='CORPUS', help='external memory of another corpus; default: the training split')
+    parser.add_argument('--p-ext', action='store_true', help="Eq. 8 over the external memory alone, as in the official code; the paper: over all")
     parser.add_argument('--tau', type=float, default=None, help='temperature of the memory, Eq. 6; default: tuned on val')
     parser.add_argument('--device', default='auto', choices=('auto', 'cuda', 'cpu', 'mps'), help='(default: auto)')
     parser.add_argument('--json', default='', metavar='FILE', help='write every number that the screen shows')
-    parser.add_argument('--prompt', default='', help='generate: the text to go on from')
+    parser.add_argument('--prompt', default='', help='generate, neighbors: the text to go on from')
+    parser.add_argument('--shown', type=int, default=10, help='neighbors: how many memories (default: 10)')
     parser.add_argument('--max-tokens', type=int, default=200, help='generate: at most so many new tokens (default: 200)')
     parser.add_argument('--temperature', type=float, default=0.8, help='generate: 0 takes the likeliest token (default: 0.8)')
     parser.add_argument('--seed', type=int, default=0, help='generate: of the sampling (default: 0)')
     args = parser.parse_args()
     if args.tau is not None and args.tau <= 0:
         raise SystemExit(f'--tau {args.tau} must be positive')
+    if args.memory not in ('', 'none', 'all') and set(args.memory.split(',')) - {'local', 'long', 'ext'}:
+        raise SystemExit(f'--memory {args.memory}: none, all, or some of local,long,ext with commas between')
+    if min(args.long, args.n_neighbors) < 1:
+        raise SystemExit(f'--long {args.long} and --n-neighbors {args.n_neighbors} must be 1 or more')
     device = train.hardware(args.device)
     if args.task == 'generate':
         for path in args.checkpoints:
-            model, tokenizer = load(path, device)
+            model, tokenizer, *_ = equip(path, args, device)
             for text in generate(model, tokenizer, args.prompt, args.max_tokens, args.temperature, args.seed):
                 print(text, end='', flush=True)
             print()
         return
-    result = table(args.checkpoints, args, device)
+    result = TASKS.get(args.task, table)(args, device)
     runs = [path for path in args.checkpoints if (Path(path) / 'log.jsonl').exists()]
-    if len(runs) > 1 and plot(runs, Path(runs[0]) / 'compare.png'):
-        print(f'\ntheir curves: {Path(runs[0]) / "compare.png"}')
+    if args.task == 'table' and len(runs) > 1:
+        plot(runs, Path(runs[0]) / 'compare.png')
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1))
+
+
+TASKS = {'frequency': by_frequency, 'retrieval': retrieval, 'sweep': sweep, 'neighbors': neighbors, 'speed': speed}
 
 
 if __name__ == '__main__':

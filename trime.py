@@ -34,14 +34,19 @@ Where we differ from the paper, and why
     $ python trime.py                     a tour and the cost of the memory, on a CPU
     $ python train.py --model trime
 """
+import json
 import math
+import os
 import random
 import re
+import shutil
 import sys
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -240,9 +245,10 @@ class Embedding(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        C, ends = config.n_embd, [int(end) for end in config.cutoffs.split(',') if end] + [config.vocab_size]
-        if sorted(set(ends)) != ends or ends[0] < 1 or C < config.band_factor ** (len(ends) - 1):
-            raise ValueError(f'cutoffs {config.cutoffs} do not rise to vocab_size {config.vocab_size}, or leave no width of n_embd {C}')
+        C, V, cutoffs = config.n_embd, config.vocab_size, [int(cutoff) for cutoff in config.cutoffs.split(',') if cutoff]
+        ends = [cutoff for cutoff in cutoffs if cutoff < V] + [V]           # a small vocabulary has fewer bands
+        if sorted({0, *cutoffs}) != [0] + cutoffs or C < config.band_factor ** (len(ends) - 1):
+            raise ValueError(f'cutoffs {config.cutoffs} do not rise from above 0, or n_embd {C} leaves the last band no width')
         self.bands = list(zip([0] + ends, ends))                            # [first id, last id + 1)
         widths = [C // config.band_factor ** i for i in range(len(ends))]
         rows = [ends[0] + len(ends) - 1] + [end - start for start, end in self.bands[1:]]    # band 0 has the bands' rows too
@@ -405,18 +411,393 @@ class Gather(torch.autograd.Function):
         return d.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def joint_log_prob(log_words, log_w, sim, says_w, tau=1.0):
-    """
-    log P(w | c) by Eq. 6, which is Eq. 5 with sim / tau, for one word w of each query.
+METRIC = {'ext': 'ip', 'knn': 'l2'}                                        # how the datastore is searched for each
 
-    log_words, log_w   (..., )    log Σ_v exp(E_v · f(c)) and E_w · f(c)
-    sim                (..., M)   similarities, -inf where a memory is not allowed
-    says_w             (..., M)   x_j = w
-    returns            (..., )    nats; without memories log_w - log_words
+
+class Recipe(NamedTuple):
     """
-    good = torch.cat([log_w[..., None], sim.masked_fill(~says_w, float('-inf')) / tau], dim=-1)
-    everything = torch.cat([log_words[..., None], sim / tau], dim=-1)       # never empty: the words stand in both
-    return good.logsumexp(-1) - everything.logsumexp(-1)
+    How words and memories make one distribution at test time: Eq. 6 over the memories `joint` at temperature τ, then Eq. 9
+    with each of `mixes`, (memories, τ', λ), in turn. The paper's models and those it compares with are all of this form:
+
+        vanilla LM             Recipe()
+        + continuous cache     Recipe(mixes=[(['local', 'long'], 1 / θ, λ)])        P_cache(w) ∝ Σ_{j: x_j = w} exp(θ sim_j)
+        kNN-LM                 Recipe(mixes=[(['knn'], τ', λ)])                     P_kNN(w) ∝ Σ exp(-|q - k_j|² / (2 sqrt(C) τ'))
+        kNN-LM + cache         Recipe(mixes=[(['local', 'long'], 1 / θ, λ), (['knn'], τ', λ')])
+        TrimeLM                Recipe(['local'], τ)
+        TrimeLM_long           Recipe(['local', 'long'], τ)
+        TrimeLM_ext            Recipe(['local', 'long', 'ext'], τ, [(['local', 'long', 'ext'], τ', λ)])
+
+    local is the window at hand, long what the document had before it, ext the K entries of the datastore with the highest
+    sim, knn the K nearest ones. All temperatures divide sim = q · k / sqrt(C), which has the squared distance in it, so
+    that they are of one unit. (The official code gives τ' for q · k, so its 10.5 at C = 1,024 is 0.328 here.)
+    """
+    joint: tuple = ()
+    tau: float = 1.0
+    mixes: tuple = ()
+
+    @property
+    def names(self):
+        """The memories that it uses."""
+        return {name for names in [self.joint] + [names for names, _, _ in self.mixes] for name in names}
+
+
+def mix(log_words, log_w, memory, recipe):
+    """
+    log P(w | c) by Eq. 6, 8 and 9: for one word w of each query, or for all words at once.
+
+    log_words, log_w   log Σ_v exp(E_v · f(c)) and E_w · f(c)
+    memory             (names, τ) -> log Σ_j exp(sim_j / τ) over all their memories and over those with x_j = w; -inf: there are none
+    """
+    everything, good = memory(recipe.joint, recipe.tau)
+    log_p = torch.logaddexp(log_w, good) - torch.logaddexp(log_words, everything)           # Eq. 6; never empty: the words are in both
+    for names, tau, lam in recipe.mixes:
+        everything, good = memory(names, tau)
+        log, nothing = lambda x: math.log(x) if x > 0 else -math.inf, everything == -math.inf
+        p_memory = good - everything.masked_fill(nothing, 0)                                # Eq. 8
+        mixed = torch.logaddexp(log_p + log(1 - lam), p_memory + log(lam))                  # Eq. 9
+        log_p = torch.where(nothing, log_p, mixed)                                          # without memories there is only P
+    return log_p
+
+
+def masses(sim, says, taus, sizes):
+    """
+    What `mix` needs of some memories, for every temperature and every number of them.
+
+    sim       (Q, M)  similarities, the memories in the order in which they count as the first so many; -inf: not allowed
+    says      several (Q, M) bool
+    returns   (1 + len(says), Q, len(sizes), len(taus)): log Σ_j exp(sim_j / τ) over the first `size` memories, then over those of
+              them that says[0] has, and so on
+    """
+    out = sim.new_full((1 + len(says), len(sim), len(sizes), len(taus)), -math.inf)
+    if sim.size(1) == 0:
+        return out
+    top, ends = sim.amax(1, keepdim=True).clamp(min=-1e30), [0] + [min(size, sim.size(1)) for size in sizes]
+    sim = sim - top
+    few = [s[:, :ends[-1]].nonzero(as_tuple=True) for s in says]              # those that say w are few: (query, memory) of each
+    few = [(sim[q, j], q * len(sizes) + torch.bucketize(j, torch.tensor(ends[1:], device=j.device), right=True)) for q, j in few]
+    for t, tau in enumerate(taus):
+        weights = (sim / tau).exp_()                                        # (Q, M)
+        sums = [torch.stack([weights[:, a:b].sum(1) for a, b in zip(ends, ends[1:])], dim=1)]
+        sums += [sim.new_zeros(len(sim) * len(sizes)).index_add_(0, at, (some / tau).exp()).view(len(sim), -1) for some, at in few]
+        out[..., t] = torch.stack(sums).cumsum(2).log() + top / tau         # (1 + len(says), Q, sizes)
+    return out
+
+
+class Datastore:
+    """
+    The memories (c_j, x_j) of a whole corpus, on disk: of each the key g(c_j), the value x_j, which is the token
+    that followed, and the position j in the text. A folder of raw little-endian arrays:
+
+        keys.bin (N, C) fp16    values.bin (N,) int32    positions.bin (N,) int64    blocks.bin (N/S, C + 1) fp32
+        header.json             entries N, width C, block S, complete, and `about`: all that the entries depend on
+
+    A search does not look at all N. They lie in blocks of S similar keys; a query is compared with what blocks.bin
+    says of each block, then with every key of the best P blocks. It may miss some of the true K best (`recall` says
+    how many); the similarities that it returns are those of the stored keys.
+
+    Letters: N entries, C width, S entries of a block, Q queries, K neighbors, P blocks that a query probes
+    """
+    BLOCK, PROBE = 512, 64      # S, and P unless a search says otherwise
+    CELL, CELLS = 1024, 4096    # k-means: entries of a cell on average, and at most so many cells
+    BUFFER = 2 ** 28            # bytes of similarities that a search holds at once
+    FLUSH = 2 ** 26             # bytes of keys between two points from which an interrupted build goes on
+    GATHER = 2 ** 29            # bytes of keys that are sorted at a time
+
+    def __init__(self, folder, about=None):
+        """Opens a complete store. With `about`, a dict, ValueError unless it was built from just this."""
+        header = self.read_header(folder, about or {})
+        N, C, self.S, self.about = header['entries'], header['width'], header['block'], header['about']
+        if not header['complete']:
+            raise ValueError(f'{folder} is not complete, {header["done"]:,} of {N:,} entries are stored; '
+                             'build it with the same settings again, it goes on from there')
+        self.n_blocks = -(-N // self.S)
+        self.keys = self.open_file(folder, 'keys.bin', '<f2', (N, C))
+        self.values, self.positions = (self.open_file(folder, f'{name}.bin', kind, (N,))
+                                       for name, kind in [('values', '<i4'), ('positions', '<i8')])
+        blocks = np.array(self.open_file(folder, 'blocks.bin', '<f4', (self.n_blocks, C + 1)))
+        self.mean, self.square = torch.from_numpy(blocks).split([C, 1], dim=1)  # (N/S, C), (N/S, 1) means of k, |k|²
+        variance = self.square - self.mean.pow(2).sum(1, keepdim=True)      # (N/S, 1) summed over the C components
+        self.spread = (variance.clamp(min=0) / C).sqrt()                    # (N/S, 1) of one component, on average
+
+    def __len__(self):
+        return len(self.values)
+
+    @staticmethod
+    def read_header(folder, about, strict=False):
+        """header.json, a dict; ValueError if it is damaged or contradicts `about`; strict: also if it says more."""
+        try:
+            with open(os.path.join(folder, 'header.json')) as f:
+                header = json.load(f)
+            built = dict(header['about'], entries=header['entries'], width=header['width'])
+            header['block'], header['done'], header['complete']
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ValueError(f'{folder}: header.json cannot be read ({type(e).__name__}: {e}), so this is no datastore '
+                             'or a damaged one; give another folder, or delete it and build it again') from None
+        about = json.loads(json.dumps(about))                               # as JSON has it: a tuple is a list
+        differ = [f'{key} ({built.get(key)!r} there, {about.get(key)!r} here)'
+                  for key in sorted(set(about) | set(built if strict else ())) if built.get(key) != about.get(key)]
+        if differ:
+            raise ValueError(f'{folder} was built from something else: {", ".join(differ)}; '
+                             'give another folder, or delete it')
+        return header
+
+    @staticmethod
+    def write_header(folder, header):
+        """Under a temporary name first: there is the old header or the new one, never half of one."""
+        path = os.path.join(folder, 'header.json')
+        with open(path + '.new', 'w') as f:
+            json.dump(header, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + '.new', path)
+
+    @staticmethod
+    def open_file(folder, name, kind, shape, longer=False):
+        """np.memmap (*shape), read only; ValueError unless the file is there and just as long (or longer)."""
+        path, size = os.path.join(folder, name), int(np.prod(shape)) * np.dtype(kind).itemsize
+        actual = os.path.getsize(path) if os.path.exists(path) else 0
+        if actual < size or actual > size and not longer:
+            raise ValueError(f'{path} has {actual:,} bytes where header.json asks for {size:,}; '
+                             f'delete {folder} and build it again')
+        return np.memmap(path, kind, 'r', shape=shape) if size else None
+
+    @classmethod
+    def build(cls, folder, entries, n, width, about, quiet=False, progress=None):
+        """
+        Builds a store, or goes on where an earlier build stopped, or just opens it if it is complete.
+
+        entries     start -> iterator of (keys (m, C) fp32 tensor, values (m,) int array), in text order from start on
+        n, width    how many entries there are in all; C
+        about       dict of JSON types: everything that the entries depend on
+        progress    called now and then with 'store' or 'sort', how many entries that is done for, and n
+        returns     the Datastore; ValueError for entries that do not fit, another store in the folder, or a full disk
+
+        Keys and values are appended in text order first; the header says how many are safely on disk. Sorting them, for
+        which they are there twice, is then done in one go.
+        """
+        if n < 1 or width < 1:
+            raise ValueError(f'a datastore of {n} entries of width {width}: both must be 1 or more')
+        header = dict(entries=n, width=width, block=cls.BLOCK, done=0, complete=False, about=about)
+        if os.path.isdir(folder) and set(os.listdir(folder)) - {'header.json.new'}:
+            header = cls.read_header(folder, dict(about, entries=n, width=width), strict=True)
+        try:
+            if not header['complete']:
+                cls.check_space(folder, n, width, quiet)
+                os.makedirs(folder, exist_ok=True)
+                cls.write_header(folder, header)
+                cls.store(folder, header, entries, progress)
+                cls.sort(folder, header, progress)
+                cls.write_header(folder, dict(header, complete=True))       # before this line no one opens it
+            built = cls(folder, about)
+            for name in ('text-keys.bin', 'text-values.bin'):
+                if os.path.exists(os.path.join(folder, name)):
+                    os.remove(os.path.join(folder, name))
+            return built
+        except OSError as e:
+            raise ValueError(f'{folder}: {e}; what was stored stays, and the same command goes on from there once this '
+                             'is mended (if the disk is full: free some space)') from e
+
+    @classmethod
+    def check_space(cls, folder, n, width, quiet):
+        """Says what the build will take; ValueError if the disk does not have it."""
+        final = n * (2 * width + 12) + -(-n // cls.BLOCK) * 4 * (width + 1)
+        peak = final + n * (2 * width + 4)                                  # both orders at once
+        memory = 32 * n + 4 * width * min(n, 256 * cls.CELLS) + 3 * min(2 * width * n, cls.GATHER)
+        there = sum(f.stat().st_size for f in os.scandir(folder)) if os.path.isdir(folder) else 0
+        where = os.path.abspath(folder)
+        while not os.path.exists(where):
+            where = os.path.dirname(where)
+        need, free = peak - there, shutil.disk_usage(where).free
+        if not quiet:
+            print(f'datastore {folder}: {n:,} entries of width {width}; {final / 1e9:.2f} GB on disk, '
+                  f'{peak / 1e9:.2f} GB while it is sorted, '
+                  f'{free / 1e9:.2f} GB free; about {memory / 1e9:.2f} GB of memory', flush=True)
+        if need > free:
+            raise ValueError(f'{folder}: {n:,} entries of width {width} need {need / 1e9:.2f} GB more, '
+                             f'{free / 1e9:.2f} GB are free; '
+                             'free some space, give a folder on another disk, or store fewer entries')
+
+    @classmethod
+    def store(cls, folder, header, entries, progress):
+        """The first stage, in text order. What lies on disk beyond header['done'] is not trusted and written again."""
+        n, C, done = header['entries'], header['width'], header['done']
+        for name, size in ('text-keys.bin', 2 * C), ('text-values.bin', 4):
+            cls.open_file(folder, name, 'u1', (done, size), longer=True)    # shorter: truncate would fill up with zeros
+            with open(os.path.join(folder, name), 'ab') as f:
+                f.truncate(done * size)
+        if done == n:
+            return
+        with (open(os.path.join(folder, 'text-keys.bin'), 'ab') as f,
+              open(os.path.join(folder, 'text-values.bin'), 'ab') as g):
+            for keys, values in entries(done):
+                m, keys = len(keys), keys.detach().cpu().half()             # (m, C)
+                if keys.shape != (m, C) or len(values) != m or done + m > n:
+                    raise ValueError(f'keys {tuple(keys.shape)} and {len(values)} values came where {n - done:,} '
+                                     f'entries of width {C} were to come; the text or the model is not the one announced')
+                finite = keys.isfinite().all(dim=1)                         # (m,)
+                if not finite.all():
+                    raise ValueError(f'the key of entry {done + finite.int().argmin().item():,} is not finite in fp16, '
+                                     'whose largest number is 65,504; check that the training has not diverged')
+                f.write(keys.numpy().tobytes())
+                g.write(np.asarray(values, '<i4').tobytes())
+                done += m
+                if done == n or (done - header['done']) * 2 * C >= cls.FLUSH:
+                    for file in (f, g):
+                        file.flush()
+                        os.fsync(file.fileno())
+                    header['done'] = done                                   # said only when it is true
+                    cls.write_header(folder, header)
+                    if progress:
+                        progress('store', done, n)
+        if done < n:
+            raise ValueError(f'the entries ended after {done:,} of {n:,}; the text is not the one announced')
+
+    @classmethod
+    def sort(cls, folder, header, progress):
+        """The second stage. k-means makes cells of similar keys; `halve` orders the cells, and the keys in each."""
+        n, C, S = header['entries'], header['width'], header['block']
+        keys = cls.open_file(folder, 'text-keys.bin', '<f2', (n, C))
+        values = cls.open_file(folder, 'text-values.bin', '<i4', (n,))
+        order, edges = np.arange(n), np.array([0, n])                       # few entries are one cell
+        if n > S * cls.PROBE:
+            import faiss
+            cells = max(1, min(cls.CELLS, n // cls.CELL))
+            m = min(n, 256 * cells)
+            kmeans = faiss.Kmeans(C, cells, niter=10, seed=0, min_points_per_centroid=1)
+            kmeans.train(keys[np.arange(m) * n // m].astype(np.float32))
+            rank = np.empty(cells, np.int16)                                # (cells,) place of each in the order
+            rank[cls.halve(torch.from_numpy(kmeans.centroids), torch.arange(cells), 0, 1).numpy()] = np.arange(cells)
+            chunks = (keys[a:a + 2 ** 16].astype(np.float32) for a in range(0, n, 2 ** 16))
+            cell = np.concatenate([rank[kmeans.assign(chunk)[1]] for chunk in chunks])      # (N,)
+            order = cell.argsort(kind='stable')                             # (N,)
+            edges = np.unique(np.append(0, np.bincount(cell).cumsum()))     # where a cell begins; empty ones are gone
+
+        i, most = 0, cls.GATHER // (2 * C)
+        files = [open(os.path.join(folder, f'{name}.bin'), 'wb') for name in ('keys', 'values', 'positions', 'blocks')]
+        while i < len(edges) - 1:                                           # as many cells as GATHER holds, or one
+            j = max(i + 1, np.searchsorted(edges, edges[i] + most, 'right') - 1)
+            here = slice(edges[i], edges[j])
+            rows = np.sort(order[here])                                     # the text is read forwards: disks like that
+            group = torch.from_numpy(keys[rows])                            # (m, C)
+            place = torch.from_numpy(np.searchsorted(rows, order[here]))    # (m,) in the group
+            parts = place.split(np.diff(edges[i:j + 1]).tolist())           # one for each cell
+            place = torch.cat([cls.halve(group, *cell, S) for cell in zip(parts, edges[i:j].tolist())])     # (m,)
+            order[here] = rows[place]
+            for f, part in zip(files, (group[place].numpy(), values[order[here]], order[here])):
+                f.write(part.tobytes())
+            if progress:
+                progress('sort', int(edges[j]), n)
+            i = j
+        files[0].flush()
+        keys = cls.open_file(folder, 'keys.bin', '<f2', (n, C))
+        for a in range(0, n, S):
+            x = torch.from_numpy(np.array(keys[a:a + S])).float()           # (S, C), the last block has fewer
+            files[3].write(F.pad(x.mean(0), (0, 1), value=x.pow(2).sum(1).mean().item()).numpy().tobytes())
+        for f in files:
+            f.flush()
+            os.fsync(f.fileno())
+            f.close()
+
+    @classmethod
+    def halve(cls, x, rows, start, S):
+        """
+        Orders the given rows (m,) of the keys x so that blocks are alike inside: cut in two along the direction in
+        which they vary most, and each half again, down to blocks. They will lie from entry `start` on; so all cuts are at
+        multiples of S. Without this a block of a large cell would be no better than a random part of it. -> (m,)
+        """
+        first, last = start // S, (start + len(rows) - 1) // S              # the blocks that they will touch
+        if first == last:
+            return rows
+        sample = x[rows[::max(1, len(rows) // 4096)]].float()
+        sample = sample - sample.mean(0)
+        v = sample[sample.pow(2).sum(1).argmax()]                           # (C,)
+        for _ in range(10):                                                 # power iteration
+            v = F.normalize(sample.T @ (sample @ v), dim=0)
+        along = torch.cat([x[part].float() @ v for part in rows.split(2 ** 16)])            # (m,)
+        rows, cut = rows[along.argsort(stable=True)], (first + last + 1) // 2 * S - start
+        left, right = rows[:cut].sort()[0], rows[cut:].sort()[0]
+        return torch.cat([cls.halve(x, left, start, S), cls.halve(x, right, start + cut, S)])
+
+    def search(self, query, K, metric='ip', probe=PROBE):
+        """
+        The K entries most similar to each query, in the `probe` blocks that promise most. From n_blocks on it is exact.
+
+        query    (Q, C)  on any device
+        metric   ip: sim = q · k / sqrt(C), TRIME's (Eq. 5). l2: sim = -|q - k|² / (2 sqrt(C)), kNN-LM's, in a unit
+                 in which one temperature does for both: for keys of one length they differ by a constant
+        returns  on the CPU: sim (Q, K) fp32, falling, rows (Q, K) int64 of the store; -inf and -1 where there are fewer
+        """
+        C = self.keys.shape[1]
+        if metric not in ('ip', 'l2') or min(K, probe) < 1 or query.shape[1:] != (C,):
+            raise ValueError(f'no search for K {K}, metric {metric!r}, probe {probe}, queries {tuple(query.shape)}: K '
+                             f'and probe are 1 or more, the metric is ip or l2, queries are (Q, {C})')
+        query = query.detach().to('cpu', torch.float32)
+        exact = probe >= self.n_blocks
+        wide = self.S * (min(self.PROBE, self.n_blocks) if exact else probe)                # columns at a time
+        R = max(1, min(len(query), self.BUFFER // (4 * wide)))              # queries at a time
+        buffer = None if exact else torch.empty(R * probe, self.S)          # made once: new pages take longer than sums
+        sim, rows = torch.full((len(query), K), float('-inf')), torch.full((len(query), K), -1)     # 2 x (Q, K)
+        for a in range(0, len(query), R):
+            q = query[a:a + R] / C ** 0.5                                   # (R, C)
+            best = self.search_all(q, K, metric, wide) if exact else self.search_blocks(q, K, metric, probe, buffer)
+            for whole, part in zip((sim, rows), best):
+                whole[a:a + R, :part.size(1)] = part
+        if metric == 'l2':
+            sim -= query.pow(2).sum(1, keepdim=True) / (2 * C ** 0.5)       # what `similarity` has left out
+        return sim, rows.masked_fill_(sim == float('-inf'), -1)
+
+    def similarity(self, q, a, b, metric):
+        """q (R, C), divided by sqrt(C), and entries a..b-1 -> (R, b - a); l2 without |q|², the same for all entries"""
+        k = torch.from_numpy(np.array(self.keys[a:b])).float()              # (b - a, C)
+        sim = q @ k.T
+        if metric == 'l2':
+            sim -= k.pow(2).sum(1) / (2 * k.size(1) ** 0.5)
+        return sim
+
+    def search_blocks(self, q, K, metric, probe, buffer):
+        """All queries that probe a block are compared with it together: one product for each block, nothing ragged."""
+        R, C, S = *q.shape, self.S
+        best = []
+        for part in q.split(max(1, self.BUFFER // (4 * self.n_blocks))):
+            promise = part @ self.mean.T                                    # (R, N/S) the mean of the similarities
+            if metric == 'l2':
+                promise -= self.square.T / (2 * C ** 0.5)
+            promise += 2 * part.norm(dim=1, keepdim=True) * self.spread.T   # and what its best have beyond the mean
+            best.append(promise.topk(probe, sorted=False).indices)
+        best = torch.cat(best)                                              # (R, P)
+
+        blocks, pair = best.flatten().sort(stable=True)                     # (R P,) each; pair // P is the query
+        blocks, counts = blocks.unique_consecutive(return_counts=True)
+        sim = buffer[:R * probe]                                            # (R P, S)
+        for block, mine in zip(blocks.tolist(), pair.split(counts.tolist())):
+            a, b = block * S, min(block * S + S, len(self))
+            new = self.similarity(q[mine // probe], a, b, metric)           # (queries that probe it, S)
+            if b - a < S:                                                   # the store's last block
+                new = F.pad(new, (0, a + S - b), value=float('-inf'))
+            sim.index_copy_(0, mine, new)
+        sim, at = sim.view(R, probe * S).topk(min(K, probe * S))            # (R, K)
+        return sim, best.gather(1, at // S) * S + at % S
+
+    def search_all(self, q, K, metric, step):
+        """All entries, `step` at a time, keeping the K best so far."""
+        N = len(self)
+        sim, rows = torch.empty(len(q), 0), torch.empty(len(q), 0, dtype=torch.int64)
+        for a in range(0, N, step):
+            new, at = self.similarity(q, a, min(a + step, N), metric).topk(min(K, step, N - a))
+            sim, best = torch.cat([sim, new], dim=1).topk(min(K, sim.size(1) + new.size(1)))
+            rows = torch.cat([rows, at + a], dim=1).gather(1, best)
+        return sim, rows
+
+    def said(self, rows):
+        """The words that followed: rows, of any shape, -> int64 of the same"""
+        return torch.from_numpy(self.values[rows.cpu().clamp(min=0).numpy()].astype(np.int64))
+
+    def recall(self, query, K, probe=PROBE, metric='ip'):
+        """The share of the true K best that a search finds: by number, by softmax mass. Some hundred queries do."""
+        true, rows = self.search(query, K, metric, self.n_blocks)           # 2 x (Q, K)
+        found = self.search(query, K, metric, probe)[1].sort()[0]
+        hit = found.gather(1, torch.searchsorted(found, rows).clamp(max=K - 1)) == rows     # (Q, K); the mass of -1 is 0
+        return hit[rows >= 0].float().mean().item(), (hit * true.softmax(1)).sum(1).mean().item()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -431,8 +812,8 @@ class TRIME(nn.Module):
         self.embedding = Embedding(config)                                  # also the output embedding E
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd)
-        self.memory = 'none' if config.memory == 'none' else 'local'        # at test time
-        self.tau = 1.0                                                      # Eq. 6; eval.py tunes it on the validation split
+        self.recipe = Recipe(() if config.memory == 'none' else ('local',))     # at test time; eval.py tunes it on the validation split
+        self.long, self.store, self.n_neighbors = 0, None, 1024             # tokens of long memory; a Datastore and K
         self.stride = config.stride or max(1, config.block_size // 2)
         for name, p in self.named_parameters():                             # GPT-2's: what a block adds starts small
             if p.dim() == 2:
@@ -469,7 +850,8 @@ class TRIME(nn.Module):
         returns    loss () in nats per token, and a dict of what to log
         """
         config, (B, T) = self.config, batch.tokens.shape
-        memory = 'none' if progress < config.plain else config.memory if self.training else self.memory
+        causal = 'none' if config.memory == 'none' else 'local'
+        memory = 'none' if progress < config.plain else config.memory if self.training else causal
         local = random.Random(batch.seed).random() >= config.p              # §4.3: one coin for the micro-batch
         if self.training and config.dropout:
             torch.manual_seed(batch.seed)
@@ -503,59 +885,88 @@ class TRIME(nn.Module):
                                                  memory_targets, allowed, torch.is_grad_enabled())
         return loss, {'memory_share': share, 'loss_without_memory': plain}
 
-    def log_words(self, f, g, keys, said):
+    def recall(self, g, keys, said, old_keys, old_said, old_allowed=None, names=('local', 'long', 'ext', 'knn')):
         """
-        Eq. 6 for all words w at once. The queries are the last t of the n contexts of a window.
-        f, g (B, t, C)   keys (B, n, C)   said (B, n - 1): the word that followed each context but the last
-        returns (B, t, V) fp32
+        The memories of some contexts: name -> (sim (B, t, M), said (B, t or 1, M)), the latest or the most similar first.
+
+        g                     (B, t, C)  the queries, the last t of the n contexts of a window
+        keys, said            (B, n, C)  (B, n - 1 or n)  the window's contexts and the word that followed each
+        old_keys, old_said    (B, M, C)  (B, M)  those before the window, from when they were scored
+        old_allowed           (B, t, M) bool, or None: all
         """
-        logits = self.embedding.log_mass(fp32(f))                           # (B, t, V)
-        if self.memory == 'none' or said.size(1) == 0:
-            return logits.log_softmax(-1)
-        n, t = keys.size(1), f.size(1)
-        sim = fp32(g) @ fp32(keys[:, :-1]).transpose(1, 2) / g.size(-1) ** 0.5      # (B, t, n - 1)
-        i, j = torch.arange(n - t, n, device=f.device), torch.arange(n - 1, device=f.device)
-        sim = (sim / self.tau).masked_fill(j >= i[:, None], float('-inf'))  # Eq. 2
-        top = torch.maximum(logits.amax(-1, keepdim=True), sim.amax(-1, keepdim=True))
-        says = torch.zeros_like(logits)                                     # (B, t, V) what the memories of each word weigh
-        says.scatter_add_(2, said[:, None].expand_as(sim), (sim - top).exp())
-        return torch.logaddexp(logits - top, says.log()).log_softmax(-1)
+        (B, t, C), n, memories = g.shape, keys.size(1), {}
+        g = fp32(g)
+        if 'local' in names:
+            i, j = torch.arange(n - t, n, device=g.device), torch.arange(n - 2, -1, -1, device=g.device)
+            sim = g @ fp32(keys[:, j]).transpose(1, 2) / C ** 0.5           # (B, t, n - 1)
+            memories['local'] = sim.masked_fill(j >= i[:, None], -math.inf), said[:, None, j]       # Eq. 2
+        if 'long' in names:
+            sim = (g @ fp32(old_keys).transpose(1, 2) / C ** 0.5).flip(2)   # (B, t, M) Eq. 3
+            sim = sim if old_allowed is None else sim.masked_fill(~old_allowed.flip(2), -math.inf)
+            memories['long'] = sim, old_said[:, None].flip(2)
+        for name in METRIC.keys() & names:                                  # Eq. 4
+            sim, rows = (x.view(B, t, -1) for x in self.store.search(g.flatten(0, 1).cpu(), self.n_neighbors, METRIC[name]))
+            memories[name] = sim.to(g.device), self.store.said(rows).to(g.device)
+        return memories
+
+    def distribution(self, f, memories, recipe):
+        """log P(w) for all w by a recipe. f (B, t, C), memories as `recall` has them -> (B, t, V) fp32"""
+        z = self.embedding.log_mass(fp32(f))                                # (B, t, V)
+
+        def memory(names, tau):
+            good, everything = torch.zeros_like(z), z.new_zeros(*z.shape[:2], 1)
+            sims = [memories[name][0] / tau for name in names if memories[name][0].size(2)]
+            if not sims:
+                return everything - math.inf, good - math.inf
+            top = torch.cat([sim.amax(2, keepdim=True) for sim in sims], dim=2).amax(2, keepdim=True).clamp(min=-1e30)
+            for name, sim in zip([name for name in names if memories[name][0].size(2)], sims):
+                weights = (sim - top).exp()
+                good.scatter_add_(2, memories[name][1].expand_as(sim), weights)
+                everything += weights.sum(2, keepdim=True)
+            return everything.log() + top, good.log() + top
+
+        return mix(z.logsumexp(2, keepdim=True), z, memory, recipe)
 
     @torch.no_grad()
     def log_probs(self, tokens):
         """
         log P(next token | the tokens so far), memory included. A text longer than T is read in windows: each after the
         first starts `stride` later and scores its last `stride` positions (Baevski & Auli 2019; paper App. D).
-        tokens (B, t) int64, any t >= 1; returns (B, t, V) fp32, each row sums to one
+        tokens (B, t) int64, any t >= 1, one document; returns (B, t, V) fp32, each row sums to one
         """
-        T, parts = self.config.block_size, []
+        T, parts, scored = self.config.block_size, [], None
         for start in range(0, max(1, tokens.size(1) - T + self.stride), self.stride):
             window = tokens[:, start:start + T]
             f, g, _ = self.encode(window)
-            new = slice(T - self.stride if start else 0, None)
-            parts.append(self.log_words(f[:, new], g[:, new], g, window[:, 1:]))
+            new, lo = slice(T - self.stride if start else 0, None), max(0, start - self.long)
+            scored = g if scored is None else torch.cat([scored, g[:, new]], dim=1)         # every context once, as it was scored
+            memories = self.recall(g[:, new], g, window[:, 1:], scored[:, lo:start], tokens[:, lo + 1:start + 1], names=self.recipe.names)
+            parts.append(self.distribution(f[:, new], memories, self.recipe))
         return torch.cat(parts, dim=1)
 
     @torch.no_grad()
     def stream(self, tokens, state=None):
         """
         The same, piece by piece: tokens (B, t) come next in a text, any t >= 1; state is what the last call returned.
-        It holds at most T tokens: when they are T, the last T - stride are encoded anew, just as log_probs does.
+        It holds at most T tokens and the long memory: when they are T, the last T - stride are encoded anew, just as log_probs does.
         returns log_probs (B, t, V) and the new state
         """
         T, parts = self.config.block_size, []
-        window, keys, past = state or (tokens[:, :0], None, None)
+        text, scored, window, keys, past = state or (tokens[:, :0], None, 0, None, None)
         while tokens.size(1):
-            if window.size(1) == T:                                         # full: begin again with the end of it
-                window, keys, past = window[:, self.stride:], None, None
-                if window.size(1):
-                    _, keys, past = self.encode(window)
-            now, tokens = tokens[:, :T - window.size(1)], tokens[:, T - window.size(1):]
+            if window == T:                                                 # full: begin again with the end of it
+                window, keys, past = T - self.stride, None, None
+                if window:
+                    _, keys, past = self.encode(text[:, -window:])
+            now, tokens = tokens[:, :T - window], tokens[:, T - window:]
             f, g, past = self.encode(now, past)
-            window = torch.cat([window, now], dim=1)                        # (B, n)
-            keys = g if keys is None else torch.cat([keys, g], dim=1)       # (B, n, C)
-            parts.append(self.log_words(f, g, keys, window[:, 1:]))
-        return torch.cat(parts, dim=1), (window, keys, past)
+            window, text = window + now.size(1), torch.cat([text, now], dim=1)[:, -self.long - T:]      # (B, m)
+            keys = g if keys is None else torch.cat([keys, g], dim=1)       # (B, window, C)
+            scored = g if scored is None else torch.cat([scored, g], dim=1)[:, -self.long - T:]         # (B, m, C)
+            m, lo = text.size(1) - window, max(0, text.size(1) - window - self.long)
+            memories = self.recall(g, keys, text[:, m + 1:], scored[:, lo:m], text[:, lo + 1:m + 1], names=self.recipe.names)
+            parts.append(self.distribution(f, memories, self.recipe))
+        return torch.cat(parts, dim=1), (text, scored, window, keys, past)
 
     def multiply_adds(self):
         """Multiply-adds of a training step per token: what the definitions need (bands 1, 2, ... apart), thrice for the way back."""

@@ -1,4 +1,5 @@
 """The evaluator against the model's own probabilities, and its commands. Run: pytest tests/test_eval.py"""
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ import torch
 import data
 import eval as evaluation
 import train
+import trime
 from test_train import SMALL, here, texts  # noqa: F401  (fixtures)
-from trime import TRIME, TRIMEConfig
+from test_trime import RECIPES, Store
+from trime import TRIME, Recipe, TRIMEConfig
 
 T = 8
 
@@ -33,42 +36,129 @@ def test_each_token_is_scored_once(n, stride):
         assert end - start <= T and (first - start >= T - stride or start == 0)
 
 
+def text_of(n, seed=0):
+    """A split of one document of n random tokens."""
+    return data.Split('val', np.random.default_rng(seed).integers(0, 20, n).astype(np.uint16), np.array([0, n]), n, n)
+
+
+def fp32_store(n=30):
+    generator = torch.Generator().manual_seed(5)
+    return Store(torch.randn(n, 16, generator=generator), torch.arange(n) % 20)
+
+
+TAU = [0.5, 0.7, 0.8, 1.0, 1.2, 1.3, 2.0]
+SIZES = {'local': [evaluation.EVERY], 'long': [4, 10], 'ext': [2, 6], 'knn': [2, 6]}
+SIZE = {'local': evaluation.EVERY, 'long': 10, 'ext': 6, 'knn': 6}
+
+
 @pytest.mark.parametrize('n', [3, T + 1, 4 * T, 4 * T + 3, 90])
 @pytest.mark.parametrize('stride', [3, T])
-def test_scores_are_the_models_probabilities(n, stride):
-    """on and off = log_probs with and without memory; one evaluation pass equals streaming, window edges included."""
-    model, tokens = small(stride=stride), np.random.default_rng(0).integers(0, 20, n).astype(np.uint16)
-    scores = evaluation.trime_scores(model, tokens, [1.0, 1.6], quiet=True)
-    inputs, targets = torch.from_numpy(tokens[:-1].astype(np.int64))[None], torch.from_numpy(tokens[1:].astype(np.int64))
-    for key, memory, tau in (('off', 'none', 1.0), (('on', 1.0), 'local', 1.0), (('on', 1.6), 'local', 1.6)):
-        model.memory, model.tau = memory, tau
-        want = model.log_probs(inputs)[0].gather(1, targets[:, None])[:, 0].numpy()
-        assert np.allclose(scores[key], want, atol=1e-4)
-        state, got = None, []
-        for piece in inputs.split(5, dim=1):
-            log_probs, state = model.stream(piece, state)
-            got.append(log_probs[0])
-        assert np.allclose(scores[key], torch.cat(got).gather(1, targets[:, None])[:, 0].numpy(), atol=1e-4)
+@pytest.mark.parametrize('sizes', [{}, dict(cutoffs='5,12', band_factor=2)])
+def test_one_pass_has_every_recipes_probabilities(n, stride, sizes):
+    """Vanilla, cache, kNN-LM, Eq. 6 to 9, from one pass = the model's own log_probs = streaming, window edges included."""
+    model, split = small(stride=stride, **sizes), text_of(n)
+    model.store, model.long, model.n_neighbors = fp32_store(), 10, 6
+    stats = evaluation.trime_stats(model, split, list(SIZES), TAU, SIZES, quiet=True)
+    inputs, targets = torch.from_numpy(split.tokens[:-1].astype(np.int64))[None], torch.from_numpy(split.tokens[1:].astype(np.int64))
+    for recipe in RECIPES:
+        model.recipe = recipe
+        want = model.log_probs(inputs)[0].gather(1, targets[:, None])[:, 0]
+        assert torch.allclose(evaluation.log_p(stats, recipe, SIZE), want, atol=2e-4), recipe
+    state, got = None, []
+    for piece in inputs.split(5, dim=1):
+        log_probs, state = model.stream(piece, state)
+        got.append(log_probs[0])
+    assert torch.allclose(evaluation.log_p(stats, recipe, SIZE), torch.cat(got).gather(1, targets[:, None])[:, 0], atol=2e-4)
 
 
-def test_shuffled_reads_other_windows_only():
-    """Changing the second half of a text changes the shuffled scores of the first, and no `on` score of it."""
-    model, rng = small(stride=T), np.random.default_rng(0)
-    a = rng.integers(0, 20, 8 * T + 1)
-    b = np.concatenate([a[:4 * T + 1], rng.integers(0, 20, 4 * T)])
-    a, b = (evaluation.trime_scores(model, x, [1.0], quiet=True) for x in (a, b))
-    first = slice(0, 4 * T)
-    assert np.array_equal(a['on', 1.0][first], b['on', 1.0][first])
-    assert np.abs(a['shuffled', 1.0][first] - b['shuffled', 1.0][first]).max() > 0.01
-    assert np.array_equal(a['off'][first], b['off'][first])
+def test_smaller_sizes_are_smaller_memories():
+    """The long memory's latest 4 and the best 2 of the datastore: as if there were no more."""
+    model, split, recipe = small(stride=3), text_of(50), RECIPES[7]
+    model.store = fp32_store()
+    whole = evaluation.trime_stats(model, split, list(SIZES), TAU, SIZES, quiet=True)
+    less = evaluation.trime_stats(model, split, list(SIZES), TAU, {**SIZES, 'long': [4], 'ext': [2], 'knn': [2]}, quiet=True)
+    size = {**SIZE, 'long': 4, 'ext': 2}
+    assert torch.allclose(evaluation.log_p(whole, recipe, size), evaluation.log_p(less, recipe, size), atol=1e-5)
+    assert not torch.allclose(evaluation.log_p(whole, recipe, size), evaluation.log_p(whole, recipe, SIZE), atol=1e-2)
 
 
-@pytest.mark.parametrize('n, possible', [(3, False), (T + 1, False), (3 * T, True), (7 * T + 3, True), (8 * T + 2, True), (11 * T, True), (19 * T, True)])
-def test_shuffled_needs_a_text_long_enough(n, possible):
-    """No partner may overlap: it would hold the query's own answer."""
-    scores = evaluation.trime_scores(small(stride=T), np.random.default_rng(0).integers(0, 20, n), [1.0], quiet=True)
-    assert not np.isnan(scores['on', 1.0]).any()
-    assert np.isfinite(scores['shuffled', 1.0]).all() == possible
+@pytest.mark.parametrize('same_document', [True, False])
+def test_long_memory_stops_at_the_document(same_document):
+    """Another first document: the second one's tokens notice only in mode --no-same-document, or through a window that has both."""
+    model, a, b = small(stride=T, same_document=same_document), text_of(8 * T + 1), text_of(8 * T + 1, seed=1)
+    b.tokens[4 * T:] = a.tokens[4 * T:]
+    scores = []
+    for split in (a, b):
+        split = dataclasses.replace(split, offsets=np.array([0, 4 * T, 8 * T + 1]))
+        stats = evaluation.trime_stats(model, split, ['local', 'long'], [1.0], {**SIZES, 'long': [1000]}, quiet=True)
+        scores.append(evaluation.log_p(stats, Recipe(('local', 'long')), {**SIZE, 'long': 1000})[4 * T:])
+    assert torch.equal(*scores) == same_document
+    ends = evaluation.trime_stats(model, split, ['long'], [1.0], {'long': [1000]}, quiet=True).masses['long'][0, :, 0, 0]
+    assert (ends[4 * T:5 * T] == -np.inf).all() == same_document and (ends[5 * T:] > -np.inf).all()
+
+
+def test_shuffled_keeps_the_weights_and_changes_the_words():
+    """Each memory says the word of the memory that is half the text away: by a loop."""
+    model, split = small(stride=T), text_of(3 * T + 1)
+    stats = evaluation.trime_stats(model, split, ['local'], [1.0], SIZES, quiet=True)
+    got, n, tokens = evaluation.log_p(stats, Recipe(('local',)), SIZE, shuffled=True), len(split.tokens), split.tokens.astype(int)
+    for start in range(0, 3 * T, T):
+        f, g, _ = model.encode(torch.from_numpy(tokens[None, start:start + T]))
+        z = model.embedding.log_mass(f[0])
+        for i in range(T):
+            mass = z[i].exp().tolist()
+            for j in range(i):
+                mass[tokens[(start + j + 1 + n // 2) % n]] += (g[0, i] @ g[0, j] / 4).exp().item()
+            assert got[start + i].item() == pytest.approx(np.log(mass[tokens[start + i + 1]] / sum(mass)), abs=1e-4)
+    assert not torch.allclose(got, evaluation.log_p(stats, Recipe(('local',)), SIZE), atol=0.01)
+
+
+def test_tuning_from_the_pass_is_tuning_by_full_evaluation():
+    """No value of any one parameter is better than the tuned one, and a new pass with just those gives the same figure."""
+    model, split, names = small(), text_of(200), ('local', 'long', 'ext')
+    model.store = fp32_store()
+    stats = evaluation.trime_stats(model, split, list(names), evaluation.TAUS, SIZES, quiet=True)
+    x = evaluation.tune(stats, names, False)
+    mean = lambda stats, x: evaluation.log_p(stats, *evaluation.recipe_of(names, False, x)).mean().item()
+    assert x.keys() == {'tau', "tau'", 'lambda', 'long', 'K'}
+    for key, values in evaluation.grid(names, False, SIZES).items():
+        assert mean(stats, x) >= max(mean(stats, {**x, key: value}) for value in values) - 1e-7
+    alone = evaluation.trime_stats(model, split, list(names), sorted({x['tau'], x["tau'"]}), {'local': SIZES['local'], 'long': [x['long']], 'ext': [x['K']]}, quiet=True)
+    assert mean(alone, x) == pytest.approx(mean(stats, x), abs=1e-6)
+    assert evaluation.tune(stats, names, False, long=4)['long'] == 4
+
+
+@pytest.mark.parametrize('start', [0, 3, T, 20, 49])
+@pytest.mark.parametrize('stride', [3, T])
+def test_datastore_entries(start, stride):
+    """Every context of a text once, from any one on, each with the word that followed and the state it had when that was scored."""
+    model, tokens = small(stride=stride), text_of(51).tokens
+    pieces = list(evaluation.trime_entries(model, tokens, start))
+    keys, values = torch.cat([k for k, _ in pieces]), np.concatenate([v for _, v in pieces])
+    assert np.array_equal(values, tokens[start + 1:]) and len(keys) == 50 - start
+    for position in range(start, 50):
+        s, _, _ = next(w for w in evaluation.windows(51, T, stride) if w[1] <= position < w[2])
+        _, g, _ = model.encode(torch.from_numpy(tokens[None, s:position + 1].astype(np.int64)))
+        assert torch.allclose(keys[position - start], g[0, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize('recipe', RECIPES[1:], ids=range(len(RECIPES) - 1))
+def test_remembered_shares(recipe):
+    """The word's own share and those of the memories that say it make its probability, for every word; nothing else has any."""
+    model, tokens = small(stride=3), text_of(60).tokens
+    model.store, model.long, model.n_neighbors = fp32_store(), 10, 6
+    for t in (0, 5, T, 30, 58):
+        off, on, found = evaluation.remembered(model, tokens, t, recipe, SIZE)
+        model.recipe = recipe
+        want = model.log_probs(torch.from_numpy(tokens[None, :t + 1].astype(np.int64)))[0, -1]
+        assert torch.allclose(on, want, atol=1e-4)
+        left = 1 - sum(share for share, *_ in found)
+        by_word = torch.zeros(20).index_add_(0, torch.tensor([w for *_, w in found], dtype=torch.int64), torch.tensor([share for share, *_ in found]))
+        assert torch.allclose(on.exp(), off.exp() * left + by_word, atol=1e-4)
+        assert found == sorted(found, reverse=True)
+        for _, name, place, word in found:
+            assert word == (model.store.values[place] if name in ('ext', 'knn') else tokens[place + 1])
+            assert name in recipe.names and (name != 'local' or place < t)
 
 
 def test_figures():
@@ -92,28 +182,86 @@ def command(monkeypatch, *flags):
 
 def test_the_standard_table(run, monkeypatch, capsys):
     command(monkeypatch, 'out/trime', '--json', 'figures.json')
-    screen, figures = capsys.readouterr().out, json.loads(Path('figures.json').read_text())
-    rows = figures['runs']['out/trime']['memory']
-    assert {'off', 'on, τ = 1', 'shuffled'} <= rows.keys()
+    screen, figures = capsys.readouterr().out, json.loads(Path('figures.json').read_text())['runs']['out/trime']
+    rows = figures['memory']
+    assert list(rows) == ['off', 'local', 'shuffled']
     n = len(data.load('texts', 'bytes', quiet=True).val.tokens)
     for x in rows.values():
         assert x['tokens'] == n - 1 and f'{x["ppl"]:.2f}' in screen and f'{x["bits_per_byte"]:.4f}' in screen
-    helped = figures['runs']['out/trime']['helped']
-    assert len(helped) == 3 and all(h['p_on'] > h['p_off'] and h['memories'] for h in helped)
-    assert json.loads((run / 'tuned.json').read_text())['tau'] == figures['runs']['out/trime']['tau']
-    assert evaluation.load('out/trime')[0].tau == figures['runs']['out/trime']['tau']
+    assert rows['local']['loss'] < rows['shuffled']['loss']
+    assert len(figures['helped']) == 3 and all(h['p_on'] > h['p_off'] and h['memories'] for h in figures['helped'])
+    assert evaluation.load('out/trime')[0].recipe == Recipe(('local',), figures['tuned']['local']['tau'])
 
 
-def test_what_helped_is_true(run):
-    """The probability on memories that say the token, plus its word's share, is the probability that the model gives."""
-    model, tokenizer = evaluation.load('out/trime')
-    split = data.load('texts', 'bytes', quiet=True).val
-    scores = evaluation.trime_scores(model, np.asarray(split.tokens), [1.0], quiet=True)
-    for x in evaluation.trime_helped(model, tokenizer, split, scores, 1.0, remembered=16):
-        assert tokenizer.decode(split.tokens[x['position']:x['position'] + 1]) == x['token']
-        assert sum(m['share'] for m in x['memories']) <= x['p_on'] + 1e-6
-        assert x['p_on'] <= x['p_off'] + sum(m['share'] for m in x['memories']) + 1e-6
-        assert all(0 < m['tokens_ago'] < 16 for m in x['memories'])
+def test_all_memories_in_one_table(run, monkeypatch, capsys):
+    """Each combination; the datastore is built once, found again, used by generate and neighbors, and refused for other weights."""
+    train.main(SMALL + ['--max-steps', '5', '--memory', 'none', '--out', 'out/vanilla'])
+    capsys.readouterr()
+    flags = ['out/trime', 'out/vanilla', '--n-neighbors', '20', '--long', '300']
+    command(monkeypatch, *flags, '--memory', 'all', '--split', 'test', '--json', 'a.json')
+    screen, runs = capsys.readouterr().out, json.loads(Path('a.json').read_text())['runs']
+    assert screen.count('datastore out/') == 2
+    for run in runs.values():
+        assert list(run['memory']) == ['off', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
+        assert run['memory']['ext']['loss'] < run['memory']['off']['loss']
+        assert run['tuned']['local,long,ext'].keys() == ({'tau_cache', 'lambda_cache', 'tau_knn', 'lambda_knn', 'long', 'K'} if run['linear']
+                                                         else {'tau', "tau'", 'lambda', 'long', 'K'})
+    command(monkeypatch, 'out/trime', '--task', 'neighbors', '--memory', 'ext', '--prompt', 'the old cat sees', '--json', 'b.json')
+    screen, found = capsys.readouterr().out, json.loads(Path('b.json').read_text())['out/trime']
+    assert ', document 0, token ' in screen and 'datastore out/' not in screen
+    train_text = data.load('texts', 'bytes', quiet=True).train.tokens
+    tokenizer = evaluation.load('out/trime')[1]
+    for m in found['memories']:
+        if m['memory'] == 'ext':
+            assert tokenizer.decode(train_text[m['place'] + 1:m['place'] + 2].tolist()) == m['token']
+            assert tokenizer.decode(train_text[max(0, m['place'] - 11):m['place'] + 1].tolist()) == m['context']
+    command(monkeypatch, 'out/trime', '--task', 'generate', '--memory', 'local,ext', '--prompt', 'the old', '--max-tokens', '20')
+    assert 'the old' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match='not tuned yet. First: python eval.py out/trime --memory long'):
+        command(monkeypatch, 'out/trime', '--task', 'neighbors', '--memory', 'long', '--prompt', 'the')
+    with pytest.raises(SystemExit, match='each token would find itself'):
+        command(monkeypatch, 'out/trime', '--memory', 'ext', '--split', 'train')
+
+
+def test_the_analyses(run, monkeypatch, capsys):
+    """Frequency, retrieval, sweep: their numbers are the table's, cut another way."""
+    flags = ['out/trime', '--n-neighbors', '20', '--long', '600', '--json', 'a.json']
+    corpus, figures = data.load('texts', 'bytes', quiet=True), lambda: json.loads(Path('a.json').read_text())
+    command(monkeypatch, *flags, '--memory', 'all')
+    rows, tuned = figures()['runs']['out/trime']['memory'], figures()['runs']['out/trime']['tuned']
+    command(monkeypatch, *flags, '--task', 'frequency', '--memory', 'all')
+    for name, buckets in figures().items():
+        buckets = [b for b in buckets.values() if b['tokens']]
+        n = sum(b['tokens'] for b in buckets)
+        assert n == len(corpus.val.tokens) - 1
+        assert sum(b['tokens'] * np.log(b['ppl']) for b in buckets) / n == pytest.approx(rows[name.split()[1]]['loss'], abs=1e-5)
+    command(monkeypatch, *flags, '--task', 'sweep')
+    ppl = figures()['out/trime']
+    assert list(ppl) == ['0', '256', '512', '600'] and ppl['0'] == pytest.approx(rows['local']['ppl'], rel=1e-5)
+    assert ppl[str(tuned['local,long']['long'])] == pytest.approx(rows['local,long']['ppl'], rel=1e-5)
+    assert (run / 'sweep.png').stat().st_size > 1000
+    command(monkeypatch, *flags, '--task', 'retrieval')
+    top = figures()['out/trime']
+    model, _ = evaluation.load('out/trime')
+    store = trime.Datastore(next(run.glob('datastore-*')))
+    tokens = np.asarray(corpus.val.tokens)
+    keys = torch.cat([k for k, _ in evaluation.trime_entries(model, tokens, 0)])
+    rows = (keys @ torch.from_numpy(np.array(store.keys)).float().T).topk(20).indices
+    said = store.said(rows) == torch.from_numpy(tokens[1:].astype(np.int64))[:, None]
+    for K in (1, 8, 20):
+        assert top[str(K)] == pytest.approx(said[:, :K].any(1).double().mean().item(), abs=0.01)       # the search is not exhaustive
+
+
+def test_a_datastore_from_another_corpus(run, monkeypatch, capsys, tmp_path):
+    """--datastore-from: the same weights, another text; what is retrieved is named by it."""
+    other = tmp_path / 'other'
+    other.mkdir()
+    (other / 'train.txt').write_text('a stone sees the tree ' * 200)
+    (other / 'val.txt').write_text('a stone sees the river ' * 20)
+    command(monkeypatch, 'out/trime', '--memory', 'ext', '--datastore-from', str(other), '--n-neighbors', '10', '--data', str(other))
+    screen = capsys.readouterr().out
+    assert 'datastore-other' in screen and 'other, document 0' in screen
+    assert not (run / 'tuned.json').exists()                            # tuned on another text: not this run's
 
 
 def test_several_runs_make_one_table_and_one_plot(run, monkeypatch, capsys):

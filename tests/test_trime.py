@@ -1,4 +1,5 @@
 """TRIME against its definitions. Run: pytest tests/test_trime.py"""
+import dataclasses
 import math
 import random
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import trime
-from trime import TRIME, TRIMEConfig, TrimeLoss, accessible, attend, joint_log_prob, rope, rotate
+from trime import PRESETS, TRIME, Recipe, TRIMEConfig, TrimeLoss, accessible, attend, masses, mix, rope, rotate
 
 torch.set_num_threads(1)                        # the models are tiny: two threads would wait for each other
 V, T, B = 23, 8, 3
@@ -49,6 +50,18 @@ def eq5(z, sims, says, w):
     return -math.log(mass[w] / sum(mass))
 
 
+def word_masses(model, f):
+    """log of what each word has under the sum of Eq. 5, for one f (C,), by the definition of the adaptive softmax, word by word."""
+    embedding, n_tails = model.embedding, len(model.embedding.bands) - 1
+    head = [row @ f for row in embedding.tables[0]]
+    masses = head[:len(head) - n_tails]
+    for i in range(n_tails):
+        scores = [(embedding.widen[i].weight @ row) @ f for row in embedding.tables[i + 1]]      # the vector of the word, widened
+        total = sum(math.exp(score) for score in scores)
+        masses += [head[len(head) - n_tails + i] + score - math.log(total) for score in scores]
+    return torch.stack(masses)
+
+
 def brute_force(model, batch, mode, local=True):
     """The mean of Eq. 5 over a micro-batch by two loops, with the memory sets written out as the paper has them."""
     f, g, y = parts(model, batch)
@@ -67,19 +80,23 @@ def brute_force(model, batch, mode, local=True):
                 memories.append(j)
             if not own and mode == 'ext':                               # §4.3
                 memories.append(j)
-        z = model.embedding.tables[0] @ f[i]
+        z = word_masses(model, f[i])
         sims = [(g[i] @ g[j] / math.sqrt(g.size(1))).item() for j in memories]
         total, n = total + eq5(z, sims, [y[j].item() for j in memories], y[i].item()), n + 1
     return total / n
 
 
+ADAPTIVE = dict(cutoffs='6,14', band_factor=2)                          # bands of 6, 8 and 9 words, 16, 8 and 4 wide
+
+
+@pytest.mark.parametrize('sizes', [{}, ADAPTIVE])
 @pytest.mark.parametrize('R', [5, 512])
 @pytest.mark.parametrize('targets', ['random', 'all the same', 'all different', 'some missing'])
 @pytest.mark.parametrize('mode, local', [('none', True), ('local', True), ('long', True), ('ext', True), ('ext', False)])
-def test_the_loss_is_eq5_by_two_loops(mode, local, targets, R, monkeypatch):
+def test_the_loss_is_eq5_by_two_loops(mode, local, targets, R, sizes, monkeypatch):
     """Blocks of 5 rows begin anywhere in a segment of 8: a first or last memory that is one off shows."""
     monkeypatch.setattr(TrimeLoss, 'R', R)
-    model, batch = small(mode), random_batch(seed=seed_for(local))
+    model, batch = small(mode, **sizes), random_batch(seed=seed_for(local))
     if targets == 'all the same':
         batch.targets[:] = 5                                            # every memory says w
     if targets == 'all different':
@@ -113,8 +130,8 @@ def test_without_memories_it_is_cross_entropy(allowed_none):
     assert all(torch.allclose(a, b, atol=EPS) for a, b in zip(got, expected))
 
 
-def direct(f, E, query, key, y, memory_y, mask):
-    """Eq. 5 on whole matrices, for autograd."""
+def eq5_on_matrices(f, E, query, key, y, memory_y, mask):
+    """For autograd."""
     sim = (query @ key.T / query.size(1) ** 0.5).masked_fill(~mask, float('-inf'))
     z = f @ E.T
     good = torch.cat([z.gather(1, y[:, None]), sim.masked_fill(memory_y != y[:, None], float('-inf'))], 1)
@@ -131,7 +148,7 @@ def test_gradients(R, monkeypatch):
     mask[4] = False
     run = lambda f, E, q, k: TrimeLoss.apply(f, E, y, None, q, k, y, memory_y, lambda rows: (2, 15, mask[rows, 2:]), True)[0]
     mask[:, :2] = False                                                 # memories outside of lo..hi
-    want = direct(f, E, query, key, y, memory_y, mask)
+    want = eq5_on_matrices(f, E, query, key, y, memory_y, mask)
     got = run(f, E, query, key)
     assert abs(got - want) < EPS
     for a, b in zip(torch.autograd.grad(3 * got, (f, E, query, key)), torch.autograd.grad(3 * want, (f, E, query, key))):
@@ -211,26 +228,199 @@ def test_the_answer_is_not_in_the_memory():
         assert abs(loss + before[w]) < EPS
 
 
-def test_probabilities_sum_to_one():
-    model = small()
-    assert torch.allclose(model.log_probs(random_batch(b=2).tokens).exp().sum(-1), torch.ones(2, T).double())
-    log_words, z, sim, said = torch.randn(V).logsumexp(0), torch.randn(V), torch.randn(9), torch.randint(V, (9,))
-    log_words = z.logsumexp(0)
-    total = sum(joint_log_prob(log_words[None], z[w][None], sim[None], said[None] == w, tau=1.3).exp() for w in range(V))
-    assert total.item() == pytest.approx(1, abs=1e-6)
+def direct(model, batch, mode, local):
+    """Eq. 5 on whole matrices, all of it left to autograd."""
+    f, g, y = parts(model, batch)
+    i, doc = torch.arange(len(y)), batch.doc.flatten()
+    mask = accessible(mode, i[:, None], i[None, :], T, doc[:, None], doc[None, :], local) & (y[None, :] >= 0)
+    sim = (g @ g.T / g.size(1) ** 0.5).masked_fill(~mask, float('-inf'))
+    head = f @ model.embedding.tables[0].T
+    tails = [table @ widen.weight.T for table, widen in zip(model.embedding.tables[1:], model.embedding.widen)]
+    n = head.size(1) - len(tails)
+    z = torch.cat([head[:, :n]] + [head[:, [n + i]] + (f @ E.T).log_softmax(1) for i, E in enumerate(tails)], dim=1)
+    good = torch.cat([z.gather(1, y[:, None].clamp(min=0)), sim.masked_fill(y[None, :] != y[:, None], float('-inf'))], 1).logsumexp(1)
+    return (torch.cat([z, sim], 1).logsumexp(1) - good)[y >= 0].mean()
+
+
+@pytest.mark.parametrize('sizes', [{}, ADAPTIVE, dict(cutoffs='4', band_factor=1), dict(ADAPTIVE, n_inner=20)])
+@pytest.mark.parametrize('mode, local', [('none', True), ('local', True), ('long', True), ('ext', False)])
+def test_every_parameters_gradient(mode, local, sizes):
+    """Word vectors, projections, bands' rows, blocks: all as autograd has them from the definition."""
+    model, batch = small(mode, **sizes), random_batch(seed=seed_for(local))
+    batch.targets[1, 4:] = -1
+    loss = model(batch, 1.0)[0]
+    want = direct(model, batch, 'local' if mode == 'none' else mode, local) if mode != 'none' else \
+        F.nll_loss(model.embedding.log_mass(parts(model, batch)[0]).log_softmax(1), batch.targets.flatten(), ignore_index=-1)
+    assert abs(loss - want) < EPS
+    for (name, p), a, b in zip(model.named_parameters(), *(torch.autograd.grad(x, list(model.parameters())) for x in (loss, want))):
+        assert torch.allclose(a, b, atol=EPS) and b.abs().max() > 0, name
+
+
+@pytest.mark.parametrize('preset, millions', [('7m', 7), ('150m', 150), ('247m', 247), ('enwik8', 38)])
+def test_the_papers_models_have_the_papers_sizes(preset, millions):
+    """Table 9, within 2% (we have no biases and no norms with a shift); 4.6M for the 7M model with WikiText-2's words."""
+    fields = {f.name for f in dataclasses.fields(TRIMEConfig)}
+    def count(**more):
+        config = TRIMEConfig(**{k: v for k, v in {**PRESETS[preset], **more}.items() if k in fields})
+        with torch.device('meta'):
+            return sum(p.numel() for p in TRIME(config).parameters()) / 1e6
+    assert count() == pytest.approx(millions, rel=0.02)
+    if preset == '7m':
+        assert count(vocab_size=33_278) == pytest.approx(4.6, rel=0.01)
+    assert PRESETS[preset]['tokens_per_step'] % (PRESETS[preset]['block_size'] * PRESETS[preset]['micro_batch']) == 0
+
+
+def test_adaptive_words_in_and_out():
+    """Each word is read by its own vector, widened; its mass is that by the definition; masses and rows know every band's edges."""
+    model = small('none', **ADAPTIVE)
+    x = model.embedding(torch.arange(V)[None])[0]
+    assert torch.equal(x[:6], model.embedding.tables[0][:6])
+    assert torch.allclose(x[6:14], model.embedding.tables[1] @ model.embedding.widen[0].weight.T)
+    assert torch.allclose(x[14:], model.embedding.tables[2] @ model.embedding.widen[1].weight.T)
+    f, w = torch.randn(V, 16).double(), torch.arange(V)
+    masses = torch.stack([word_masses(model, row) for row in f])
+    assert torch.allclose(model.embedding.log_mass(f), masses)
+    log_words, log_w = model.embedding.say(f, w)
+    assert torch.allclose(log_words, masses.logsumexp(1)) and torch.allclose(log_w, masses.diagonal())
+    assert model.embedding.row(w).tolist() == list(range(6)) + [6] * 8 + [7] * 9
+
+
+def test_bands_that_do_not_fit():
+    for sizes in (dict(cutoffs='14,6'), dict(cutoffs='6,6'), dict(cutoffs='0,4'), dict(cutoffs='2,3,4', band_factor=4)):
+        with pytest.raises(ValueError, match='cutoffs'):
+            small(**sizes)
+    assert len(small(cutoffs='6,23').embedding.bands) == 2              # a small vocabulary ends before the last cutoff
+
+
+def eq6(log_words, log_w, sim, says, tau=1.0):
+    everything, good = masses(sim[None], (says[None],), [tau], [len(sim)])[:, 0, 0, 0]
+    return mix(log_words, log_w, lambda names, t: (everything, good), Recipe(('local',), tau))
+
+
+class Store:
+    """A datastore in memory, searched by definition."""
+
+    def __init__(self, keys, values):
+        self.keys, self.values = keys, values
+
+    def __len__(self):
+        return len(self.values)
+
+    def search(self, query, K, metric='ip'):
+        C = query.size(1)
+        sim = query @ self.keys.T / C ** 0.5 if metric == 'ip' else -(query[:, None] - self.keys).pow(2).sum(2) / (2 * C ** 0.5)
+        return sim.topk(K)
+
+    def said(self, rows):
+        return self.values[rows]
+
+
+RECIPES = [Recipe(), Recipe(('local',), 1.3), Recipe(('local', 'long'), 0.8), Recipe(('local', 'long', 'ext'), 1.2),
+           Recipe(mixes=((('local', 'long'), 0.7, 0.3),)), Recipe(mixes=((('knn',), 2.0, 0.25),)),
+           Recipe(mixes=((('local',), 0.7, 0.3), (('knn',), 2.0, 0.25))),
+           Recipe(('local', 'long', 'ext'), 1.2, ((('local', 'long', 'ext'), 0.5, 0.4),)), Recipe(('local', 'ext'), 1.2, ((('ext',), 0.5, 0.4),)),
+           Recipe(('local',), 1.0, ((('local',), 2.0, 1.0),))]
+
+
+def equipped(recipe, **more):
+    """A model with all memories: long of 10 tokens, a datastore of 40 entries, 6 of them for each token."""
+    model = small(**more).eval()
+    model.recipe, model.long, model.n_neighbors = recipe, 10, 6
+    model.store = Store(torch.randn(40, 16, generator=torch.Generator().manual_seed(5)).double(), torch.arange(40) % V)
+    return model
+
+
+def by_definition(model, tokens, memories_of, t, f, g):
+    """P(w) for all w after token t, in probabilities: Eq. 6, 8 and 9 and the baselines, memory by memory. memories_of: name -> [(key, word)]"""
+    recipe, C = model.recipe, 16
+    sim = lambda name, k: (-(g - k).pow(2).sum() / 2 if name == 'knn' else g @ k).item() / C ** 0.5
+    mass = [math.exp(x) for x in word_masses(model, f).tolist()]
+    for name in recipe.joint:                                           # Eq. 6
+        for k, word in memories_of[name]:
+            mass[word] += math.exp(sim(name, k) / recipe.tau)
+    P = torch.tensor(mass).double() / sum(mass)
+    for names, tau, lam in recipe.mixes:
+        mass = [0.0] * V                                                # Eq. 8
+        for name in names:
+            for k, word in memories_of[name]:
+                mass[word] += math.exp(sim(name, k) / tau)
+        if sum(mass):
+            P = (1 - lam) * P + lam * torch.tensor(mass).double() / sum(mass)       # Eq. 9
+    return P
+
+
+@pytest.mark.parametrize('recipe', RECIPES, ids=range(len(RECIPES)))
+@pytest.mark.parametrize('stride', [3, T])
+def test_every_recipe_by_its_definition(recipe, stride):
+    """
+    A text of several windows, token by token: which contexts are local, which long, with which state each is remembered, and
+    what the formulas make of them. Every row sums to one. Each earlier context of the last long + window tokens is there once.
+    """
+    model, tokens = equipped(recipe, stride=stride, **ADAPTIVE), torch.randint(V, (1, 3 * T + 2))
+    log_probs, text = model.log_probs(tokens)[0], tokens[0].tolist()
+    assert torch.allclose(log_probs.exp().sum(1), torch.ones(len(text)).double())
+    state_of = {}                                                       # position -> g as it was scored
+    for t in range(len(text)):
+        start = 0 if t < T else -(-(t + 1 - T) // stride) * stride      # the first window that holds t
+        f, g, _ = model.encode(tokens[:, start:t + 1])
+        state_of[t] = g[0, -1]
+        found = {name: model.store.search(g[0, -1:], 6, metric)[1][0].tolist() for name, metric in (('ext', 'ip'), ('knn', 'l2'))}
+        memories_of = {'local': [(g[0, j - start], text[j + 1]) for j in range(start, t)],
+                       'long': [(state_of[j], text[j + 1]) for j in range(max(0, start - 10), start)],
+                       **{name: [(model.store.keys[j], model.store.values[j].item()) for j in rows] for name, rows in found.items()}}
+        assert torch.allclose(log_probs[t].exp(), by_definition(model, text, memories_of, t, f[0, -1], g[0, -1]), atol=1e-10), t
+
+
+@pytest.mark.parametrize('recipe', [RECIPES[2], RECIPES[3], RECIPES[6]])
+@pytest.mark.parametrize('stride', [3, T])
+def test_streaming_with_every_memory(recipe, stride):
+    """Pieces of any size = log_probs, with long and external memory too; the state holds the window and the long memory, no more."""
+    model, tokens = equipped(recipe, stride=stride), torch.randint(V, (2, 4 * T + 3))
+    full = model.log_probs(tokens)
+    for cuts in ([1] * tokens.size(1), [5, 1, 2 * T, 3], [tokens.size(1)]):
+        state, got = None, []
+        for piece in tokens.split(cuts + [tokens.size(1) - sum(cuts)] if sum(cuts) < tokens.size(1) else cuts, dim=1):
+            log_probs, state = model.stream(piece, state)
+            got.append(log_probs)
+            assert state[0].size(1) == state[1].size(1) <= 10 + T
+        assert torch.allclose(torch.cat(got, 1), full, atol=1e-9), cuts
+
+
+def test_the_future_is_invisible_with_every_memory():
+    """Changing token t changes no distribution before it, whatever is remembered."""
+    model, a = equipped(RECIPES[7], stride=3), torch.randint(V, (1, 3 * T))
+    before = model.log_probs(a)
+    for t in range(1, 3 * T):
+        b = a.clone()
+        b[0, t] = (b[0, t] + 1) % V
+        assert torch.allclose(model.log_probs(b)[:, :t], before[:, :t], atol=1e-12), t
+
+
+def test_sizes_and_temperatures_of_masses():
+    """The first so many memories, at several temperatures, against sums; and no memory at all."""
+    sim, says = torch.randn(4, 9).double(), torch.rand(4, 9) < 0.4
+    sim[1] = float('-inf')
+    sim[2, 3:] = float('-inf')
+    out = masses(sim, (says, ~says), [0.5, 2.0], [1, 4, 100])
+    for t, tau in enumerate([0.5, 2.0]):
+        for s, size in enumerate([1, 4, 9]):
+            e = (sim[:, :size] / tau).exp()
+            for k, which in enumerate([torch.ones_like(says), says, ~says]):
+                assert torch.allclose(out[k, :, s, t].exp(), (e * which[:, :size]).sum(1))
+    assert (masses(sim[:, :0], (says[:, :0],), [1.0], [5]) == -math.inf).all()
 
 
 def test_log_probs_are_eq6():
     """Against the words and memories one by one, at a temperature."""
     model, batch = small(), random_batch(b=1)
-    model.tau = 1.7
+    model.recipe = Recipe(['local'], 1.7)
     f, g, y = parts(model, batch)
     log_probs = model.log_probs(batch.tokens)[0]
     for i in range(T):
-        sims = [(g[i] @ g[j] / 4 / model.tau).item() for j in range(i)]         # sqrt(16) = 4
+        sims = [(g[i] @ g[j] / 4 / 1.7).item() for j in range(i)]         # sqrt(16) = 4
         for w in (0, y[i].item(), y[0].item()):
             assert abs(eq5(model.embedding.tables[0] @ f[i], sims, y[:i].tolist(), w) + log_probs[i, w]) < EPS
-    model.memory = 'none'
+    model.recipe = Recipe()
     assert torch.allclose(model.log_probs(batch.tokens)[0], (f @ model.embedding.tables[0].T).log_softmax(-1))
 
 
@@ -238,10 +428,10 @@ def test_infinite_temperature_counts_words():
     """τ -> ∞: every memory weighs e^0, so P(w) = (e^z_w + n_w) / (Z + M). And a memory twice is one with + ln 2."""
     z, said = torch.randn(V).double(), torch.tensor([3, 3, 7])
     for w, count in ((3, 2), (7, 1), (0, 0)):
-        p = joint_log_prob(z.logsumexp(0), z[w], torch.randn(3).double(), said == w, tau=1e15).exp()
+        p = eq6(z.logsumexp(0), z[w], torch.randn(3).double(), said == w, tau=1e15).exp()
         assert p.item() == pytest.approx((z[w].exp() + count).item() / (z.exp().sum() + 3).item())
-    twice = joint_log_prob(z.logsumexp(0), z[3], torch.tensor([1.5, 1.5, 0.2], dtype=torch.float64), said == 3)
-    once = joint_log_prob(z.logsumexp(0), z[3], torch.tensor([1.5 + math.log(2), 0.2], dtype=torch.float64), said[1:] == 3)
+    twice = eq6(z.logsumexp(0), z[3], torch.tensor([1.5, 1.5, 0.2], dtype=torch.float64), said == 3)
+    once = eq6(z.logsumexp(0), z[3], torch.tensor([1.5 + math.log(2), 0.2], dtype=torch.float64), said[1:] == 3)
     assert abs(twice - once) < EPS
 
 
