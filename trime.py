@@ -10,26 +10,33 @@ in one softmax and are trained together, the memories included. At test time the
 segment at hand, of the document so far, or of a whole corpus. Nothing else about the Transformer changes.
 
 Where the paper is in this file
-    Eq. 1        P(w | c) of a plain language model           TrimeLoss without memory
-    Eq. 2, 3, 4  local, long-term and external memory         accessible
+    Eq. 1        P(w | c) of a plain language model           TrimeLoss without memory; Embedding: adaptive softmax
+    Eq. 2, 3, 4  local, long-term and external memory         accessible (training), TRIME.recall (testing)
     §3, Eq. 5    the training objective                       TrimeLoss
     §3           f, and g: the input of the last MLP          TRIME.encode
     §4.1-4.3     which batch makes which memory               batches
     §4.3         p, local memory off in training              TRIME.forward
     §5.2         the first 5% of the steps by Eq. 1           TRIME.forward
-    App. A Eq. 6 the same with a temperature, at test time    joint_log_prob, TRIME.log_probs, TRIME.stream
+    App. A       Eq. 6 to 9, and the baselines' formulas      Recipe, mix
+    §5.2         the datastore and its search                 Datastore
+    Table 9      the models                                   PRESETS
 
 Letters used in the shape comments
     B segments     T tokens of one     C width        H heads      D width of one head     V vocabulary
-    N = B*T        M memories          R rows of a block of queries
+    N = B*T        M memories          R rows of a block of queries             Q queries  K entries retrieved
 
 Where we differ from the paper, and why
     RMSNorm and RoPE for LayerNorm and sinusoids, so that the three models of this house share one Transformer.
-    A full softmax; the paper's WikiText-103 models have an adaptive one.
+    AdamW and a cosine for all; the paper's 247M model has NAG, its 7M model an inverse square root. See PRESETS.
     §4.3 sets m = 1; Algorithm 1 packs by BM25 alone, so segments of one document may still meet in a batch.
     Long memory stops at a document's border (--no-same-document: it does not, as in the official code).
+    At test time each context stands in memory once; the official code has the window's tokens in local and in long memory.
+    P' of Eq. 8 is over all memories, as the paper says; the official code has the external ones alone (eval.py --p-ext).
     The official code passes no gradient to memories on other GPUs; --gather-memory does, as the paper says.
     Local memory is switched off by one seeded coin for a micro-batch (the official code: an unseeded one).
+    g starts small, see TRIME.__init__: at a gain of 1, 90% and more of the probability lies on the memories when they come in,
+    and the words take hundreds of steps to recover (measured; the paper's "without this warmup unstable").
+    The datastore is searched in blocks of similar keys whose similarities are then exact; the paper: FAISS's product codes.
 
     $ python trime.py                     a tour and the cost of the memory, on a CPU
     $ python train.py --model trime
@@ -815,6 +822,8 @@ class TRIME(nn.Module):
         self.recipe = Recipe(() if config.memory == 'none' else ('local',))     # at test time; eval.py tunes it on the validation split
         self.long, self.store, self.n_neighbors = 0, None, 1024             # tokens of long memory; a Datastore and K
         self.stride = config.stride or max(1, config.block_size // 2)
+        nn.init.constant_(self.blocks[-1].norm2.gain, config.n_embd ** -0.25)   # g has norm C^(1/4): sim starts within -1..1, and the
+                                                                            # memories do not drown the words when they come in
         for name, p in self.named_parameters():                             # GPT-2's: what a block adds starts small
             if p.dim() == 2:
                 std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02
