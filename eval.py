@@ -4,6 +4,18 @@ Looks at trained models: perplexity with the memory on, off and shuffled, what w
     $ python eval.py out/trime                                  the standard table, and where the memory helped most
     $ python eval.py out/trime out/vanilla --split test         several runs in one table, their curves in one plot
     $ python eval.py out/trime --task generate --prompt 'def '  text, as it is being written
+    $ python eval.py out/trime --task neighbors --prompt 'import '      what it remembers there, with the sources
+
+TRIME's memories, for any checkpoint of trime.py, the plain language model included (--formula linear is its default: continuous
+cache and kNN-LM). External memory makes a datastore of the training split in the run's folder, once.
+
+    $ python eval.py out/ext --memory local,long,ext --split test       one row of the paper's Tables 2 to 4
+    $ python eval.py out/vanilla out/local out/long out/ext --memory all        all rows: Tables 7 and 10
+    $ python eval.py out/ext --memory ext --data books --datastore-from wikitext2       another domain, no training: Table 5
+    $ python eval.py out/long out/vanilla --task sweep          perplexity by size of the long memory: Figure 3
+    $ python eval.py out/ext out/vanilla --task retrieval       is the next token among the K that were retrieved: Table 13
+    $ python eval.py out/ext out/vanilla --task frequency --memory all          perplexity by frequency: Table 14
+    $ python eval.py out/ext --task speed                       tokens per second, and what the search misses
 
 In a notebook:
 
@@ -15,12 +27,11 @@ In a notebook:
 
 What the table shows. `tokens`: how many were scored, each once, with at least T - stride tokens before it where the text has
 them. `loss`: nats per token. `ppl`: e^loss. `bits/byte`: total nats / ln 2 / bytes of the text; comparable between
-tokenizers. `word ppl`: e^(total nats / whitespace-separated words). Memory `shuffled`: each stretch of text is given the memories of
-another one, far away: what a model gains from any memory at all, whatever it holds. τ divides the similarities (Eq. 6); it is chosen
-on the validation split, so a row with a tuned τ is a fair figure on the test split only. All of this is in fp32.
+tokenizers. `word ppl`: e^(total nats / whitespace-separated words). `off`: the words alone, Eq. 1. `shuffled`: the same similarities, but each
+memory says the word of another one, far away: what is gained from any memory at all, whatever it holds. Temperatures, weights and
+sizes are tuned on the validation split, from one pass over it, so its own rows flatter a little: --split test is the fair figure. All of this is in fp32.
 """
 import argparse
-import dataclasses
 import hashlib
 import importlib
 import json
@@ -40,7 +51,7 @@ from trime import METRIC, Datastore, Recipe, masses, mix
 
 TAUS = [0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 2.5, 3.5, 5.0, 7.0, 10.0]    # temperatures tried on val
 LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9]     # weights, Eq. 9
-TUNE = 262_144                                                              # tokens of val that are used for it, at most
+TUNE = 65_536                                                               # tokens of val that are used for it, at most
 EVERY = 10 ** 9                                                             # the size of a memory that counts whole
 TESTING = {'none': ('local',), 'local': ('local',), 'long': ('local', 'long'), 'ext': ('local', 'long', 'ext')}     # paper Table 1
 ALL = [(), ('local',), ('local', 'long'), ('ext',), ('local', 'ext'), ('local', 'long', 'ext')]
@@ -177,11 +188,11 @@ def trime_inputs(model, tokens, chosen):
 
 
 @torch.no_grad()
-def trime_entries(model, tokens, start):
+def trime_entries(model, tokens, start, quiet=False):
     """What a datastore holds of a text, from context `start` on, in pieces: keys g (m, C), and the words that follow (m,)"""
     chosen = [window for window in windows(len(tokens), model.config.block_size, model.stride) if window[2] > start]
     group = max(1, 8192 // model.stride)
-    for a in range(0, len(chosen), group):
+    for a in data.progress(range(0, len(chosen), group), 'encoding', quiet=quiet):
         part = chosen[a:a + group]
         new = [(g[max(first, start) - s:], y[max(first, start) - s:]) for (s, first, _), (_, g, y) in zip(part, trime_inputs(model, tokens, part))]
         yield torch.cat([g for g, _ in new]).cpu(), torch.cat([y for _, y in new]).cpu().numpy()
@@ -342,10 +353,12 @@ def open_store(path, checkpoint, model, tokenizer, args):
     return store, (corpus.name, corpus.train)
 
 
-def first_tokens(split, n):
-    """The first n tokens of a split."""
-    offsets = np.append(split.offsets[split.offsets < n], n)
-    return split if len(split.tokens) <= n else dataclasses.replace(split, tokens=split.tokens[:n], offsets=offsets)
+def first_tokens(split, n, tokenizer):
+    """The first n tokens of a split, or all if there are fewer."""
+    if len(split.tokens) <= n:
+        return split
+    text = tokenizer.decode(np.asarray(split.tokens[:n]).tolist())
+    return data.Split(split.name, split.tokens[:n], np.append(split.offsets[split.offsets < n], n), len(text.encode()), len(text.split()))
 
 
 def prepare(path, args, device, wanted=None):
@@ -358,6 +371,7 @@ def prepare(path, args, device, wanted=None):
         raise SystemExit(f'{corpus.name} has no split {args.split}')
     if corpus.val is None:
         raise SystemExit(f'{corpus.name} has no validation split to tune the memory on')
+    split = first_tokens(split, args.at_most or len(split.tokens), tokenizer)
     if not args.data and corpus.fingerprint != checkpoint['corpus']:
         print(f'{path} was trained on another version of {corpus.name}: what it was trained on may be in this split', file=sys.stderr)
     if not 0 <= args.stride <= model.config.block_size:
@@ -380,9 +394,9 @@ def evaluate(path, args, device, wanted=None):
         model.store, source = open_store(path, checkpoint, model, tokenizer, args)
     sizes = {'local': [EVERY], 'long': sizes_up_to(args.long, 256, 2), ext: sizes_up_to(args.n_neighbors, 1, 8)}
     taus = sorted({*TAUS, args.tau or 1.0})
-    val = trime_stats(model, first_tokens(corpus.val, TUNE), names, taus, sizes)
+    val = trime_stats(model, first_tokens(corpus.val, TUNE, tokenizer), names, taus, sizes)
     found = {c: tune(val, c, linear, args.tau, args.p_ext) for c in combinations}
-    if split is corpus.val and len(split.tokens) <= TUNE:
+    if args.split == 'val' and len(split.tokens) <= TUNE:
         return Evaluation(*parts, source, found, val, val)
     if args.task != 'sweep':
         taus = sorted({1.0, *(tau for x in found.values() for key, tau in x.items() if key.startswith('tau'))})
@@ -610,7 +624,7 @@ def neighbors(args, device):
 def speed(args, device):
     """Tokens per second: plain evaluation; building a datastore of a million entries; scoring with K of them for each token."""
     path, checkpoint, model, tokenizer, corpus, split, linear, _ = prepare(args.checkpoints[0], args, device, 'ext')
-    tokens, some = np.asarray(corpus.train.tokens)[:1_000_001], first_tokens(split, 65_536)
+    tokens, some = np.asarray(corpus.train.tokens)[:1_000_001], first_tokens(split, 65_536, tokenizer)
     name, n = 'knn' if linear else 'ext', len(tokens) - 1
 
     def rate(names=(), sizes=None):
@@ -686,6 +700,7 @@ def main():
     parser.add_argument('--task', default='table', choices=('table', *TASKS, 'generate'), help='(default: table)')
     parser.add_argument('--data', default='', help='another corpus than the one of training')
     parser.add_argument('--split', default='val', choices=('train', 'val', 'test'), help='(default: val)')
+    parser.add_argument('--at-most', type=int, default=0, metavar='N', help='only the first N tokens of the split')
     parser.add_argument('--stride', type=int, default=0, help='tokens scored per window; default: as trained, T/2')
     parser.add_argument('--memory', default='', help="none, any of local,long,ext, or all; default: the paper's for what the model was trained with")
     parser.add_argument('--formula', default='auto', choices=('auto', 'joint', 'linear'),
@@ -707,8 +722,8 @@ def main():
         raise SystemExit(f'--tau {args.tau} must be positive')
     if args.memory not in ('', 'none', 'all') and set(args.memory.split(',')) - {'local', 'long', 'ext'}:
         raise SystemExit(f'--memory {args.memory}: none, all, or some of local,long,ext with commas between')
-    if min(args.long, args.n_neighbors) < 1:
-        raise SystemExit(f'--long {args.long} and --n-neighbors {args.n_neighbors} must be 1 or more')
+    if min(args.long, args.n_neighbors) < 1 or args.at_most < 0 or args.at_most == 1:
+        raise SystemExit(f'--long {args.long} and --n-neighbors {args.n_neighbors} must be 1 or more, --at-most {args.at_most} 2 or more')
     device = train.hardware(args.device)
     if args.task == 'generate':
         for path in args.checkpoints:
