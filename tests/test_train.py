@@ -15,6 +15,7 @@ import torch
 
 import data
 import train
+import trime
 from trime import TRIME, TRIMEConfig
 
 TRAIN = Path(train.__file__)
@@ -305,3 +306,14 @@ def test_a_run_logs_what_it_promises(here, capsys):
     assert all({'step', 'tokens', 'loss', 'lr', 'grad_norm', 'tokens_per_s'} <= x.keys() for x in log)
     assert [x['step'] for x in log if 'val_loss' in x] == [6, 12] and all(math.isfinite(x['loss']) for x in log)
     assert os.path.getsize('out/trime/loss.png') > 1000
+
+
+@pytest.mark.parametrize('preset', trime.PRESETS)
+@pytest.mark.parametrize('memory', ['none', 'ext'])
+def test_presets_are_command_lines(preset, memory):
+    """Every field of a preset is a field of the configurations; a flag beats it; a step is whole micro-batches."""
+    module, model_config, config, _ = train.parse(['--preset', preset, '--memory', memory, '--seed', '3'])
+    given = {**dataclasses.asdict(model_config), **dataclasses.asdict(config)}
+    assert all(given[key] == value for key, value in module.PRESETS[preset].items())
+    assert (given['memory'], given['seed']) == (memory, 3)
+    assert train.accumulation(model_config.micro_batch, model_config.block_size, config.tokens_per_step, 1) >= 1
