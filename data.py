@@ -687,12 +687,20 @@ def pack_order(neighbors, rng):
     return np.array(order, dtype=np.int64)
 
 
-def pack(segments, seed, cache=None):
+def pack(segments, seed, cache=None, docs=None):
     """
     segments    list of token id arrays
+    docs        first and last document of each (n,), (n,), rising; segments that share one are not packed after each other
+                (TRIME §4.3: m = 1). None: only a segment and itself are not
     returns     their order in batches, (n,) int64; kept in the folder `cache`, in a file named by all that it depends on
     """
-    key = hashlib.sha256(f'bm25 lucene 1.2 0.75, k = {N_NEIGHBORS}, seed = {seed}'.encode())
+    n = len(segments)
+    first, last = (np.arange(n), np.arange(n)) if docs is None else docs
+    lo, hi = np.searchsorted(last, first), np.searchsorted(first, last, side='right')       # lo..hi-1 share one with it
+    if docs is not None and n > 1 and (hi - lo).min() == n:
+        raise DataError('all segments are of one document, so memory ext, which is of other documents, would be empty; '
+                        '--no-same-document lets segments of one document see each other')
+    key = hashlib.sha256(f'bm25 lucene 1.2 0.75, k = {N_NEIGHBORS}, seed = {seed}'.encode() + lo.tobytes() + hi.tobytes())
     for segment in segments:
         key.update(len(segment).to_bytes(8, 'little') + segment.astype(np.uint32).tobytes())
     path = cache and Path(cache) / f'packed-{key.hexdigest()[:16]}.npy'
@@ -703,9 +711,10 @@ def pack(segments, seed, cache=None):
             raise DataError(f'{path}: not readable ({error}); delete it to pack anew') from None
     from bm25 import BM25
     index, neighbors = BM25(segments), []
-    for i in progress(range(0, len(segments), 256), 'packing by BM25'):
-        ids, _ = index.search_many(segments[i:i + 256], N_NEIGHBORS + 1)        # (256, k + 1), the segment itself included
-        neighbors += [[j for j in row.tolist() if j >= 0 and j != n][:N_NEIGHBORS] for n, row in enumerate(ids, i)]
+    for i in progress(range(0, n, 256), 'packing by BM25'):
+        k = N_NEIGHBORS + int((hi - lo)[i:i + 256].max())
+        ids, _ = index.search_many(segments[i:i + 256], k)              # (256, k), the segment itself included
+        neighbors += [row[(row >= 0) & ((row < a) | (row >= b))][:N_NEIGHBORS].tolist() for row, a, b in zip(ids, lo[i:], hi[i:])]
     order = pack_order(neighbors, np.random.default_rng(seed))
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -722,7 +731,8 @@ class Batches:
 
     segments        a grid of segments of T tokens over the whole split, in another order in every epoch
     consecutive     the same segments; those of a micro-batch follow each other in the text. The micro-batches are shuffled
-    packed          the same segments; those of a micro-batch are similar (pack). The micro-batches are shuffled
+    packed          the same segments; those of a micro-batch are similar (pack), and of different documents (documents=True).
+                    The micro-batches are shuffled
     documents       sequences of one document, T tokens each. What is left of the documents, shorter than T, is joined one
                     after the other (short='join'; `doc` tells them apart) or left out (short='drop')
 
@@ -732,7 +742,7 @@ class Batches:
     """
     KINDS = ('segments', 'consecutive', 'packed', 'documents')
 
-    def __init__(self, split, kind, block_size, micro_batch, seed, short='join', cache=None):
+    def __init__(self, split, kind, block_size, micro_batch, seed, short='join', cache=None, documents=True):
         one_of('kind of batches', kind, self.KINDS)
         one_of('treatment of short documents', short, ('join', 'drop'))
         if split is None:
@@ -761,7 +771,10 @@ class Batches:
             raise DataError(f'{split.name} has {n_tokens:,} tokens{longest}: not enough for one sequence of --block-size {T:,}')
         self.base = np.arange(self.n_rows)
         if kind == 'packed':
-            self.base = pack([np.asarray(split.tokens[i * T:min(i * T + T, n_tokens - 1)]) for i in range(self.n_rows)], seed, cache)
+            starts = np.arange(self.n_rows) * T
+            ends = np.minimum(starts + T, n_tokens - 1)
+            docs = (split.doc_of(starts), split.doc_of(ends - 1)) if documents else None
+            self.base = pack([np.asarray(split.tokens[a:b]) for a, b in zip(starts, ends)], seed, cache, docs)
 
     def __len__(self):
         return -(-self.n_rows // self.B)

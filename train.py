@@ -321,7 +321,7 @@ def main(argv=None):
     corpus = data.load(config.data, config.tokenizer, model_config.vocab_size, quiet=rank > 0)
     kind = module.batches(model_config)
     train_batches = data.Batches(corpus.train, kind, model_config.block_size, shared * model_config.micro_batch, config.seed,
-                                 cache=corpus.folder)
+                                 cache=corpus.folder, documents=getattr(model_config, 'same_document', True))
     if world > 1 and rank == 0:
         dist.barrier()
     model_config.vocab_size = corpus.tokenizer.n_vocab

@@ -28,8 +28,9 @@ Letters used in the shape comments
 Where we differ from the paper, and why
     RMSNorm and RoPE for LayerNorm and sinusoids, so that the three models of this house share one Transformer.
     AdamW and a cosine for all; the paper's 247M model has NAG, its 7M model an inverse square root. See PRESETS.
-    §4.3 sets m = 1; Algorithm 1 packs by BM25 alone, so segments of one document may still meet in a batch.
-    Long memory stops at a document's border (--no-same-document: it does not, as in the official code).
+    §4.3's m = 1, one segment of each document: Algorithm 1 skips segments of the own document, and those that still meet in a
+    batch do not see each other. Else at short T all neighbors are of the own document, and ext learns to read long memory.
+    Long memory stops at a document's border. --no-same-document ignores documents in both, as the official code does.
     At test time each context stands in memory once; the official code has the window's tokens in local and in long memory.
     P' of Eq. 8 is over all memories, as the paper says; the official code has the external ones alone (eval.py --p-ext).
     The official code passes no gradient to memories on other GPUs; --gather-memory does, as the paper says.
@@ -77,7 +78,7 @@ class TRIMEConfig:
     p: float = 0.9                # chance that memory ext leaves out the own segment (paper section 4.3)
     bm25: bool = True             # memory ext packs similar segments together; else random ones (paper section 4.3, Table 11)
     memory_grad: bool = True      # back-propagate to the memories (paper section 3, Table 11)
-    same_document: bool = True    # long memory stops at the document's border (paper Eq. 3; official code: no)
+    same_document: bool = True    # long memory is of the own document, ext's other segments of others (paper Eq. 3, 4.3; official code: no)
     gather_memory: bool = False   # memories of all processes together, not of one (official code: yes)
     stride: int = 0               # tokens scored per window when a text is longer than T; 0 is T/2 (paper: T/6 to T/2)
 
@@ -298,7 +299,7 @@ class Embedding(nn.Module):
         return head.logsumexp(-1), head.gather(1, self.row(w)[:, None])[:, 0] + self.log_tail(f, w)
 
 
-def accessible(mode, i, j, T, doc_i, doc_j, local=True):
+def accessible(mode, i, j, T, doc_i, doc_j, local=True, documents=True):
     """
     Which memory may serve which query: True where query i may use memory j. Memory j is (c_j, x_j), the context that
     ends at position j and the token that follows it; so memory i itself holds i's answer and is never allowed.
@@ -306,15 +307,17 @@ def accessible(mode, i, j, T, doc_i, doc_j, local=True):
     i, j           (R, 1), (1, M)  positions, counted through the segments of the batch in stream order
     doc_i, doc_j   (R, 1), (1, M)  their documents
     local          False switches the own segment off (§4.3); for mode ext only
+    documents      False: as if they had no borders
     returns        (R, M) bool
     """
     own, earlier = i // T == j // T, j < i
     if mode == 'local':                                                     # Eq. 2: earlier in the same segment
         return own & earlier
     if mode == 'long':                                                      # Eq. 3: and in earlier segments of the document
-        return earlier & (own | (doc_i == doc_j))
-    if mode == 'ext':                                                       # §4.3: all of the other segments, and
-        return ~own | earlier if local else ~own                            # the past of the own one, unless it is off
+        return earlier & (own | (doc_i == doc_j)) if documents else earlier
+    if mode == 'ext':                                                       # §4.3: all of the other segments, of other
+        other = ~own & (doc_i != doc_j) if documents else ~own              # documents (m = 1), and the past of the own
+        return other | own & earlier if local else other                    # one, unless it is off
     raise ValueError(f'no such memory: {mode}')
 
 
@@ -881,9 +884,7 @@ class TRIME(nn.Module):
             lo = {'local': (first + rows.start) // T * T}.get(memory, 0)    # the first and the last memory that
             hi = {'ext': M}.get(memory, first + rows.stop)                  # any of these queries may use
             j = torch.arange(lo, hi, device=g.device)[None, :]
-            doc_i = doc[rows, None] if config.same_document else torch.zeros_like(i)
-            doc_j = memory_doc[None, lo:hi] if config.same_document else torch.zeros_like(j)
-            mask = accessible(memory, i, j, T, doc_i, doc_j, local)
+            mask = accessible(memory, i, j, T, doc[rows, None], memory_doc[None, lo:hi], local, config.same_document)
             return lo, hi, mask & (memory_targets[lo:hi] >= 0) if padded else mask
 
         with torch.autocast(g.device.type, enabled=False):                  # bf16 has steps of 0.125 near 20: too coarse

@@ -4,6 +4,7 @@ data.py: tokenizers, corpora on disk, batches.
     PYTHONPATH=. python -m pytest tests/test_data.py -q
     NANORLM_TEXTS=FOLDER                 a folder with wikitext-2/ and gpt2-bpe/; without it the tests that want them are skipped
 """
+import dataclasses
 import hashlib, http.server, io, json, os, random, re, shutil, signal, subprocess, sys, threading, zipfile
 from collections import Counter
 from pathlib import Path
@@ -787,6 +788,25 @@ def test_a_segment_is_never_its_own_neighbor(monkeypatch):
     monkeypatch.setattr(data, 'pack', lambda segments, *args: seen.update(s=segments) or np.arange(len(segments)))
     Batches(make_split(), 'packed', 32, 5, 0)                                   # the segments are those of the grid
     assert [s.tolist() for s in seen['s']] == [list(range(1000 + i, 1000 + min(i + 32, 161))) for i in range(0, 161, 32)]
+
+
+def test_neighbors_are_of_other_documents(monkeypatch):
+    """
+    TRIME §4.3, m = 1. Twelve documents of two topics, five segments each and one border inside a segment: the nearest segments
+    are all of the own document, and none of them may be chosen, however many they are. documents=False takes them.
+    """
+    seen = {}
+    monkeypatch.setattr(data, 'pack_order', lambda neighbors, rng: seen.update(n=neighbors) or np.arange(len(neighbors)))
+    rng = np.random.default_rng(0)
+    docs = [np.concatenate([rng.integers(100 * (d % 2), 100 * (d % 2) + 30, 80), np.full(84, 300 + d)]) for d in range(12)]
+    split = Split('train', np.concatenate(docs).astype(np.uint16), np.arange(13) * 164)
+    batches = Batches(split, 'packed', 32, 5, 0)
+    of = [set(split.doc_of(np.arange(n * 32, min(n * 32 + 32, len(split.tokens) - 1))).tolist()) for n in range(batches.n_rows)]
+    assert sum(map(bool, seen['n'])) > 30 and not any(of[n] & of[j] for n, row in enumerate(seen['n']) for j in row)
+    Batches(split, 'packed', 32, 5, 0, documents=False)
+    assert sum(bool(of[n] & of[j]) for n, row in enumerate(seen['n']) for j in row[:2]) > 60
+    with pytest.raises(data.DataError, match='--no-same-document'):
+        Batches(dataclasses.replace(split, offsets=np.array([0, len(split.tokens)])), 'packed', 32, 5, 0)
 
 
 @pytest.mark.parametrize('kind', Batches.KINDS)

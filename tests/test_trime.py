@@ -78,7 +78,7 @@ def brute_force(model, batch, mode, local=True):
                 memories.append(j)
             if not own and mode == 'long' and j < i and doc[i] == doc[j]:       # Eq. 3
                 memories.append(j)
-            if not own and mode == 'ext':                               # §4.3
+            if not own and mode == 'ext' and doc[i] != doc[j]:          # §4.3, m = 1
                 memories.append(j)
         z = word_masses(model, f[i])
         sims = [(g[i] @ g[j] / math.sqrt(g.size(1))).item() for j in memories]
@@ -173,12 +173,17 @@ def test_accessible_by_hand():
     """Two segments of two positions, one document, then the same in two documents."""
     i, j = torch.arange(4)[:, None], torch.arange(4)[None, :]
     one, two = torch.zeros(4, dtype=torch.long), torch.tensor([0, 0, 0, 1])
-    table = lambda mode, doc, local=True: accessible(mode, i, j, 2, doc[:, None], doc[None, :], local).int().tolist()
+    table = lambda mode, doc, local=True, documents=True: accessible(mode, i, j, 2, doc[:, None], doc[None, :], local, documents).int().tolist()
     assert table('local', one) == [[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]]
     assert table('long', one) == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
     assert table('long', two) == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0]]       # 3 keeps its own segment
-    assert table('ext', one) == [[0, 0, 1, 1], [1, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]
-    assert table('ext', one, local=False) == [[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
+    assert table('long', two, documents=False) == table('long', one)
+    assert table('ext', one) == table('local', one)                                             # nothing is of another document
+    assert table('ext', two) == [[0, 0, 0, 1], [1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0]]
+    assert table('ext', two, local=False) == [[0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0]]
+    for doc in (one, two):
+        assert table('ext', doc, documents=False) == [[0, 0, 1, 1], [1, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]
+        assert table('ext', doc, local=False, documents=False) == [[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize('t', [0, 1, T - 1, T, T + 1, 2 * T - 1, 2 * T + 3])
