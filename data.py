@@ -731,8 +731,8 @@ class Batches:
 
     segments        a grid of segments of T tokens over the whole split, in another order in every epoch
     consecutive     the same segments; those of a micro-batch follow each other in the text. The micro-batches are shuffled
-    packed          the same segments; those of a micro-batch are similar (pack), and of different documents (documents=True).
-                    The micro-batches are shuffled
+    packed          the same segments; those of a micro-batch are similar (pack), each to the one before it, which is of another
+                    document (documents=True). The micro-batches are shuffled
     documents       sequences of one document, T tokens each. What is left of the documents, shorter than T, is joined one
                     after the other (short='join'; `doc` tells them apart) or left out (short='drop')
 

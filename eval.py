@@ -11,7 +11,7 @@ cache and kNN-LM). External memory makes a datastore of the training split in th
 
     $ python eval.py out/ext --memory local,long,ext --split test       one row of the paper's Tables 2 to 4
     $ python eval.py out/vanilla out/local out/long out/ext --memory all        all rows: Tables 7 and 10
-    $ python eval.py out/ext --memory ext --data books --datastore-from wikitext2       another domain, no training: Table 5
+    $ python eval.py out/ext --data my_books/ --datastore-from my_books/        another domain, no training: Table 5
     $ python eval.py out/long out/vanilla --task sweep          perplexity by size of the long memory: Figure 3
     $ python eval.py out/ext out/vanilla --task retrieval       is the next token among the K that were retrieved: Table 13
     $ python eval.py out/ext out/vanilla --task frequency --memory all          perplexity by frequency: Table 14
@@ -29,7 +29,8 @@ What the table shows. `tokens`: how many were scored, each once, with at least T
 them. `loss`: nats per token. `ppl`: e^loss. `bits/byte`: total nats / ln 2 / bytes of the text; comparable between
 tokenizers. `word ppl`: e^(total nats / whitespace-separated words). `off`: the words alone, Eq. 1. `shuffled`: the same similarities, but each
 memory says the word of another one, far away: what is gained from any memory at all, whatever it holds. Temperatures, weights and
-sizes are tuned on the validation split, from one pass over it, so its own rows flatter a little: --split test is the fair figure. All of this is in fp32.
+sizes are tuned on the first 65,536 tokens of the validation split, from one pass over them, so its own rows flatter a little: --split test is the
+fair figure. All of this is in fp32.
 """
 import argparse
 import hashlib
@@ -49,7 +50,7 @@ import data
 import train
 from trime import METRIC, Datastore, Recipe, masses, mix
 
-TAUS = [0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 2.5, 3.5, 5.0, 7.0, 10.0]    # temperatures tried on val
+TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]   # tried on val
 LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9]     # weights, Eq. 9
 TUNE = 65_536                                                               # tokens of val that are used for it, at most
 EVERY = 10 ** 9                                                             # the size of a memory that counts whole
@@ -290,20 +291,31 @@ def recipe_of(names, linear, x, p_ext=False):
 
 
 def tune(stats, names, linear, tau=None, p_ext=False, **fixed):
-    """The parameters of the highest mean log P: one after the other, all values of each, until none changes any more."""
+    """
+    The parameters of the highest mean log P: one after the other, all values of each, until none changes any more; from several
+    starts, since few sharp memories and many flat ones are good for different temperatures.
+    """
     values = {key: [fixed[key]] if key in fixed else v for key, v in grid(names, linear, stats.sizes, tau).items()}
-    x = {key: {'long': v[-1], 'K': v[-1]}.get(key, 1.0 if 1.0 in v else 0.2 if 0.2 in v else v[0]) for key, v in values.items()}
     score = lambda x: log_p(stats, *recipe_of(names, linear, x, p_ext)).mean().item()
-    best = score(x)
-    while True:
-        before = dict(x)
-        for key in values:
-            for value in values[key]:
-                new = score({**x, key: value})
-                if new > best:
-                    best, x = new, {**x, key: value}
-        if x == before:
-            return x
+    results = []
+    for K in values.get('K', [None])[::2]:
+        for own in (0.1, 1.0):                                              # of Eq. 8 and 9
+            for shared in (0.8, 3.0) if 'tau' in values and K else (0.8,):  # of Eq. 6
+                x = {key: v[-1] if key == 'long' else 0.2 if 'lambda' in key else {'K': K, 'tau': shared}.get(key, own) for key, v in values.items()}
+                x = {key: min(values[key], key=lambda v: abs(v - x[key])) for key in x}
+                best, before = score(x), None
+                while x != before:
+                    before = dict(x)
+                    for key in values:
+                        best, value = max((score({**x, key: value}), value) for value in values[key])
+                        x[key] = value
+                results.append((best, x))
+    return max(results, key=lambda r: r[0])[1]
+
+
+def at_an_end(x):
+    """The temperatures that are the first or the last of those tried: the best may lie beyond."""
+    return [key for key, value in x.items() if key.startswith('tau') and value in (TAUS[0], TAUS[-1])]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -339,7 +351,7 @@ def open_store(path, checkpoint, model, tokenizer, args):
     not complete. -> Datastore, (the corpus's name, the split)
     """
     corpus = data.load(args.datastore_from or args.data or checkpoint['data'], tokenizer)
-    if args.split == 'train' and not args.datastore_from:
+    if args.split == 'train' and corpus.fingerprint == data.load(args.data or checkpoint['data'], tokenizer, quiet=True).fingerprint:
         raise SystemExit('--split train with external memory: the datastore is made of that very split, and each token would find itself')
     weights = weights_hash(checkpoint)
     folder = (Path(path) if Path(path).is_dir() else Path(path).parent) / f'datastore-{corpus.name}-{weights[:8]}-{model.stride}'
@@ -383,6 +395,7 @@ def prepare(path, args, device, wanted=None):
     if not 0 <= args.stride <= model.config.block_size:
         raise SystemExit(f'--stride {args.stride} does not lie between 1 and T = {model.config.block_size}')
     model.stride = args.stride or model.stride
+    model.config.same_document &= not args.across_documents
     trained = checkpoint['config']['memory']
     linear = args.formula == 'linear' or args.formula == 'auto' and trained == 'none'
     wanted = wanted or args.memory or ','.join(TESTING[trained])
@@ -404,7 +417,7 @@ def evaluate(path, args, device, wanted=None):
     taus = sorted({*TAUS, args.tau or 1.0})
     val = trime_stats(model, first_tokens(corpus.val, TUNE, tokenizer), names, taus, sizes)
     found = {c: tune(val, c, linear, args.tau, args.p_ext) for c in combinations}
-    if args.split == 'val' and len(split.tokens) <= TUNE:
+    if args.split == 'val' and len(split.tokens) == min(TUNE, len(corpus.val.tokens)):
         return Evaluation(*parts, source, found, val, val)
     if args.task != 'sweep':
         taus = sorted({1.0, *(tau for x in found.values() for key, tau in x.items() if key.startswith('tau'))})
@@ -422,7 +435,8 @@ def rows_of(e, args, shuffled=True):
     for c in e.combinations:
         if c:
             rows[','.join(c)] = log_p(e.stats, *recipe_of(c, e.linear, e.found[c], args.p_ext))
-    if shuffled and len(e.combinations) == 1 and e.combinations[0]:
+    reach = e.model.config.block_size + (e.found[c].get('long', 0) if e.combinations[0] else 0)
+    if shuffled and len(e.combinations) == 1 and e.combinations[0] and len(e.split.tokens) // 2 > reach:    # else it may hold the answer
         rows['shuffled'] = log_p(e.stats, *recipe_of(c, e.linear, e.found[c], args.p_ext), shuffled=True)
     return {name: x.numpy() for name, x in rows.items()}
 
@@ -517,7 +531,8 @@ def figures(log_p, split):
 def described(x, linear):
     """Tuned parameters in words."""
     text = ', '.join(f'{key} = {value:g}' for key, value in x.items()).replace('tau', 'τ').replace('lambda', 'λ')
-    return f'{"linear interpolation" if linear else "Eq. 6"}{" to 9" if "λ" in text and not linear else ""}: {text}'
+    end = f' ({" and ".join(at_an_end(x))} at an end of what was tried)'.replace('tau', 'τ') if at_an_end(x) else ''
+    return f'{"linear interpolation" if linear else "Eq. 6"}{" to 9" if "λ" in text and not linear else ""}: {text}{end}'
 
 
 def table(args, device):
@@ -536,6 +551,7 @@ def table(args, device):
     runs, width = result['runs'], max(len(path) for path in result['runs'])
     for text in sorted({f'{run["corpus"]}: {run["bytes"]:,} bytes, {run["words"]:,} words' for run in runs.values()}):
         print(f'\n{args.split} split of {text}')
+    print(f'temperatures, weights and sizes were tuned on the first {TUNE:,} tokens of val' + ' (which these figures are of)' * (args.split == 'val'))
     print(f'\n{"run":{width}}  {"step":>6} {"memory":14} {"tokens":>9} {"loss":>7} {"ppl":>8} {"bits/byte":>10} {"word ppl":>10}')
     for path, run in runs.items():
         for name, x in run['memory'].items():
@@ -649,12 +665,12 @@ def speed(args, device):
         after = rate()
         searches = sorted(rate([name], {name: [args.n_neighbors]}) for _ in range(3))
         recall, mass = found_of_all(model, some, args.n_neighbors, METRIC[name])
-    result = dict(plain=(before + after) / 2, store=n / (marks['store'] - start), sort_s=marks['sort'] - marks['store'], entries=n,
+    result = dict(plain=(before + after) / 2, store=n / (marks['store'] - start), build=n / (marks['sort'] - start), entries=n,
                   search=searches[1], recall=recall, mass=mass)
     print(f'\n{torch.get_num_threads()} threads, T = {model.config.block_size}, stride {model.stride}, C = {model.config.n_embd}\n'
           f'plain evaluation                         {result["plain"]:10,.0f} tokens/s\n'
           f'storing {n:9,} entries                 {result["store"]:10,.0f} tokens/s, {result["store"] / result["plain"]:.2f} of it; '
-          f'then sorting them {result["sort_s"]:.0f} s\n'
+          f'with sorting them {result["build"]:,.0f}, {result["build"] / result["plain"]:.2f} of it\n'
           f'scored with the best {args.n_neighbors:5,} of them each  {result["search"]:10,.0f} tokens/s; found are {recall:.1%} of the true '
           f'ones, {mass:.2%} of their softmax')
     return result
@@ -713,10 +729,11 @@ def main():
     parser.add_argument('--formula', default='auto', choices=('auto', 'joint', 'linear'),
                         help='joint: Eq. 6 to 9; linear: continuous cache and kNN-LM; auto: linear if it was trained without memory')
     parser.add_argument('--long', type=int, default=4096, help='tokens of long memory, at most (default: 4096)')
+    parser.add_argument('--across-documents', action='store_true', help='long memory goes on over the borders of documents, as in the official code')
     parser.add_argument('--n-neighbors', type=int, default=1024, help='entries retrieved for each token, K, at most (default: 1024)')
     parser.add_argument('--datastore-from', default='', metavar='CORPUS', help='external memory of another corpus; default: the training split')
     parser.add_argument('--p-ext', action='store_true', help="Eq. 8 over the external memory alone, as in the official code; the paper: over all")
-    parser.add_argument('--tau', type=float, default=None, help='temperature of the memory, Eq. 6; default: tuned on val')
+    parser.add_argument('--tau', type=float, default=None, help='temperature of Eq. 6 (not of the linear formulas); default: tuned on val')
     parser.add_argument('--device', default='auto', choices=('auto', 'cuda', 'cpu', 'mps'), help='(default: auto)')
     parser.add_argument('--json', default='', metavar='FILE', help='write every number that the screen shows')
     parser.add_argument('--prompt', default='', help='generate, neighbors: the text to go on from')
@@ -729,6 +746,8 @@ def main():
         raise SystemExit(f'--tau {args.tau} must be positive')
     if args.memory not in ('', 'none', 'all') and set(args.memory.split(',')) - {'local', 'long', 'ext'}:
         raise SystemExit(f'--memory {args.memory}: none, all, or some of local,long,ext with commas between')
+    if args.task in ('generate', 'neighbors') and args.memory == 'all':
+        raise SystemExit(f'--task {args.task} has one text and one set of memories: --memory local,long,ext or fewer')
     if min(args.long, args.n_neighbors) < 1 or args.at_most < 0 or args.at_most == 1:
         raise SystemExit(f'--long {args.long} and --n-neighbors {args.n_neighbors} must be 1 or more, --at-most {args.at_most} 2 or more')
     device = train.hardware(args.device)

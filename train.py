@@ -55,7 +55,7 @@ class TrainConfig:
     weight_decay: float = 0.1       # on matrices only
     beta1: float = 0.9              # AdamW, mean of the gradients
     beta2: float = 0.95             # AdamW, mean of their squares
-    grad_clip: float = 1.0          # norm of the gradient, at most
+    grad_clip: float = 1.0          # norm of the gradient, at most; 0: no limit
     eval_every: int = 100           # steps between validations and checkpoints
     val_tokens: int = 32768         # of the validation split, evenly spread, while training; at the end, all of it
     dtype: str = 'auto'             # bf16, fp32; auto is bf16 where the hardware multiplies it
@@ -449,7 +449,7 @@ def main(argv=None):
                     figures[key] = figures.get(key, 0) + value.detach() / accumulate
             grads = [p.grad for p in parameters if p.grad is not None]
             average(grads + list(figures.values()))
-            norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
             figures = {key: value.item() for key, value in figures.items()}
             if not math.isfinite(figures['loss'] + norm.item()):
                 diverged(f'the loss is {figures["loss"]}, the norm of the gradient {norm.item()}')

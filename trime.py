@@ -51,6 +51,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ class TRIMEConfig:
     memory_grad: bool = True      # back-propagate to the memories (paper section 3, Table 11)
     same_document: bool = True    # long memory is of the own document, ext's other segments of others (paper Eq. 3, 4.3; official code: no)
     gather_memory: bool = False   # memories of all processes together, not of one (official code: yes)
-    stride: int = 0               # tokens scored per window when a text is longer than T; 0 is T/2 (paper: T/6 to T/2)
+    stride: int = 0               # tokens scored per window when a text is longer than T; 0 is T/2 (paper: T/6.4 to T/2.3)
 
     def __post_init__(self):
         if self.memory not in ('none', 'local', 'long', 'ext'):
@@ -97,21 +98,25 @@ class TRIMEConfig:
             raise ValueError(f'dropout {self.dropout}, plain {self.plain} and p {self.p} are shares, from 0 to 1')
 
 
-# The paper's models (Table 9), for AdamW and a cosine: the 247M model's NAG with a learning rate of 1 and the 7M model's inverse
-# square root are left out (ours). T, n_layer, n_head, n_embd: Table 9; dropout, cutoffs: official code. micro_batch is the paper's
-# in-batch memories / T, which is also m, its number of consecutive segments (for 247M, Table 9 has both 8 and m = 4).
-WIKITEXT103 = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000')
+# The paper's models. Table 9: T, n_layer, n_embd, n_inner, tokens_per_step, lr (247M: ours), warmup, grad_clip, max_steps, and
+# micro_batch = in-batch memories / T, which is also m, the number of consecutive segments (247M: 8, though Table 9 has m = 4).
+# App. F: the 7M model's heads. Official code: other heads, cutoffs, band_factor, dropout (7M: ours, none), stride, weight_decay, beta2.
+# All with AdamW and a cosine: NAG (247M) and the inverse square root (7M) earn no code. eval_every is ours.
+WIKITEXT103 = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000', eval_every=2000)
+ADAM = dict(weight_decay=0.01, beta2=0.98)
 PRESETS = {
     'tiny': {},                   # the defaults: minutes on two CPU cores
-    '7m': dict(WIKITEXT103, block_size=3072, micro_batch=8, n_layer=8, n_head=4, n_embd=128, stride=512, tokens_per_step=24_576,
-               lr=5e-4, warmup=0.04, max_steps=200_000, eval_every=2000),
-    '150m': dict(WIKITEXT103, block_size=150, micro_batch=60, n_layer=16, n_head=5, n_embd=410, n_inner=2100, band_factor=1, dropout=0.1,
-                 stride=64, tokens_per_step=36_000, lr=2.5e-4, warmup=0.0, max_steps=400_000, eval_every=2000),      # paper: 10 heads of 41
+    '7m': dict(WIKITEXT103, **ADAM, block_size=3072, micro_batch=8, n_layer=8, n_head=4, n_embd=128, stride=512,
+               tokens_per_step=24_576, lr=5e-4, warmup=0.04, grad_clip=0.0, max_steps=200_000),
+    '150m': dict(WIKITEXT103, **ADAM, block_size=150, micro_batch=60, n_layer=16, n_head=5, n_embd=410, n_inner=2100,       # paper: 10 heads
+                 band_factor=1, dropout=0.1, stride=64, tokens_per_step=36_000, lr=2.5e-4, warmup=0.0, grad_clip=0.0, max_steps=400_000),
     '247m': dict(WIKITEXT103, block_size=3072, micro_batch=8, n_layer=16, n_head=8, n_embd=1024, dropout=0.3, stride=512,
-                 tokens_per_step=73_728, lr=5e-4, warmup=0.056, grad_clip=0.1, max_steps=286_000, eval_every=2000),
-    'enwik8': dict(data='enwik8', tokenizer='bytes', vocab_size=257, block_size=512, micro_batch=24, n_layer=12, n_head=8, n_embd=512,
-                   dropout=0.1, stride=80, tokens_per_step=49_152, lr=2.5e-4, warmup=0.0, max_steps=400_000, eval_every=2000),
+                 tokens_per_step=73_728, lr=5e-4, warmup=0.056, grad_clip=0.1, max_steps=286_000),
+    'enwik8': dict(ADAM, data='enwik8', tokenizer='bytes', vocab_size=257, block_size=512, micro_batch=24, n_layer=12, n_head=8, n_embd=512,
+                   dropout=0.1, stride=80, same_document=False, tokens_per_step=49_152, lr=2.5e-4, warmup=0.0, grad_clip=0.0,
+                   max_steps=400_000, eval_every=2000),
 }
+
 
 
 def batches(config):
@@ -321,6 +326,12 @@ def accessible(mode, i, j, T, doc_i, doc_j, local=True, documents=True):
     raise ValueError(f'no such memory: {mode}')
 
 
+def group_logsumexp(x, group, n):
+    """log Σ exp(x) of each of n groups. x, group (few,) -> (n,), -inf for a group with no member"""
+    top = x.new_full((n,), -1e30).scatter_reduce_(0, group, x, 'amax')      # each its own: no group underflows beside another
+    return x.new_zeros(n).index_add_(0, group, (x - top[group]).exp()).log() + top
+
+
 class TrimeLoss(torch.autograd.Function):
     """
     The TRIME objective, Eq. 5. The next word w can be said by its row of the output embedding, and also by every
@@ -363,6 +374,7 @@ class TrimeLoss(torch.autograd.Function):
                 q = query[rows] / C ** 0.5
                 memories = (q @ key[lo:hi].T).masked_fill_(~mask, float('-inf'))    # (R, hi - lo) the similarities
                 top = torch.maximum(top, memories.amax(1, keepdim=True))    # finite, even where no memory is allowed
+                i, j = (mask & (memory_targets[lo:hi] == w)).nonzero(as_tuple=True)         # (few,) the pairs with x_j = w
 
             log_word = words.gather(1, r) + (0 if tail is None else tail[rows, None])
             log_w = log_word = log_word - top                               # (R, 1) first term of Eq. 5, in units of e^top
@@ -371,9 +383,10 @@ class TrimeLoss(torch.autograd.Function):
             plain += ((total.log() + top_word - top - log_word) * weight).sum()
             total = total * unit                                            # (R, 1) the sum over everything, so far
             if key is not None:
-                memories = memories.sub_(top).exp_()
-                say_w = memories * (memory_targets[lo:hi] == w)             # (R, hi - lo) those with x_j = w
-                log_w = torch.logaddexp(log_w, say_w.sum(1, keepdim=True).log())    # second term of Eq. 5
+                memories = memories.sub_(top)
+                say_w = memories[i, j]                                      # (few,)
+                log_w = torch.logaddexp(log_w, group_logsumexp(say_w, i, len(w))[:, None])  # second term of Eq. 5
+                memories = memories.exp_()
                 remembered = memories.sum(1, keepdim=True)
                 total = total + remembered
                 share += (remembered / total * weight).sum()
@@ -387,9 +400,9 @@ class TrimeLoss(torch.autograd.Function):
                     dt[rows] = -W_w[:, 0]
                 df[rows] = dz @ E
                 dE.addmm_(dz.T, f[rows])
-                if key is not None:                                         # P_j - W_j; beyond e^80, where fp32 ends, W_v
-                    say_w.mul_(weight * (-log_w).clamp(max=80).exp())       # alone pulls at w
-                    ds = memories.mul_(weight / total).sub_(say_w)
+                if key is not None:
+                    ds = memories.mul_(weight / total)                      # P_j
+                    ds[i, j] -= weight[i, 0] * (say_w - log_w[i, 0]).exp()  # - W_j
                     dq[rows] = ds @ key[lo:hi] / C ** 0.5
                     if ctx.needs_input_grad[5]:
                         dk[lo:hi].addmm_(ds.T, q)
@@ -478,336 +491,235 @@ def masses(sim, says, taus, sizes):
     returns   (1 + len(says), Q, len(sizes), len(taus)): log Σ_j exp(sim_j / τ) over the first `size` memories, then over those of
               them that says[0] has, and so on
     """
-    out = sim.new_full((1 + len(says), len(sim), len(sizes), len(taus)), -math.inf)
-    if sim.size(1) == 0:
-        return out
-    top, ends = sim.amax(1, keepdim=True).clamp(min=-1e30), [0] + [min(size, sim.size(1)) for size in sizes]
-    sim = sim - top
-    few = [s[:, :ends[-1]].nonzero(as_tuple=True) for s in says]              # those that say w are few: (query, memory) of each
-    few = [(sim[q, j], q * len(sizes) + torch.bucketize(j, torch.tensor(ends[1:], device=j.device), right=True)) for q, j in few]
+    (Q, M), S = sim.shape, len(sizes)
+    out = sim.new_full((1 + len(says), Q, S, len(taus)), -math.inf)
+    ends = [0] + [min(size, M) for size in sizes]
+    parts = [(s, sim[:, a:b]) for s, (a, b) in enumerate(zip(ends, ends[1:])) if a < b]     # what each size adds to the one before
+    few = [s[:, :ends[-1]].nonzero(as_tuple=True) for s in says]            # those that say w are few: (query, memory) of each
+    few = [(sim[q, j], q * S + torch.bucketize(j, torch.tensor(ends[1:], device=j.device), right=True)) for q, j in few]
     for t, tau in enumerate(taus):
-        weights = (sim / tau).exp_()                                        # (Q, M)
-        sums = [torch.stack([weights[:, a:b].sum(1) for a, b in zip(ends, ends[1:])], dim=1)]
-        sums += [sim.new_zeros(len(sim) * len(sizes)).index_add_(0, at, (some / tau).exp()).view(len(sim), -1) for some, at in few]
-        out[..., t] = torch.stack(sums).cumsum(2).log() + top / tau         # (1 + len(says), Q, sizes)
-    return out
+        for s, part in parts:
+            out[0, :, s, t] = (part / tau).logsumexp(1)
+        for k, (some, group) in enumerate(few):
+            out[k + 1, ..., t] = group_logsumexp(some / tau, group, Q * S).view(Q, S)
+    return out.logcumsumexp(2)
 
 
 class Datastore:
     """
     The memories (c_j, x_j) of a whole corpus, on disk: of each the key g(c_j), the value x_j, which is the token
-    that followed, and the position j in the text. A folder of raw little-endian arrays:
+    that followed, and the position j in the text. A folder of
 
-        keys.bin (N, C) fp16    values.bin (N,) int32    positions.bin (N,) int64    blocks.bin (N/S, C + 1) fp32
-        header.json             entries N, width C, block S, complete, and `about`: all that the entries depend on
+        entries.bin    (N,) records of key, value and position, in blocks of S similar keys
+        blocks.bin     (N/S, C + 1) fp32, the means of k and of |k|² in each block
+        header.json    about: all that the entries depend on; done: how many are stored; complete: they are sorted too
 
-    A search does not look at all N. They lie in blocks of S similar keys; a query is compared with what blocks.bin
-    says of each block, then with every key of the best P blocks. It may miss some of the true K best (`recall` says
-    how many); the similarities that it returns are those of the stored keys.
-
-    Letters: N entries, C width, S entries of a block, Q queries, K neighbors, P blocks that a query probes
+    A search does not look at all N: it compares a query with blocks.bin, then with all keys of the best P blocks. It
+    may miss some of the true K best (`recall` says how many); the similarities it returns are those of the stored keys.
+    Letters: N entries, C width, S entries of a block, Q queries, R of them at a time, K neighbors, P blocks probed
     """
     BLOCK, PROBE = 512, 64      # S, and P unless a search says otherwise
     CELL, CELLS = 1024, 4096    # k-means: entries of a cell on average, and at most so many cells
     BUFFER = 2 ** 28            # bytes of similarities that a search holds at once
-    FLUSH = 2 ** 26             # bytes of keys between two points from which an interrupted build goes on
-    GATHER = 2 ** 29            # bytes of keys that are sorted at a time
+    record = staticmethod(lambda C: np.dtype([('key', '<f2', (C,)), ('value', '<i4'), ('position', '<i8')]))
 
     def __init__(self, folder, about=None):
-        """Opens a complete store. With `about`, a dict, ValueError unless it was built from just this."""
-        header = self.read_header(folder, about or {})
-        N, C, self.S, self.about = header['entries'], header['width'], header['block'], header['about']
-        if not header['complete']:
-            raise ValueError(f'{folder} is not complete, {header["done"]:,} of {N:,} entries are stored; '
-                             'build it with the same settings again, it goes on from there')
-        self.n_blocks = -(-N // self.S)
-        self.keys = self.open_file(folder, 'keys.bin', '<f2', (N, C))
-        self.values, self.positions = (self.open_file(folder, f'{name}.bin', kind, (N,))
-                                       for name, kind in [('values', '<i4'), ('positions', '<i8')])
-        blocks = np.array(self.open_file(folder, 'blocks.bin', '<f4', (self.n_blocks, C + 1)))
-        self.mean, self.square = torch.from_numpy(blocks).split([C, 1], dim=1)  # (N/S, C), (N/S, 1) means of k, |k|²
-        variance = self.square - self.mean.pow(2).sum(1, keepdim=True)      # (N/S, 1) summed over the C components
-        self.spread = (variance.clamp(min=0) / C).sqrt()                    # (N/S, 1) of one component, on average
+        """Opens a store. ValueError if it is not complete, damaged, or built from something else than `about`."""
+        self.about, _, complete = self.read_header(Path(folder), about or {})
+        if not complete:
+            raise ValueError(f'{folder} is not complete; build it with the same settings again, it goes on from there')
+        N, C, self.S = (self.about[name] for name in ('entries', 'width', 'block'))
+        entries = self.open_file(Path(folder, 'entries.bin'), self.record(C), (N,))
+        blocks = self.open_file(Path(folder, 'blocks.bin'), np.dtype('<f4'), (-(-N // self.S), C + 1))
+        self.keys, self.values, self.positions = (entries[name] for name in entries.dtype.names)
+        self.mean, self.square = torch.from_numpy(np.array(blocks)).split([C, 1], dim=1)    # (N/S, C), (N/S, 1)
+        self.spread = (self.square / C - self.mean.pow(2).mean(1, keepdim=True)).clamp(min=0).sqrt()    # of a component
 
     def __len__(self):
         return len(self.values)
 
+    def said(self, rows):
+        """The values of entries: rows, int64 of any shape -> int64, the same shape. Row -1 gives any value."""
+        return torch.from_numpy(np.asarray(self.values[rows.cpu().numpy()])).long()
+
     @staticmethod
-    def read_header(folder, about, strict=False):
-        """header.json, a dict; ValueError if it is damaged or contradicts `about`; strict: also if it says more."""
+    def open_file(path, dtype, shape):
+        """The array (*shape) on disk, read only. ValueError unless the file is there and just as long."""
+        actual, size = path.stat().st_size if path.exists() else 0, int(np.prod(shape)) * dtype.itemsize
+        if actual != size:
+            raise ValueError(f'{path} has {actual:,} bytes where header.json asks for {size:,}; delete the folder')
+        return np.asarray(np.memmap(path, dtype, 'r', shape=shape))         # on disk still; plain arrays slice faster
+
+    @staticmethod
+    def read_header(folder, about, whole=False):
+        """-> about, done, complete. ValueError if damaged, or different in what `about` says (whole: or anywhere)."""
         try:
-            with open(os.path.join(folder, 'header.json')) as f:
-                header = json.load(f)
-            built = dict(header['about'], entries=header['entries'], width=header['width'])
-            header['block'], header['done'], header['complete']
+            header = json.loads((folder / 'header.json').read_text())
+            there, done, complete = dict(header['about']), header['done'], header['complete']
         except (OSError, ValueError, KeyError, TypeError) as e:
-            raise ValueError(f'{folder}: header.json cannot be read ({type(e).__name__}: {e}), so this is no datastore '
-                             'or a damaged one; give another folder, or delete it and build it again') from None
-        about = json.loads(json.dumps(about))                               # as JSON has it: a tuple is a list
-        differ = [f'{key} ({built.get(key)!r} there, {about.get(key)!r} here)'
-                  for key in sorted(set(about) | set(built if strict else ())) if built.get(key) != about.get(key)]
+            raise ValueError(f'{folder}: header.json cannot be read ({e}); give another folder, or delete it') from None
+        here = json.loads(json.dumps(about))                                # in JSON a tuple is a list
+        differ = [f'{name} ({there.get(name)!r} there, {here.get(name)!r} here)'
+                  for name in sorted({*here, *there} if whole else here) if there.get(name) != here.get(name)]
         if differ:
-            raise ValueError(f'{folder} was built from something else: {", ".join(differ)}; '
-                             'give another folder, or delete it')
-        return header
+            raise ValueError(f'{folder} was built from something else: {", ".join(differ)}; give another folder')
+        return there, done, complete
 
     @staticmethod
-    def write_header(folder, header):
-        """Under a temporary name first: there is the old header or the new one, never half of one."""
-        path = os.path.join(folder, 'header.json')
-        with open(path + '.new', 'w') as f:
-            json.dump(header, f, indent=1)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + '.new', path)
-
-    @staticmethod
-    def open_file(folder, name, kind, shape, longer=False):
-        """np.memmap (*shape), read only; ValueError unless the file is there and just as long (or longer)."""
-        path, size = os.path.join(folder, name), int(np.prod(shape)) * np.dtype(kind).itemsize
-        actual = os.path.getsize(path) if os.path.exists(path) else 0
-        if actual < size or actual > size and not longer:
-            raise ValueError(f'{path} has {actual:,} bytes where header.json asks for {size:,}; '
-                             f'delete {folder} and build it again')
-        return np.memmap(path, kind, 'r', shape=shape) if size else None
+    def write(path, start, data):
+        """Replaces a file from byte `start` on, at 0 all of it at once. The disk has it on return; else ValueError."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(path.name + '.new') if start == 0 else path        # no header is ever half there
+            with open(new, 'ab') as f:
+                f.truncate(start)
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            new.replace(path)
+        except OSError as e:
+            raise ValueError(f'{path}: {e}; what was stored stays, the same command goes on once this is mended') from e
 
     @classmethod
     def build(cls, folder, entries, n, width, about, quiet=False, progress=None):
         """
-        Builds a store, or goes on where an earlier build stopped, or just opens it if it is complete.
+        Builds a store, or goes on where an earlier build stopped, or just opens it if it is complete. -> Datastore;
+        ValueError for entries that do not fit, another store in the folder, or a full disk
 
-        entries     start -> iterator of (keys (m, C) fp32 tensor, values (m,) int array), in text order from start on
-        n, width    how many entries there are in all; C
-        about       dict of JSON types: everything that the entries depend on
+        entries     start -> iterator of (keys (m, C) fp32 tensor, values (m,) int array), in text order from start on;
+                    m should be some thousands, as each part is made safe on the disk by itself
+        about       dict of JSON types: everything that the n entries of this width depend on
         progress    called now and then with 'store' or 'sort', how many entries that is done for, and n
-        returns     the Datastore; ValueError for entries that do not fit, another store in the folder, or a full disk
-
-        Keys and values are appended in text order first; the header says how many are safely on disk. Sorting them, for
-        which they are there twice, is then done in one go.
         """
-        if n < 1 or width < 1:
+        if min(n, width) < 1:
             raise ValueError(f'a datastore of {n} entries of width {width}: both must be 1 or more')
-        header = dict(entries=n, width=width, block=cls.BLOCK, done=0, complete=False, about=about)
-        if os.path.isdir(folder) and set(os.listdir(folder)) - {'header.json.new'}:
-            header = cls.read_header(folder, dict(about, entries=n, width=width), strict=True)
-        try:
-            if not header['complete']:
-                cls.check_space(folder, n, width, quiet)
-                os.makedirs(folder, exist_ok=True)
-                cls.write_header(folder, header)
-                cls.store(folder, header, entries, progress)
-                cls.sort(folder, header, progress)
-                cls.write_header(folder, dict(header, complete=True))       # before this line no one opens it
-            built = cls(folder, about)
-            for name in ('text-keys.bin', 'text-values.bin'):
-                if os.path.exists(os.path.join(folder, name)):
-                    os.remove(os.path.join(folder, name))
-            return built
-        except OSError as e:
-            raise ValueError(f'{folder}: {e}; what was stored stays, and the same command goes on from there once this '
-                             'is mended (if the disk is full: free some space)') from e
+        folder, about, record = Path(folder), dict(about, entries=n, width=width, block=cls.BLOCK), cls.record(width)
+        text, progress = folder / 'text.bin', progress or (lambda stage, done, n: None)     # text.bin: in text order
+        header = lambda done, complete=False: json.dumps(dict(about=about, done=done, complete=complete)).encode()
+        done, complete = 0, False
+        if folder.is_dir() and {*os.listdir(folder)} - {'header.json.new'}:
+            _, done, complete = cls.read_header(folder, about, whole=True)
+        if not complete:
+            cls.check_space(folder, n, width, quiet)
+            done = min(done, text.stat().st_size // record.itemsize if text.exists() else 0)
+            cls.write(folder / 'header.json', 0, header(done))
+            for keys, values in entries(done) if done < n else ():
+                part = np.empty(len(keys), record)                          # (m,)
+                part['key'], part['value'] = keys.detach().cpu().half(), values
+                part['position'] = np.arange(done, done + len(part))
+                if done + len(part) > n or not np.isfinite(part['key']).all():
+                    raise ValueError(f'entries {done:,} to {done + len(part) - 1:,} of {n:,} are too many, or not '
+                                     'finite in fp16; check that the text is the same and training has not diverged')
+                cls.write(text, done * record.itemsize, part.tobytes())
+                done += len(part)
+                cls.write(folder / 'header.json', 0, header(done))          # said only when it is true
+                progress('store', done, n)
+            if done < n:
+                raise ValueError(f'the entries ended after {done:,} of {n:,}; check that it is the same text')
+            cls.sort(folder, np.memmap(text, record, 'r', shape=(n,)), progress)
+            cls.write(folder / 'header.json', 0, header(n, complete=True))  # before this line no one opens it
+        if text.exists():
+            text.unlink()
+        return cls(folder)
 
     @classmethod
     def check_space(cls, folder, n, width, quiet):
         """Says what the build will take; ValueError if the disk does not have it."""
-        final = n * (2 * width + 12) + -(-n // cls.BLOCK) * 4 * (width + 1)
-        peak = final + n * (2 * width + 4)                                  # both orders at once
-        memory = 32 * n + 4 * width * min(n, 256 * cls.CELLS) + 3 * min(2 * width * n, cls.GATHER)
-        there = sum(f.stat().st_size for f in os.scandir(folder)) if os.path.isdir(folder) else 0
-        where = os.path.abspath(folder)
-        while not os.path.exists(where):
-            where = os.path.dirname(where)
-        need, free = peak - there, shutil.disk_usage(where).free
+        text = n * cls.record(width).itemsize
+        final = text + -(-n // cls.BLOCK) * 4 * (width + 1)
+        memory = 32 * n + 6 * width * 256 * min(cls.CELLS, n // cls.CELL)   # the order, and the keys that k-means reads
+        there = sum(f.stat().st_size for f in os.scandir(folder)) if folder.is_dir() else 0
+        free = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists())).free
+        line = (f'datastore {folder}: {n:,} entries of width {width}, {final / 1e9:.2f} GB on disk and '
+                f'{(text + final) / 1e9:.2f} GB while it is sorted, of which {there / 1e9:.2f} GB are there and '
+                f'{free / 1e9:.2f} GB free; about {memory / 1e9:.2f} GB of memory')
+        if text + final > there + free:
+            raise ValueError(f'{line}. Free some space, give a folder on another disk, or store fewer entries')
         if not quiet:
-            print(f'datastore {folder}: {n:,} entries of width {width}; {final / 1e9:.2f} GB on disk, '
-                  f'{peak / 1e9:.2f} GB while it is sorted, '
-                  f'{free / 1e9:.2f} GB free; about {memory / 1e9:.2f} GB of memory', flush=True)
-        if need > free:
-            raise ValueError(f'{folder}: {n:,} entries of width {width} need {need / 1e9:.2f} GB more, '
-                             f'{free / 1e9:.2f} GB are free; '
-                             'free some space, give a folder on another disk, or store fewer entries')
+            print(line, flush=True)
 
     @classmethod
-    def store(cls, folder, header, entries, progress):
-        """The first stage, in text order. What lies on disk beyond header['done'] is not trusted and written again."""
-        n, C, done = header['entries'], header['width'], header['done']
-        for name, size in ('text-keys.bin', 2 * C), ('text-values.bin', 4):
-            cls.open_file(folder, name, 'u1', (done, size), longer=True)    # shorter: truncate would fill up with zeros
-            with open(os.path.join(folder, name), 'ab') as f:
-                f.truncate(done * size)
-        if done == n:
-            return
-        with (open(os.path.join(folder, 'text-keys.bin'), 'ab') as f,
-              open(os.path.join(folder, 'text-values.bin'), 'ab') as g):
-            for keys, values in entries(done):
-                m, keys = len(keys), keys.detach().cpu().half()             # (m, C)
-                if keys.shape != (m, C) or len(values) != m or done + m > n:
-                    raise ValueError(f'keys {tuple(keys.shape)} and {len(values)} values came where {n - done:,} '
-                                     f'entries of width {C} were to come; the text or the model is not the one announced')
-                finite = keys.isfinite().all(dim=1)                         # (m,)
-                if not finite.all():
-                    raise ValueError(f'the key of entry {done + finite.int().argmin().item():,} is not finite in fp16, '
-                                     'whose largest number is 65,504; check that the training has not diverged')
-                f.write(keys.numpy().tobytes())
-                g.write(np.asarray(values, '<i4').tobytes())
-                done += m
-                if done == n or (done - header['done']) * 2 * C >= cls.FLUSH:
-                    for file in (f, g):
-                        file.flush()
-                        os.fsync(file.fileno())
-                    header['done'] = done                                   # said only when it is true
-                    cls.write_header(folder, header)
-                    if progress:
-                        progress('store', done, n)
-        if done < n:
-            raise ValueError(f'the entries ended after {done:,} of {n:,}; the text is not the one announced')
+    def sort(cls, folder, text, progress):
+        """Records (N,) into blocks: k-means finds cells of similar keys, `halve` orders them and the keys in each."""
+        import faiss
+        (n, C), S, done, blocks = text['key'].shape, cls.BLOCK, 0, []
+        cells = max(1, min(cls.CELLS, n // cls.CELL))
+        kmeans = faiss.Kmeans(C, cells, niter=10, seed=0, min_points_per_centroid=1)
+        kmeans.train(text['key'][::max(1, n // (256 * cells))].astype(np.float32))
+        rank = cls.halve(torch.from_numpy(kmeans.centroids), 1).argsort().short().numpy()   # (cells,) place of each
+        chunks = (text['key'][a:a + 2 ** 16].astype(np.float32) for a in range(0, n, 2 ** 16))
+        cell = np.concatenate([rank[kmeans.assign(chunk)[1]] for chunk in chunks])          # (N,)
+        ends = (np.bincount(cell).cumsum() + S // 2) // S * S               # cells of whole blocks
+        for rows in filter(len, np.split(cell.argsort(kind='stable'), ends)):
+            part = text[rows]                                               # (m,) read forwards, as disks like it
+            keys = torch.from_numpy(part['key']).float()                    # (m, C)
+            order = cls.halve(keys, S)                                      # (m,)
+            cls.write(folder / 'entries.bin', done * text.itemsize, part[order.numpy()].tobytes())
+            moments = torch.cat([keys, keys.pow(2).sum(1, keepdim=True)], dim=1)[order]     # (m, C + 1)
+            blocks += [block.mean(0) for block in moments.split(S)]
+            done += len(rows)
+            progress('sort', done, n)
+        cls.write(folder / 'blocks.bin', 0, torch.stack(blocks).numpy().tobytes())
 
     @classmethod
-    def sort(cls, folder, header, progress):
-        """The second stage. k-means makes cells of similar keys; `halve` orders the cells, and the keys in each."""
-        n, C, S = header['entries'], header['width'], header['block']
-        keys = cls.open_file(folder, 'text-keys.bin', '<f2', (n, C))
-        values = cls.open_file(folder, 'text-values.bin', '<i4', (n,))
-        order, edges = np.arange(n), np.array([0, n])                       # few entries are one cell
-        if n > S * cls.PROBE:
-            import faiss
-            cells = max(1, min(cls.CELLS, n // cls.CELL))
-            m = min(n, 256 * cells)
-            kmeans = faiss.Kmeans(C, cells, niter=10, seed=0, min_points_per_centroid=1)
-            kmeans.train(keys[np.arange(m) * n // m].astype(np.float32))
-            rank = np.empty(cells, np.int16)                                # (cells,) place of each in the order
-            rank[cls.halve(torch.from_numpy(kmeans.centroids), torch.arange(cells), 0, 1).numpy()] = np.arange(cells)
-            chunks = (keys[a:a + 2 ** 16].astype(np.float32) for a in range(0, n, 2 ** 16))
-            cell = np.concatenate([rank[kmeans.assign(chunk)[1]] for chunk in chunks])      # (N,)
-            order = cell.argsort(kind='stable')                             # (N,)
-            edges = np.unique(np.append(0, np.bincount(cell).cumsum()))     # where a cell begins; empty ones are gone
-
-        i, most = 0, cls.GATHER // (2 * C)
-        files = [open(os.path.join(folder, f'{name}.bin'), 'wb') for name in ('keys', 'values', 'positions', 'blocks')]
-        while i < len(edges) - 1:                                           # as many cells as GATHER holds, or one
-            j = max(i + 1, np.searchsorted(edges, edges[i] + most, 'right') - 1)
-            here = slice(edges[i], edges[j])
-            rows = np.sort(order[here])                                     # the text is read forwards: disks like that
-            group = torch.from_numpy(keys[rows])                            # (m, C)
-            place = torch.from_numpy(np.searchsorted(rows, order[here]))    # (m,) in the group
-            parts = place.split(np.diff(edges[i:j + 1]).tolist())           # one for each cell
-            place = torch.cat([cls.halve(group, *cell, S) for cell in zip(parts, edges[i:j].tolist())])     # (m,)
-            order[here] = rows[place]
-            for f, part in zip(files, (group[place].numpy(), values[order[here]], order[here])):
-                f.write(part.tobytes())
-            if progress:
-                progress('sort', int(edges[j]), n)
-            i = j
-        files[0].flush()
-        keys = cls.open_file(folder, 'keys.bin', '<f2', (n, C))
-        for a in range(0, n, S):
-            x = torch.from_numpy(np.array(keys[a:a + S])).float()           # (S, C), the last block has fewer
-            files[3].write(F.pad(x.mean(0), (0, 1), value=x.pow(2).sum(1).mean().item()).numpy().tobytes())
-        for f in files:
-            f.flush()
-            os.fsync(f.fileno())
-            f.close()
-
-    @classmethod
-    def halve(cls, x, rows, start, S):
+    def halve(cls, x, S):
         """
-        Orders the given rows (m,) of the keys x so that blocks are alike inside: cut in two along the direction in
-        which they vary most, and each half again, down to blocks. They will lie from entry `start` on; so all cuts are at
-        multiples of S. Without this a block of a large cell would be no better than a random part of it. -> (m,)
+        Orders keys x (m, C) so that blocks of S are alike inside: cut in two along the direction in which they vary
+        most, and each half again. Without it a block would be no better than a random part of its cell. -> (m,)
         """
-        first, last = start // S, (start + len(rows) - 1) // S              # the blocks that they will touch
-        if first == last:
-            return rows
-        sample = x[rows[::max(1, len(rows) // 4096)]].float()
-        sample = sample - sample.mean(0)
-        v = sample[sample.pow(2).sum(1).argmax()]                           # (C,)
+        if len(x) <= S:
+            return torch.arange(len(x))
+        x = x - x.mean(0)
+        v = x[x.pow(2).sum(1).argmax()]                                     # (C,)
         for _ in range(10):                                                 # power iteration
-            v = F.normalize(sample.T @ (sample @ v), dim=0)
-        along = torch.cat([x[part].float() @ v for part in rows.split(2 ** 16)])            # (m,)
-        rows, cut = rows[along.argsort(stable=True)], (first + last + 1) // 2 * S - start
-        left, right = rows[:cut].sort()[0], rows[cut:].sort()[0]
-        return torch.cat([cls.halve(x, left, start, S), cls.halve(x, right, start + cut, S)])
+            v = F.normalize(x.T @ (x @ v), dim=0)
+        halves = (x @ v).argsort(stable=True).tensor_split([-(-len(x) // S) // 2 * S])
+        return torch.cat([half[cls.halve(x[half], S)] for half in halves])
 
     def search(self, query, K, metric='ip', probe=PROBE):
         """
-        The K entries most similar to each query, in the `probe` blocks that promise most. From n_blocks on it is exact.
+        The K entries most similar to each query (Q, C), in the `probe` blocks that promise most. All blocks: exact.
 
-        query    (Q, C)  on any device
         metric   ip: sim = q · k / sqrt(C), TRIME's (Eq. 5). l2: sim = -|q - k|² / (2 sqrt(C)), kNN-LM's, in a unit
                  in which one temperature does for both: for keys of one length they differ by a constant
         returns  on the CPU: sim (Q, K) fp32, falling, rows (Q, K) int64 of the store; -inf and -1 where there are fewer
         """
-        C = self.keys.shape[1]
+        C, S, n_blocks = self.keys.shape[1], self.S, len(self.mean)
         if metric not in ('ip', 'l2') or min(K, probe) < 1 or query.shape[1:] != (C,):
-            raise ValueError(f'no search for K {K}, metric {metric!r}, probe {probe}, queries {tuple(query.shape)}: K '
-                             f'and probe are 1 or more, the metric is ip or l2, queries are (Q, {C})')
-        query = query.detach().to('cpu', torch.float32)
-        exact = probe >= self.n_blocks
-        wide = self.S * (min(self.PROBE, self.n_blocks) if exact else probe)                # columns at a time
-        R = max(1, min(len(query), self.BUFFER // (4 * wide)))              # queries at a time
-        buffer = None if exact else torch.empty(R * probe, self.S)          # made once: new pages take longer than sums
-        sim, rows = torch.full((len(query), K), float('-inf')), torch.full((len(query), K), -1)     # 2 x (Q, K)
-        for a in range(0, len(query), R):
-            q = query[a:a + R] / C ** 0.5                                   # (R, C)
-            best = self.search_all(q, K, metric, wide) if exact else self.search_blocks(q, K, metric, probe, buffer)
-            for whole, part in zip((sim, rows), best):
-                whole[a:a + R, :part.size(1)] = part
-        if metric == 'l2':
-            sim -= query.pow(2).sum(1, keepdim=True) / (2 * C ** 0.5)       # what `similarity` has left out
-        return sim, rows.masked_fill_(sim == float('-inf'), -1)
-
-    def similarity(self, q, a, b, metric):
-        """q (R, C), divided by sqrt(C), and entries a..b-1 -> (R, b - a); l2 without |q|², the same for all entries"""
-        k = torch.from_numpy(np.array(self.keys[a:b])).float()              # (b - a, C)
-        sim = q @ k.T
-        if metric == 'l2':
-            sim -= k.pow(2).sum(1) / (2 * k.size(1) ** 0.5)
-        return sim
-
-    def search_blocks(self, q, K, metric, probe, buffer):
-        """All queries that probe a block are compared with it together: one product for each block, nothing ragged."""
-        R, C, S = *q.shape, self.S
-        best = []
-        for part in q.split(max(1, self.BUFFER // (4 * self.n_blocks))):
-            promise = part @ self.mean.T                                    # (R, N/S) the mean of the similarities
-            if metric == 'l2':
-                promise -= self.square.T / (2 * C ** 0.5)
-            promise += 2 * part.norm(dim=1, keepdim=True) * self.spread.T   # and what its best have beyond the mean
-            best.append(promise.topk(probe, sorted=False).indices)
-        best = torch.cat(best)                                              # (R, P)
-
-        blocks, pair = best.flatten().sort(stable=True)                     # (R P,) each; pair // P is the query
-        blocks, counts = blocks.unique_consecutive(return_counts=True)
-        sim = buffer[:R * probe]                                            # (R P, S)
-        for block, mine in zip(blocks.tolist(), pair.split(counts.tolist())):
-            a, b = block * S, min(block * S + S, len(self))
-            new = self.similarity(q[mine // probe], a, b, metric)           # (queries that probe it, S)
-            if b - a < S:                                                   # the store's last block
-                new = F.pad(new, (0, a + S - b), value=float('-inf'))
-            sim.index_copy_(0, mine, new)
-        sim, at = sim.view(R, probe * S).topk(min(K, probe * S))            # (R, K)
-        return sim, best.gather(1, at // S) * S + at % S
-
-    def search_all(self, q, K, metric, step):
-        """All entries, `step` at a time, keeping the K best so far."""
-        N = len(self)
-        sim, rows = torch.empty(len(q), 0), torch.empty(len(q), 0, dtype=torch.int64)
-        for a in range(0, N, step):
-            new, at = self.similarity(q, a, min(a + step, N), metric).topk(min(K, step, N - a))
-            sim, best = torch.cat([sim, new], dim=1).topk(min(K, sim.size(1) + new.size(1)))
-            rows = torch.cat([rows, at + a], dim=1).gather(1, best)
-        return sim, rows
-
-    def said(self, rows):
-        """The words that followed: rows, of any shape, -> int64 of the same"""
-        return torch.from_numpy(self.values[rows.cpu().clamp(min=0).numpy()].astype(np.int64))
+            raise ValueError(f'no search for K {K} and probe {probe} (1 or more), metric {metric!r} (ip or l2), '
+                             f'queries {tuple(query.shape)} ((Q, {C}))')
+        query, l2 = query.detach().to('cpu', torch.float32), 1 / (2 * C ** 0.5) if metric == 'l2' else 0
+        P, step = min(probe, n_blocks), min(probe, n_blocks, self.PROBE)    # blocks of a query: in all, at a time
+        R = max(1, min(len(query), self.BUFFER // (4 * max(step * S, n_blocks))))
+        buffer = torch.empty(R * step, S)                                   # made once: new pages take longer than sums
+        sims, found = torch.full((len(query), K), -torch.inf), torch.full((len(query), K), -1)
+        for q, sim, rows in zip((query / C ** 0.5).split(R), sims.split(R), found.split(R)):
+            promise = q @ self.mean.T - l2 * self.square.T                  # (R, N/S) the mean of the similarities,
+            promise += 2 * q.norm(dim=1, keepdim=True) * self.spread.T      # and what the best have beyond the mean
+            probed = promise.topk(P, sorted=False).indices.sort(dim=1).values               # (R, P)
+            for blocks in probed.split(step, dim=1):
+                new = buffer[:blocks.numel()]                               # (R P, S)
+                order, pair = blocks.flatten().sort(stable=True)            # (R P,) each; pair // P is the query
+                order, counts = order.unique_consecutive(return_counts=True)
+                for block, pairs in zip(order.tolist(), pair.split(counts.tolist())):       # all that probe this block
+                    k = torch.from_numpy(np.array(self.keys[block * S:(block + 1) * S])).float()    # (S, C)
+                    this = F.linear(q[pairs // blocks.size(1)], k, -l2 * k.pow(2).sum(1) if l2 else None)
+                    if len(k) < S:                                          # the store's last block
+                        this = F.pad(this, (0, S - len(k)), value=-torch.inf)
+                    new.index_copy_(0, pairs, this)
+                new, at = new.view(*blocks.shape, S).flatten(1).topk(min(K, blocks.size(1) * S), sorted=False)
+                at = blocks.gather(1, at // S) * S + at % S                 # (R, K)
+                best = torch.cat([sim, new], dim=1).topk(K)
+                sim[:], rows[:] = best.values, torch.cat([rows, at], dim=1).gather(1, best.indices)
+        sims -= l2 * query.pow(2).sum(1, keepdim=True)
+        return sims, found.masked_fill_(sims == -torch.inf, -1)
 
     def recall(self, query, K, probe=PROBE, metric='ip'):
         """The share of the true K best that a search finds: by number, by softmax mass. Some hundred queries do."""
-        true, rows = self.search(query, K, metric, self.n_blocks)           # 2 x (Q, K)
-        found = self.search(query, K, metric, probe)[1].sort()[0]
-        hit = found.gather(1, torch.searchsorted(found, rows).clamp(max=K - 1)) == rows     # (Q, K); the mass of -1 is 0
-        return hit[rows >= 0].float().mean().item(), (hit * true.softmax(1)).sum(1).mean().item()
+        sim, rows = self.search(query, K, metric, len(self.mean))           # 2 x (Q, K)
+        found = self.search(query, K, metric, probe)[1]
+        hit = torch.stack([torch.isin(best, some) for best, some in zip(rows, found)])      # (Q, K); -1 has no mass
+        return hit[rows >= 0].float().mean().item(), (hit * sim.softmax(1)).sum(1).mean().item()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -866,7 +778,7 @@ class TRIME(nn.Module):
         memory = 'none' if progress < config.plain else config.memory if self.training else causal
         local = random.Random(batch.seed).random() >= config.p              # §4.3: one coin for the micro-batch
         if self.training and config.dropout:
-            torch.manual_seed(batch.seed)
+            torch.manual_seed(batch.seed + (dist.get_rank() if config.gather_memory and dist.is_initialized() else 0))
         f, g, _ = self.encode(batch.tokens)
         f, g = f.flatten(0, 1), g.flatten(0, 1)                             # (N, C)
         targets, doc = batch.targets.flatten(), batch.doc.flatten()         # (N,)
@@ -1034,7 +946,8 @@ def tour():
             runs[memory] = model, torch.optim.AdamW(model.parameters(), fused=True), []
         batch = random_batch(model.config)                                  # its coin leaves the own segment out of ext
         for _ in range(10 if T < 1024 else 4):
-            for model, optimizer, times in runs.values():
+            for memory, (model, optimizer, times) in runs.items():
+                batch.doc[:] = torch.arange(micro_batch)[:, None] * (memory == 'ext')       # long: one document, ext: many
                 start = time.perf_counter()
                 model(batch, 1)[0].backward()
                 optimizer.step()

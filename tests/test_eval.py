@@ -1,5 +1,6 @@
 """The evaluator against the model's own probabilities, and its commands. Run: pytest tests/test_eval.py"""
 import dataclasses
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -113,7 +114,7 @@ def test_shuffled_keeps_the_weights_and_changes_the_words():
     assert not torch.allclose(got, evaluation.log_p(stats, Recipe(('local',)), SIZE), atol=0.01)
 
 
-def test_tuning_from_the_pass_is_tuning_by_full_evaluation():
+def test_tuning_from_the_pass_is_tuning_by_full_evaluation(monkeypatch):
     """No value of any one parameter is better than the tuned one, and a new pass with just those gives the same figure."""
     model, split, names = small(), text_of(200), ('local', 'long', 'ext')
     model.store = fp32_store()
@@ -126,6 +127,13 @@ def test_tuning_from_the_pass_is_tuning_by_full_evaluation():
     alone = evaluation.trime_stats(model, split, list(names), sorted({x['tau'], x["tau'"]}), {'local': SIZES['local'], 'long': [x['long']], 'ext': [x['K']]}, quiet=True)
     assert mean(alone, x) == pytest.approx(mean(stats, x), abs=1e-6)
     assert evaluation.tune(stats, names, False, long=4)['long'] == 4
+    few = stats._replace(taus=[0.1, 0.8, 3.0])                              # every combination of a small grid
+    monkeypatch.setattr(evaluation, 'TAUS', few.taus)
+    monkeypatch.setattr(evaluation, 'LAMBDAS', [0.0, 0.2, 0.6])
+    few = few._replace(masses={name: m[..., [stats.taus.index(tau) for tau in few.taus]] for name, m in stats.masses.items()})
+    values = evaluation.grid(names, False, SIZES)
+    best = max(mean(few, dict(zip(values, x))) for x in itertools.product(*values.values()))
+    assert mean(few, evaluation.tune(few, names, False)) == pytest.approx(best, abs=1e-6)
 
 
 @pytest.mark.parametrize('start', [0, 3, T, 20, 49])
@@ -193,6 +201,23 @@ def test_the_standard_table(run, monkeypatch, capsys):
     assert evaluation.load('out/trime')[0].recipe == Recipe(('local',), figures['tuned']['local']['tau'])
 
 
+def test_parts_of_a_split(run, monkeypatch, capsys):
+    """Fewer tokens than the tuning takes, and more: the figures are of the tokens asked for, and of no others."""
+    model, tokenizer = evaluation.load('out/trime')
+    tokens = data.load('texts', 'bytes', quiet=True).val.tokens
+    for tune in (500, 10 ** 6):
+        monkeypatch.setattr(evaluation, 'TUNE', tune)
+        for n in (300, 0):
+            command(monkeypatch, 'out/trime', '--at-most', str(n), '--json', 'a.json')
+            x = json.loads(Path('a.json').read_text())['runs']['out/trime']
+            text = tokenizer.decode(tokens[:n or None].tolist())
+            assert x['memory']['off']['tokens'] == len(tokens[:n or None]) - 1 and x['words'] == len(text.split())
+            model.recipe = Recipe()
+            want = model.log_probs(torch.from_numpy(tokens[None, :300].astype(np.int64)))[0, :-1].gather(1, torch.from_numpy(tokens[1:300, None].astype(np.int64)))
+            if n:
+                assert x['memory']['off']['loss'] == pytest.approx(-want.mean().item(), abs=1e-4)
+
+
 def test_all_memories_in_one_table(run, monkeypatch, capsys):
     """Each combination; the datastore is built once, found again, used by generate and neighbors, and refused for other weights."""
     train.main(SMALL + ['--max-steps', '5', '--memory', 'none', '--out', 'out/vanilla'])
@@ -219,8 +244,9 @@ def test_all_memories_in_one_table(run, monkeypatch, capsys):
     assert 'the old' in capsys.readouterr().out
     with pytest.raises(SystemExit, match='not tuned yet. First: python eval.py out/trime --memory long'):
         command(monkeypatch, 'out/trime', '--task', 'neighbors', '--memory', 'long', '--prompt', 'the')
-    with pytest.raises(SystemExit, match='each token would find itself'):
-        command(monkeypatch, 'out/trime', '--memory', 'ext', '--split', 'train')
+    for source in ([], ['--datastore-from', 'texts']):
+        with pytest.raises(SystemExit, match='each token would find itself'):
+            command(monkeypatch, 'out/trime', '--memory', 'ext', '--split', 'train', *source)
 
 
 def test_the_analyses(run, monkeypatch, capsys):

@@ -169,6 +169,20 @@ def test_extreme_similarities_stay_finite():
     assert all(t.grad.isfinite().all() for t in (f, E, query))
 
 
+def test_a_good_memory_far_below_the_best_one():
+    """
+    A memory that says w lies 110 nats below another one and 90 above the words: e^-110 is no fp32 number, and still it is
+    what says w, and all of the pull at w is on it. (Once the loss here was 200, not 110, and the pull nothing.)
+    """
+    f, E = torch.zeros(1, 4), torch.zeros(V, 4)
+    key = torch.tensor([[200., 0, 0, 0], [90., 0, 0, 0]], requires_grad=True)
+    query, y = torch.tensor([[2.0, 0, 0, 0]]), torch.tensor([1])
+    loss, _, _ = TrimeLoss.apply(f, E, y, None, query, key, y, torch.tensor([3, 1]), lambda rows: (0, 2, torch.ones(1, 2, dtype=torch.bool)), True)
+    loss.backward()
+    assert loss.item() == pytest.approx(110, rel=1e-5)
+    assert torch.allclose(key.grad[:, 0], torch.tensor([1.0, -1.0]))
+
+
 def test_accessible_by_hand():
     """Two segments of two positions, one document, then the same in two documents."""
     i, j = torch.arange(4)[:, None], torch.arange(4)[None, :]
@@ -413,6 +427,9 @@ def test_sizes_and_temperatures_of_masses():
             for k, which in enumerate([torch.ones_like(says), says, ~says]):
                 assert torch.allclose(out[k, :, s, t].exp(), (e * which[:, :size]).sum(1))
     assert (masses(sim[:, :0], (says[:, :0],), [1.0], [5]) == -math.inf).all()
+    far = torch.tensor([[0.0, 1.0, 0.0, 900.0]])                        # the first three are nothing beside the fourth, but not nothing
+    out = masses(far, (far < 1,), [0.5], [3, 4])[:, 0, :, 0]
+    assert torch.allclose(out, torch.tensor([[math.log(2 + math.exp(2)), 1800], [math.log(2), math.log(2)]]))
 
 
 def test_log_probs_are_eq6():
