@@ -117,14 +117,15 @@ def equip(path, args, device):
     """
     model, tokenizer = load(path, device)
     checkpoint = read(path, device)
-    names = tuple(name for name in ('local', 'long', 'ext') if name in (args.memory or 'local').split(','))
+    wanted = args.memory[0] if args.memory else 'local'
+    names = tuple(name for name in ('local', 'long', 'ext') if name in wanted.split(','))
     x, source, size = tuned(path, checkpoint).get(','.join(names)), None, {'local': EVERY, 'long': 0}
-    if x is None and args.memory not in ('', 'none'):
-        raise SystemExit(f'{path}: these memories are not tuned yet. First: python eval.py {path} --memory {args.memory}')
+    if x is None and args.memory not in ([], ['none']):
+        raise SystemExit(f'{path}: these memories are not tuned yet. First: python eval.py {path} --memory {wanted}')
     if x is not None:
         model.recipe, size = recipe_of(names, x['linear'], x, x['p_ext'])
         model.long, model.n_neighbors = size['long'] or 0, size['ext'] or 0
-    if args.memory == 'none':
+    if args.memory == ['none']:
         model.recipe = Recipe()
     if 'ext' in names:
         model.store, source = open_store(path, checkpoint, model, tokenizer, args)
@@ -379,7 +380,7 @@ def first_tokens(split, n, tokenizer):
     return data.Split(split.name, split.tokens[:n], np.append(split.offsets[split.offsets < n], n), len(text.encode()), len(text.split()))
 
 
-def prepare(path, args, device, wanted=None):
+def prepare(path, args, device, wanted=()):
     """Loads a checkpoint and what it is evaluated on. -> path, checkpoint, model, tokenizer, corpus, split, linear, combinations"""
     checkpoint = read(path, device)
     model, tokenizer = build(checkpoint, device), data.Tokenizer.from_dict(checkpoint['tokenizer'])
@@ -398,12 +399,12 @@ def prepare(path, args, device, wanted=None):
     model.config.same_document &= not args.across_documents
     trained = checkpoint['config']['memory']
     linear = args.formula == 'linear' or args.formula == 'auto' and trained == 'none'
-    wanted = wanted or args.memory or ','.join(TESTING[trained])
-    combinations = ALL if wanted == 'all' else [()] if wanted == 'none' else [tuple(m for m in ('local', 'long', 'ext') if m in wanted.split(','))]
+    wanted = wanted or args.memory or [','.join(TESTING[trained])]
+    combinations = ALL if wanted == ['all'] else [tuple(m for m in ('local', 'long', 'ext') if m in names.split(',')) for names in wanted]
     return str(path), checkpoint, model, tokenizer, corpus, split, linear, combinations
 
 
-def evaluate(path, args, device, wanted=None):
+def evaluate(path, args, device, wanted=()):
     """Tunes the wanted combinations of memories on the validation split and scores the split with all of them. -> Evaluation"""
     path, checkpoint, model, tokenizer, corpus, split, linear, combinations = parts = prepare(path, args, device, wanted)
     ext = 'knn' if linear else 'ext'
@@ -429,15 +430,15 @@ def sizes_up_to(largest, smallest, step):
     return [smallest * step ** i for i in range(40) if smallest * step ** i < largest] + [largest]
 
 
-def rows_of(e, args, shuffled=True):
+def rows_of(e, args, stats=None, shuffled=False):
     """name -> log P of each token by that combination of memories, off first; shuffled last, if there is but one."""
-    rows = {'off': log_p(e.stats, Recipe(), {})}
-    for c in e.combinations:
-        if c:
-            rows[','.join(c)] = log_p(e.stats, *recipe_of(c, e.linear, e.found[c], args.p_ext))
-    reach = e.model.config.block_size + (e.found[c].get('long', 0) if e.combinations[0] else 0)
-    if shuffled and len(e.combinations) == 1 and e.combinations[0] and len(e.split.tokens) // 2 > reach:    # else it may hold the answer
-        rows['shuffled'] = log_p(e.stats, *recipe_of(c, e.linear, e.found[c], args.p_ext), shuffled=True)
+    stats, only = stats or e.stats, e.combinations[0] if len(e.combinations) == 1 else ()
+    rows = {'off': log_p(stats, Recipe(), {})}
+    for c in filter(None, e.combinations):
+        rows[','.join(c)] = log_p(stats, *recipe_of(c, e.linear, e.found[c], args.p_ext))
+    reach = e.model.config.block_size + (e.found[only].get('long', 0) if only else 0)
+    if shuffled and only and len(e.split.tokens) // 2 > reach:              # else a shuffled memory may hold the answer
+        rows['shuffled'] = log_p(stats, *recipe_of(only, e.linear, e.found[only], args.p_ext), shuffled=True)
     return {name: x.numpy() for name, x in rows.items()}
 
 
@@ -540,24 +541,25 @@ def table(args, device):
     result = dict(split=args.split, runs={})
     for path in args.checkpoints:
         e = evaluate(path, args, device)
-        rows = rows_of(e, args)
+        rows = rows_of(e, args, shuffled=True)
         remember(e, args)
         helped = trime_helped(e, rows, args) if len(e.combinations) == 1 and e.combinations[0] else []
         result['runs'][e.path] = dict(
             corpus=e.corpus.name, bytes=e.split.n_bytes, words=e.split.n_words, step=e.checkpoint['step'], stride=e.model.stride,
             parameters=sum(p.numel() for p in e.model.parameters()), block_size=e.model.config.block_size, linear=e.linear,
-            tuned={','.join(c): x for c, x in e.found.items()}, memory={name: figures(x, e.split) for name, x in rows.items()}, helped=helped)
+            tuned={','.join(c): x for c, x in e.found.items()}, memory={name: figures(x, e.split) for name, x in rows.items()}, helped=helped,
+            val_ppl={name: math.exp(-x.astype(np.float64).mean()) for name, x in rows_of(e, args, e.val).items()})
 
     runs, width = result['runs'], max(len(path) for path in result['runs'])
     for text in sorted({f'{run["corpus"]}: {run["bytes"]:,} bytes, {run["words"]:,} words' for run in runs.values()}):
         print(f'\n{args.split} split of {text}')
-    print(f'temperatures, weights and sizes were tuned on the first {TUNE:,} tokens of val' + ' (which these figures are of)' * (args.split == 'val'))
-    print(f'\n{"run":{width}}  {"step":>6} {"memory":14} {"tokens":>9} {"loss":>7} {"ppl":>8} {"bits/byte":>10} {"word ppl":>10}')
+    print(f'temperatures, weights and sizes were tuned on the first {TUNE:,} tokens of val; their own perplexity is `tuned ppl`')
+    print(f'\n{"run":{width}}  {"step":>6} {"memory":14} {"tokens":>9} {"loss":>7} {"ppl":>8} {"bits/byte":>10} {"word ppl":>10} {"tuned ppl":>10}')
     for path, run in runs.items():
         for name, x in run['memory'].items():
             tuned = run['tuned'].get(name)
             print(f'{path:{width}}  {run["step"]:6d} {name:14} {x["tokens"]:9,} {x["loss"]:7.4f} {x["ppl"]:8.2f} '
-                  f'{x["bits_per_byte"]:10.4f} {x["word_ppl"]:10.1f}' + (f'   {described(tuned, run["linear"])}' if tuned else ''))
+                  f'{x["bits_per_byte"]:10.4f} {x["word_ppl"]:10.1f} {run["val_ppl"].get(name, math.nan):10.2f}' + (f'   {described(tuned, run["linear"])}' if tuned else ''))
     for path, run in runs.items():
         for x in run['helped']:
             print(f'\nwhere the memory helped {path} most' if x is run['helped'][0] else '')
@@ -574,7 +576,7 @@ def by_frequency(args, device):
     for path in args.checkpoints:
         e = evaluate(path, args, device)
         counts = np.bincount(np.asarray(e.corpus.train.tokens), minlength=e.tokenizer.n_vocab)[np.asarray(e.split.tokens)[1:]]
-        for name, x in rows_of(e, args, shuffled=False).items():
+        for name, x in rows_of(e, args).items():
             inside = [(lo < counts) & (counts <= hi) for lo, hi in zip(edges, edges[1:])]
             result[f'{e.path} {name}'] = {f'<= {hi:g}' if hi < math.inf else '> 10,000': dict(
                 tokens=int(b.sum()), ppl=float(np.exp(-x[b].astype(np.float64).mean())) if b.any() else None) for b, hi in zip(inside, edges[1:])}
@@ -590,7 +592,7 @@ def retrieval(args, device):
     """How often the next token is among the values of the K entries that were retrieved (paper Table 13)."""
     result = {}
     for path in args.checkpoints:
-        e = evaluate(path, args, device, wanted='ext')
+        e = evaluate(path, args, device, wanted=['ext'])
         (name, sizes), = [(name, sizes) for name, sizes in e.stats.sizes.items() if name in METRIC]
         good = e.stats.masses[name][1, :, :, -1]                            # (n - 1, S); -inf: none of them says the token
         result[e.path] = {size: (good[:, i] > -math.inf).double().mean().item() for i, size in enumerate(sizes)}
@@ -604,7 +606,7 @@ def sweep(args, device):
     """Perplexity against the size of the long memory (paper Figure 3), everything else tuned anew for each."""
     result = {}
     for path in args.checkpoints:
-        e = evaluate(path, args, device, wanted='local,long')
+        e = evaluate(path, args, device, wanted=['local,long'])
         local = tune(e.val, ('local',), e.linear, args.tau)
         result[e.path] = {0: figures(log_p(e.stats, *recipe_of(('local',), e.linear, local)).numpy(), e.split)['ppl']}
         for size in e.stats.sizes['long']:
@@ -647,7 +649,7 @@ def neighbors(args, device):
 
 def speed(args, device):
     """Tokens per second: plain evaluation; building a datastore of a million entries; scoring with K of them for each token."""
-    path, checkpoint, model, tokenizer, corpus, split, linear, _ = prepare(args.checkpoints[0], args, device, 'ext')
+    path, checkpoint, model, tokenizer, corpus, split, linear, _ = prepare(args.checkpoints[0], args, device, ['ext'])
     tokens, some = np.asarray(corpus.train.tokens)[:1_000_001], first_tokens(split, 65_536, tokenizer)
     name, n = 'knn' if linear else 'ext', len(tokens) - 1
 
@@ -725,7 +727,8 @@ def main():
     parser.add_argument('--split', default='val', choices=('train', 'val', 'test'), help='(default: val)')
     parser.add_argument('--at-most', type=int, default=0, metavar='N', help='only the first N tokens of the split')
     parser.add_argument('--stride', type=int, default=0, help='tokens scored per window; default: as trained, T/2')
-    parser.add_argument('--memory', default='', help="none, any of local,long,ext, or all; default: the paper's for what the model was trained with")
+    parser.add_argument('--memory', default=[], nargs='+', metavar='M', help='none, or some of local,long,ext with commas between, several of these, '
+                        "or all; default: the paper's for what the model was trained with")
     parser.add_argument('--formula', default='auto', choices=('auto', 'joint', 'linear'),
                         help='joint: Eq. 6 to 9; linear: continuous cache and kNN-LM; auto: linear if it was trained without memory')
     parser.add_argument('--long', type=int, default=4096, help='tokens of long memory, at most (default: 4096)')
@@ -744,9 +747,10 @@ def main():
     args = parser.parse_args()
     if args.tau is not None and args.tau <= 0:
         raise SystemExit(f'--tau {args.tau} must be positive')
-    if args.memory not in ('', 'none', 'all') and set(args.memory.split(',')) - {'local', 'long', 'ext'}:
-        raise SystemExit(f'--memory {args.memory}: none, all, or some of local,long,ext with commas between')
-    if args.task in ('generate', 'neighbors') and args.memory == 'all':
+    wrong = [names for names in args.memory if names not in ('none', 'all') and set(names.split(',')) - {'local', 'long', 'ext'}]
+    if wrong or 'all' in args.memory and len(args.memory) > 1:
+        raise SystemExit(f'--memory {" ".join(args.memory)}: all, or none, or some of local,long,ext with commas between; these last may be several')
+    if args.task in ('generate', 'neighbors') and (len(args.memory) > 1 or args.memory == ['all']):
         raise SystemExit(f'--task {args.task} has one text and one set of memories: --memory local,long,ext or fewer')
     if min(args.long, args.n_neighbors) < 1 or args.at_most < 0 or args.at_most == 1:
         raise SystemExit(f'--long {args.long} and --n-neighbors {args.n_neighbors} must be 1 or more, --at-most {args.at_most} 2 or more')
