@@ -2,6 +2,8 @@
 import dataclasses
 import itertools
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -176,10 +178,22 @@ def test_figures():
     assert x == pytest.approx(dict(tokens=2, loss=1.5 * np.log(2), ppl=2 ** 1.5, bits_per_byte=1.0, word_ppl=2 ** 1.5))
 
 
-@pytest.fixture
-def run(here):      # noqa: F811
-    """A trained run, out/trime, in the current folder."""
+@pytest.fixture(scope='session')
+def trained(tmp_path_factory, texts):       # noqa: F811
+    """A folder with a trained run in it, out/trime, and its corpus."""
+    folder, before = tmp_path_factory.mktemp('trained'), os.getcwd()
+    (folder / 'texts').symlink_to(texts)
+    os.chdir(folder)
     train.main(SMALL + ['--max-steps', '60', '--lr', '1e-2'])
+    os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def run(here, trained):      # noqa: F811
+    """A copy of it in the current folder."""
+    for name in ('out', 'corpora'):
+        shutil.copytree(trained / name, here / name)
     return Path('out/trime')
 
 
