@@ -35,8 +35,8 @@ Where we differ from the paper, and why
     P' of Eq. 8 is over all memories, as the paper says; the official code has the external ones alone (eval.py --p-ext).
     The official code passes no gradient to memories on other GPUs; --gather-memory does, as the paper says.
     Local memory is switched off by one seeded coin for a micro-batch (the official code: an unseeded one).
-    g starts small for long and ext, see TRIME.__init__: at a gain of 1, more than 90% of the probability lies on their many memories
-    when they come in, and the words do not recover in hundreds of steps (results.md; the paper says "unstable").
+    g starts small for ext, see TRIME.__init__: at a gain of 1, more than 90% of the probability lies on the other documents when
+    they come in, and the words do not recover in hundreds of steps (results.md; the paper says "unstable").
     The datastore is searched in blocks of similar keys whose similarities are then exact; the paper: FAISS's product codes.
 
     $ python trime.py                     a tour and the cost of the memory, on a CPU
@@ -737,8 +737,8 @@ class TRIME(nn.Module):
         self.recipe = Recipe(() if config.memory == 'none' else ('local',))     # at test time; eval.py tunes it on the validation split
         self.long, self.store, self.n_neighbors = 0, None, 1024             # tokens of long memory; a Datastore and K
         self.stride = config.stride or max(1, config.block_size // 2)
-        if config.memory in ('long', 'ext'):                                # g starts with norm C^(1/4), so sim within -1..1: else the
-            nn.init.constant_(self.blocks[-1].norm2.gain, config.n_embd ** -0.25)       # many memories drown the words, when they come in
+        if config.memory == 'ext':                                          # g starts with norm C^(1/4), so sim within -1..1: else the
+            nn.init.constant_(self.blocks[-1].norm2.gain, config.n_embd ** -0.25)       # other documents drown the words, when they come in
         for name, p in self.named_parameters():                             # GPT-2's: what a block adds starts small
             if p.dim() == 2:
                 std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02
