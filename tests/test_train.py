@@ -116,7 +116,7 @@ def test_two_processes_are_one_with_two_accumulation_steps(here):
 
 @pytest.mark.parametrize('memory', ['none', 'local', 'long', 'ext'])
 def test_every_memory_trains(here, memory):
-    train.main(SMALL + ['--max-steps', '40', '--memory', memory, '--lr', '1e-2'])
+    train.main(SMALL + ['--max-steps', '40', '--memory', memory, '--lr', '1e-2', '--no-same-document'])     # it is one document
     log = [json.loads(line) for line in Path('out/trime/log.jsonl').read_text().splitlines()]
     assert [x['step'] for x in log] == list(range(1, 41)) and log[-1]['tokens'] == 40 * 64
     assert log[-1]['val_loss'] < log[0]['loss'] - 1
@@ -282,7 +282,7 @@ def test_init_needs_a_checkpoint_of_the_same_sizes(here):
 @pytest.mark.parametrize('memory', ['long', 'ext'])
 def test_two_processes_that_gather_are_one_with_twice_the_segments(here, memory):
     """The same micro-batches, in the same order, with the same coins: the whole run is that of one process of 2B."""
-    flags = ['--max-steps', '4', '--memory', memory, '--dropout', '0', '--p', '0.5']
+    flags = ['--max-steps', '4', '--memory', memory, '--dropout', '0', '--p', '0.5', '--no-same-document']
     train.main(SMALL + flags + ['--out', 'one', '--micro-batch', '4'])
     process = start(*flags, '--gather-memory', '--out', 'two', launcher=['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2'])
     printed = process.communicate(timeout=120)[0]
