@@ -518,7 +518,7 @@ class Datastore:
     may miss some of the true K best (`recall` says how many); the similarities it returns are those of the stored keys.
     Letters: N entries, C width, S entries of a block, Q queries, R of them at a time, K neighbors, P blocks probed
     """
-    BLOCK, PROBE = 512, 64      # S, and P unless a search says otherwise
+    BLOCK, PROBE = 512, 32      # S, and P unless a search says otherwise
     CELL, CELLS = 1024, 4096    # k-means: entries of a cell on average, and at most so many cells
     BUFFER = 2 ** 28            # bytes of similarities that a search holds at once
     record = staticmethod(lambda C: np.dtype([('key', '<f2', (C,)), ('value', '<i4'), ('position', '<i8')]))
