@@ -559,7 +559,7 @@ def table(args, device):
         for name, x in run['memory'].items():
             tuned = run['tuned'].get(name)
             print(f'{path:{width}}  {run["step"]:6d} {name:14} {x["tokens"]:9,} {x["loss"]:7.4f} {x["ppl"]:8.2f} '
-                  f'{x["bits_per_byte"]:10.4f} {x["word_ppl"]:10.1f} {run["val_ppl"].get(name, math.nan):10.2f}' + (f'   {described(tuned, run["linear"])}' if tuned else ''))
+                  f'{x["bits_per_byte"]:10.4f} {x["word_ppl"]:10.1f} {run["val_ppl"].get(name, ""):{">10.2f" if name in run["val_ppl"] else ">10"}}' + (f'   {described(tuned, run["linear"])}' if tuned else ''))
     for path, run in runs.items():
         for x in run['helped']:
             print(f'\nwhere the memory helped {path} most' if x is run['helped'][0] else '')
