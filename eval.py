@@ -1,5 +1,5 @@
 """
-Looks at trained models: perplexity with the memory on, off and shuffled, what was remembered, generated text, plots.
+Looks at trained models: perplexity with memory or retrieval on, off and shuffled, what was remembered, generated text, plots.
 
     $ python eval.py out/trime                                  the standard table, and where the memory helped most
     $ python eval.py out/trime out/vanilla --split test         several runs in one table, their curves in one plot
@@ -17,6 +17,11 @@ cache and kNN-LM). External memory makes a datastore of the training split in th
     $ python eval.py out/ext out/vanilla --task frequency --memory all          perplexity by frequency: Table 14
     $ python eval.py out/ext --task speed                       tokens per second, and what the search misses
 
+DRT, and its base LM (--groups 0), which has neither memory nor anything to tune:
+
+    $ python eval.py out/drt out/base                           perplexity at 1/8, 1, 2 and 4 times the training length
+    $ python eval.py out/drt --task trace                       what was fetched where it helped most
+
 In a notebook:
 
     import eval
@@ -30,7 +35,7 @@ them. `loss`: nats per token. `ppl`: e^loss. `bits/byte`: total nats / ln 2 / by
 tokenizers. `word ppl`: e^(total nats / whitespace-separated words). `off`: the words alone, Eq. 1. `shuffled`: the same similarities, but each
 memory says the word of another one, far away: what is gained from any memory at all, whatever it holds. Temperatures, weights and
 sizes are tuned on the first 65,536 tokens of the validation split, from one pass over them, so its own rows flatter a little: --split test is the
-fair figure. All of this is in fp32.
+fair figure. All of this is in fp32. For DRT `random` is the control: chunks found by a random vector, read with its weights.
 """
 import argparse
 import hashlib
@@ -127,6 +132,8 @@ def equip(path, args, device):
         model.long, model.n_neighbors = size['long'] or 0, size['ext'] or 0
     if args.memory == ['none']:
         model.recipe = Recipe()
+    if args.retriever:
+        model.retriever = args.retriever
     if 'ext' in names:
         model.store, source = open_store(path, checkpoint, model, tokenizer, args)
     return model, tokenizer, source, size, [tokenizer.eot] if tokenizer.eot is not None else []
@@ -524,9 +531,13 @@ def about_memory(tokenizer, tokens, store, source, t, share, name, place, word):
 
 def figures(log_p, split):
     """Loss, perplexity and so on of a split from log P (nats) of each of its tokens but the first."""
-    total = -float(log_p.astype(np.float64).sum())
-    return dict(tokens=len(log_p), loss=total / len(log_p), ppl=math.exp(total / len(log_p)),
-                bits_per_byte=total / math.log(2) / split.n_bytes, word_ppl=math.exp(min(700, total / max(1, split.n_words))))
+    return summary(-float(log_p.astype(np.float64).sum()), len(log_p), split)
+
+
+def summary(total, n, split):
+    """The same from the sum of -log P over n tokens."""
+    return dict(tokens=n, loss=total / n, ppl=math.exp(total / n), bits_per_byte=total / math.log(2) / split.n_bytes,
+                word_ppl=math.exp(min(700, total / max(1, split.n_words))))
 
 
 def described(x, linear):
@@ -679,6 +690,83 @@ def speed(args, device):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# DRT
+
+def open_drt(path, args, device):
+    """-> model, tokenizer, and the split (its first --at-most tokens) that it is evaluated on"""
+    checkpoint = read(path, device)
+    model, tokenizer = build(checkpoint, device), data.Tokenizer.from_dict(checkpoint['tokenizer'])
+    corpus = data.load(args.data or checkpoint['data'], tokenizer)
+    split = getattr(corpus, args.split)
+    if split is None:
+        raise SystemExit(f'{corpus.name} has no split {args.split}')
+    return model, tokenizer, first_tokens(split, args.at_most or len(split.tokens), tokenizer)
+
+
+def drt_table(args, device):
+    """
+    The loss by length of the context: the split in pieces of 1/8, 1, 2 and 4 times the training length, each of one document where
+    that is long enough; every token but a document's first is scored once at each length. Retrieval on, random and off.
+    """
+    result, autocast = dict(split=args.split, runs={}), lambda: torch.autocast(device.type, enabled=False)
+    for path in map(str, args.checkpoints):
+        model, _, split = open_drt(path, args, device)
+        T, rows = model.config.block_size, {}
+        for retriever in (model.config.retriever, 'random', 'off') if model.config.groups else ('off',):
+            model.retriever, name = retriever, 'on' if retriever == 'learned' else retriever
+            for L in (T // 8, T, 2 * T, 4 * T):
+                if (name, L) not in rows and 0 < L < len(split.tokens):
+                    texts = data.Batches(split, 'documents', L, max(1, 2 * T // L), seed=0)
+                    loss, n = train.validate(model, texts, device, autocast, 1.0)
+                    rows[name, L] = summary(loss * n, n, split)
+        result['runs'][path] = dict(parameters=sum(p.numel() for p in model.parameters()), block_size=T, bytes=split.n_bytes,
+                                    rows={f'{name} {L}': x for (name, L), x in rows.items()})
+        lengths = sorted({L for _, L in rows})
+        print(f'\n{path}: {result["runs"][path]["parameters"]:,} parameters, trained on T = {T:,}; {args.split}, perplexity (bits/byte) at\n'
+              f'{"retrieval":10}' + ''.join(f'{f"{L:,} tokens":>20}' for L in lengths))
+        for name in dict.fromkeys(name for name, _ in rows):
+            print(f'{name:10}' + ''.join(f'{rows[name, L]["ppl"]:11.2f} ({rows[name, L]["bits_per_byte"]:.4f})' for L in lengths))
+    return result
+
+
+@torch.no_grad()
+def trace(args, device, how_many=3):
+    """What was fetched, and with which weights, for the chunks of a text that retrieval helped most; how far back it reaches."""
+    result = {}
+    for path in map(str, args.checkpoints):
+        model, tokenizer, split = open_drt(path, args, device)
+        config, n = model.config, model.config.chunk_size - 1
+        if not config.groups:
+            raise SystemExit(f'{path} is a base LM: it retrieves nothing')
+        texts = data.Batches(split, 'documents', min(4 * config.block_size, len(split.tokens) - 1), 1, seed=0)
+        batch = train.on(device, texts.take(np.array([0]), seed=0))
+        tokens = batch.tokens[0].cpu().numpy()
+        log_p = {}
+        for model.retriever in ('off', config.retriever):
+            f, _, found = model.encode(batch.tokens, batch.doc)
+            logits = f[0].float() @ model.embedding.weight[:config.vocab_size].T
+            log_p[model.retriever] = -torch.nn.functional.cross_entropy(logits, batch.targets[0], ignore_index=-1, reduction='none').cpu()
+        gain = log_p[config.retriever] - log_p['off']                       # (T,) of the token after each
+        gains = torch.stack([part.sum() for part in gain.split(n)])         # (N,) nats, of the chunks
+        beyond = -(-config.window // config.chunk_size)                     # chunks that the window holds
+        chunks = torch.arange(len(found[0][1][0]), device=device)[:, None]
+        far = [((w[0] * (chunks - idx[0] > beyond)).sum() / w.sum()).item() for w, idx in found]
+        result[path] = dict(gain=gain.mean().item(), beyond_the_window=far, chunks=[])
+        print(f'\n{path}: {len(tokens):,} tokens of {args.split}; retrieval gains {result[path]["gain"]:.4f} nats a token; '
+              f'{", ".join(f"{x:.0%}" for x in far)} of the weight lies on chunks beyond the window')
+        text = lambda c: tokenizer.decode(tokens[c * n:(c + 1) * n].tolist())
+        for c in gains.argsort(descending=True)[:how_many].tolist():
+            about = dict(chunk=c, gain=gains[c].item(), text=text(c), found=[[(i, w, text(i)) for i, w in zip(idx[0, c].tolist(), w[0, c].tolist()) if i >= 0] for w, idx in found])
+            result[path]['chunks'].append(about)
+            print(f'\nchunk {c} gains {about["gain"]:.2f} nats:\n    {about["text"]!r}\n  after chunk {c - 1}:\n    {text(c - 1)!r}')
+            for g, some in enumerate(about['found']):
+                print(f'  group {g + 1} read')
+                for i, w, t in sorted(some, key=lambda x: -x[1]):
+                    print(f'    {w:6.1%}  chunk {i}, {c - i} back: {t!r}')
+    return result
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # pictures
 
 def canvas(x, y):
@@ -722,7 +810,7 @@ def plot(runs, path):
 def main():
     parser = argparse.ArgumentParser(description='Evaluates one or several checkpoints.', allow_abbrev=False)
     parser.add_argument('checkpoints', nargs='+', metavar='CKPT', help="a run's folder, or a .pt file")
-    parser.add_argument('--task', default='table', choices=('table', *TASKS, 'generate'), help='(default: table)')
+    parser.add_argument('--task', default='table', choices=('table', *[task for tasks in TASKS.values() for task in tasks], 'generate'), help='(default: table)')
     parser.add_argument('--data', default='', help='another corpus than the one of training')
     parser.add_argument('--split', default='val', choices=('train', 'val', 'test'), help='(default: val)')
     parser.add_argument('--at-most', type=int, default=0, metavar='N', help='only the first N tokens of the split')
@@ -736,6 +824,7 @@ def main():
     parser.add_argument('--n-neighbors', type=int, default=1024, help='entries retrieved for each token, K, at most (default: 1024)')
     parser.add_argument('--datastore-from', default='', metavar='CORPUS', help='external memory of another corpus; default: the training split')
     parser.add_argument('--p-ext', action='store_true', help="Eq. 8 over the external memory alone, as in the official code; the paper: over all")
+    parser.add_argument('--retriever', default='', choices=('learned', 'random', 'off'), help='generate, of drt: what it retrieves by (default: as trained)')
     parser.add_argument('--tau', type=float, default=None, help='temperature of Eq. 6 (not of the linear formulas); default: tuned on val')
     parser.add_argument('--device', default='auto', choices=('auto', 'cuda', 'cpu', 'mps'), help='(default: auto)')
     parser.add_argument('--json', default='', metavar='FILE', help='write every number that the screen shows')
@@ -762,7 +851,11 @@ def main():
                 print(text, end='', flush=True)
             print()
         return
-    result = TASKS.get(args.task, table)(args, device)
+    kinds = {read(path)['model_name'] for path in args.checkpoints}
+    kind = kinds.pop()
+    if kinds or args.task not in ('table', *TASKS[kind]):
+        raise SystemExit(f'--task {args.task}: one kind of model at a time; {kind} has table, generate, {", ".join(TASKS[kind])}')
+    result = TASKS[kind].get(args.task, drt_table if kind == 'drt' else table)(args, device)
     runs = [path for path in args.checkpoints if (Path(path) / 'log.jsonl').exists()]
     if args.task == 'table' and len(runs) > 1:
         plot(runs, Path(runs[0]) / 'compare.png')
@@ -770,7 +863,8 @@ def main():
         Path(args.json).write_text(json.dumps(result, indent=1))
 
 
-TASKS = {'frequency': by_frequency, 'retrieval': retrieval, 'sweep': sweep, 'neighbors': neighbors, 'speed': speed}
+TASKS = {'trime': {'frequency': by_frequency, 'retrieval': retrieval, 'sweep': sweep, 'neighbors': neighbors, 'speed': speed},
+         'drt': {'trace': trace}}
 
 
 if __name__ == '__main__':

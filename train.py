@@ -3,6 +3,7 @@ Trains any model of this house, on whatever there is: a laptop's CPU, one GPU, o
 
     $ python train.py                                                   TRIME, tiny, on `code`
     $ python train.py --memory none --out out/vanilla                   the language model that TRIME compares with
+    $ python train.py --model drt                                       DRT; with --groups 0 its base LM
     $ python train.py --data my_texts/ --max-steps 2000                 a folder or a file of one's own
     $ torchrun --standalone --nproc_per_node=8 train.py --tokens-per-step 16384     eight processes
 
@@ -35,12 +36,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import data
 
-MODELS = ('trime',)
+MODELS = ('trime', 'drt')
 
 
 @dataclass
@@ -72,6 +74,7 @@ class RunConfig:
     resume: str = 'auto'            # auto: an unfinished run of this configuration goes on; no: never
     device: str = 'auto'            # cuda, cpu or mps; auto is cuda if there is one, else cpu
     compile: str = 'auto'           # torch.compile: on, off; auto is on with cuda
+    kernel: str = 'auto'            # drt's cross-attention: triton, torch; auto is triton with cuda
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,6 +124,7 @@ def parse(argv):
         except ValueError as e:
             raise SystemExit(f'train.py: {e}')
     for name, choices, given in (('resume', ('auto', 'no'), args.resume), ('compile', ('auto', 'on', 'off'), args.compile),
+                                 ('kernel', ('auto', 'triton', 'torch'), args.kernel),
                                  ('dtype', ('auto', 'bf16', 'fp32'), args.dtype),
                                  ('device', ('auto', 'cuda', 'cpu', 'mps'), args.device)):
         if given not in choices:
@@ -192,16 +196,19 @@ def average(tensors):
 @torch.no_grad()
 def validate(model, batches, device, autocast, progress, at_most=None):
     """
-    The causal loss on a split, in nats per token: all segments of its grid, or evenly spread ones with at most `at_most`
-    tokens, always the same. Every process takes its share of the micro-batches. -> (loss, tokens scored)
+    The causal loss on a split, in nats per token: all micro-batches in the order of the text, or evenly spread ones with at most
+    `at_most` tokens, always the same. Every process takes its share of them. -> (loss, tokens scored)
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    n = batches.n_rows if at_most is None else min(batches.n_rows, max(1, at_most // batches.T))
-    rows = torch.linspace(0, batches.n_rows - 1, n).round().long().numpy()
+    starts = torch.arange(0, batches.n_rows, batches.B)
+    if at_most is not None:
+        n = min(len(starts), max(1, at_most // (batches.B * batches.T)))
+        starts = starts[torch.linspace(0, len(starts) - 1, n).round().long()]
     total = torch.zeros(2, dtype=torch.float64)
     model.eval()
-    for i in data.progress(range(rank * batches.B, n, world * batches.B), 'validation', quiet=rank > 0 or at_most is not None):
-        batch = on(device, batches.take(rows[i:i + batches.B], seed=i))
+    for start in data.progress(starts[rank::world].tolist(), 'validation', quiet=rank > 0 or at_most is not None):
+        rows = range(start, min(start + batches.B, batches.n_rows))
+        batch = on(device, batches.take(np.array(rows), seed=start))
         scored = (batch.targets >= 0).sum().item()
         with autocast():
             loss, _ = model(batch, progress)
@@ -325,8 +332,7 @@ def main(argv=None):
     if world > 1 and rank == 0:
         dist.barrier()
     model_config.vocab_size = corpus.tokenizer.n_vocab
-    val_batches = data.Batches(corpus.val, 'documents' if kind == 'documents' else 'segments',
-                               model_config.block_size, model_config.micro_batch, seed=0)
+    val_batches = data.Batches(corpus.val, 'segments' if kind == 'packed' else kind, model_config.block_size, model_config.micro_batch, seed=0)
 
     # the folder
     out = Path(run.out or f'out/{name}')
@@ -339,6 +345,7 @@ def main(argv=None):
     # model and optimizer
     torch.manual_seed(config.seed)
     model = getattr(module, name.upper())(model_config).to(device)
+    model.kernel = run.kernel
     if config.init:
         try:
             model.load_state_dict(torch.load(config.init, map_location=device, weights_only=True)['model'])

@@ -172,8 +172,8 @@ def attend(q, k, v, block, window, slopes=None):
     def bias(i, j):
         age = i[:, None] - j[None, :]                                       # (queries, keys)
         seen = (age >= 0) & (age < window) & (j // block >= i[:, None] // block - 1)
-        penalty = torch.zeros(age.shape, device=q.device) if slopes is None else -slopes[:, None, None] * age
-        return penalty.masked_fill(~seen, float('-inf')).to(q.dtype)        # (queries, keys) or (H, queries, keys)
+        penalty = torch.zeros(age.shape, device=q.device) if slopes is None else -slopes[None, :, None, None] * age
+        return penalty.masked_fill(~seen, float('-inf')).to(q.dtype)        # (queries, keys) or (1, H, queries, keys)
 
     if P > 0 or T <= block:                                                 # one piece: by the definition
         j = torch.arange(P + T, device=q.device)
@@ -186,9 +186,9 @@ def attend(q, k, v, block, window, slopes=None):
     mask = bias(block + torch.arange(block, device=q.device), torch.arange(2 * block, device=q.device))
     first = F.scaled_dot_product_attention(q[:, :, :block], k[:, :, :block], v[:, :, :block],
                                            attn_mask=mask[..., block:])     # (B, H, block, D) has none before it
-    pairs = lambda t: t.unfold(2, 2 * block, block).permute(0, 2, 1, 4, 3).reshape(B * (N - 1), H, 2 * block, D)
-    rest = q[:, :, block:].reshape(B, H, N - 1, block, D).transpose(1, 2).reshape(B * (N - 1), H, block, D)
-    rest = F.scaled_dot_product_attention(rest, pairs(k), pairs(v), attn_mask=mask)
+    blocks = lambda t: t.reshape(B, H, N, block, D).transpose(1, 2)         # (B, N, H, block, D)
+    pairs = lambda t: torch.cat([blocks(t)[:, :-1], blocks(t)[:, 1:]], dim=3).flatten(0, 1)     # (B (N - 1), H, 2 block, D)
+    rest = F.scaled_dot_product_attention(blocks(q)[:, 1:].flatten(0, 1), pairs(k), pairs(v), attn_mask=mask)
     rest = rest.view(B, N - 1, H, block, D).transpose(1, 2).reshape(B, H, (N - 1) * block, D)
     return torch.cat([first, rest], dim=2)[:, :, :T].transpose(1, 2)
 
@@ -767,14 +767,14 @@ class TRIME(nn.Module):
 
     def forward(self, batch, progress):
         """
-        The training loss of one micro-batch; in eval mode its causal loss, with local memory.
+        The training loss of one micro-batch; in eval mode its causal loss, with local memory where it is trained with ext.
 
         batch      tokens, targets, doc (B, T) int64 (targets -1: not predicted) and seed, from which all randomness comes
         progress   step / max_steps
         returns    loss () in nats per token, and a dict of what to log
         """
         config, (B, T) = self.config, batch.tokens.shape
-        causal = 'none' if config.memory == 'none' else 'local'
+        causal = 'local' if config.memory == 'ext' else config.memory       # ext sees what comes later, in other segments
         memory = 'none' if progress < config.plain else config.memory if self.training else causal
         local = random.Random(batch.seed).random() >= config.p              # §4.3: one coin for the micro-batch
         if self.training and config.dropout:

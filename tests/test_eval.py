@@ -15,7 +15,7 @@ import data
 import eval as evaluation
 import train
 import trime
-from test_train import SMALL, here, texts  # noqa: F401  (fixtures)
+from test_train import DRT, SMALL, here, texts  # noqa: F401  (fixtures)
 from test_trime import RECIPES, Store
 from trime import TRIME, Recipe, TRIMEConfig
 
@@ -362,3 +362,66 @@ def test_bad_checkpoints_get_one_line(tmp_path, path, message):
     (tmp_path / 'notes.pt').write_bytes(b'not a checkpoint')
     with pytest.raises(SystemExit, match=message):
         evaluation.load(tmp_path / path)
+
+
+@pytest.fixture(scope='session')
+def trained_drt(tmp_path_factory, texts):       # noqa: F811
+    """A folder with out/drt and its base LM, out/base."""
+    folder, before = tmp_path_factory.mktemp('drt'), os.getcwd()
+    (folder / 'texts').symlink_to(texts)
+    os.chdir(folder)
+    for name, groups in (('drt', '1'), ('base', '0')):
+        train.main(DRT + ['--max-steps', '20', '--lr', '1e-2', '--groups', groups, '--out', f'out/{name}'])
+    os.chdir(before)
+    return folder
+
+
+def test_drt_by_length(trained_drt, monkeypatch, capsys):
+    """Every token but the first is scored at each length, retrieval on, random, off; at the training length `on` is train.py's own figure."""
+    monkeypatch.chdir(trained_drt)
+    command(monkeypatch, 'out/drt', 'out/base', '--json', 'figures.json')
+    screen, runs = capsys.readouterr().out, json.loads(Path('figures.json').read_text())['runs']
+    n = len(data.load('texts', 'bytes', quiet=True).val.tokens)
+    assert list(runs['out/drt']['rows']) == [f'{name} {L}' for name in ('on', 'random', 'off') for L in (4, 35, 70, 140)]
+    assert list(runs['out/base']['rows']) == [f'off {L}' for L in (4, 35, 70, 140)]
+    for path, name in (('out/drt', 'on'), ('out/base', 'off')):
+        rows = runs[path]['rows']
+        assert all(x['tokens'] == n - 1 and f'{x["ppl"]:.2f}' in screen for x in rows.values())
+        last = json.loads(Path(path, 'log.jsonl').read_text().splitlines()[-1])
+        best = torch.load(f'{path}/best.pt', weights_only=True)['step'] == last['step']
+        assert not best or rows[f'{name} 35']['loss'] == pytest.approx(last['val_loss_all'], abs=1e-5)
+    assert runs['out/drt']['rows']['on 140']['loss'] != runs['out/drt']['rows']['off 140']['loss'] != runs['out/drt']['rows']['random 140']['loss']
+    assert runs['out/drt']['rows']['on 4']['loss'] == runs['out/drt']['rows']['off 4']['loss']      # one chunk: nothing to fetch
+
+
+def test_trace(trained_drt, monkeypatch, capsys):
+    """What the screen says was fetched is what the model fetched, and the gain is that of its log P."""
+    monkeypatch.chdir(trained_drt)
+    command(monkeypatch, 'out/drt', '--task', 'trace', '--json', 'trace.json')
+    screen, x = capsys.readouterr().out, json.loads(Path('trace.json').read_text())['out/drt']
+    model, tokenizer = evaluation.load('out/drt')
+    tokens = data.load('texts', 'bytes', quiet=True).val.tokens[:140]
+    inputs, targets = torch.from_numpy(tokens.astype(np.int64))[None], torch.from_numpy(tokens[1:].astype(np.int64))
+    on = model.log_probs(inputs)[0, :-1].gather(1, targets[:, None])[:, 0]
+    _, _, [(w, idx)] = model.encode(inputs)
+    model.retriever = 'off'
+    gain = torch.cat([on - model.log_probs(inputs)[0, :-1].gather(1, targets[:, None])[:, 0], torch.zeros(1)])
+    for about in x['chunks']:
+        c = about['chunk']
+        own = gain[7 * c:7 * c + 7]
+        if c < 19:                                                          # the last token of the text has another one after it in the split
+            assert about['gain'] == pytest.approx(own.sum().item(), abs=1e-4)
+        assert about['text'] == tokenizer.decode(tokens[7 * c:7 * c + 7].tolist()) and repr(about['text']) in screen
+        assert [(i, pytest.approx(p, abs=1e-5)) for i, p, _ in about['found'][0]] == [(i, p) for i, p in zip(idx[0, c].tolist(), w[0, c].tolist()) if i >= 0]
+    with pytest.raises(SystemExit, match='base LM'):
+        command(monkeypatch, 'out/base', '--task', 'trace')
+
+
+def test_drt_generates_and_refuses_what_it_has_not(trained_drt, monkeypatch, capsys):
+    monkeypatch.chdir(trained_drt)
+    command(monkeypatch, 'out/drt', '--task', 'generate', '--prompt', 'the old ', '--max-tokens', '40', '--temperature', '0')
+    on = capsys.readouterr().out
+    command(monkeypatch, 'out/drt', '--task', 'generate', '--prompt', 'the old ', '--max-tokens', '40', '--temperature', '0', '--retriever', 'off')
+    assert on.startswith('the old ') and capsys.readouterr().out.startswith('the old ')
+    with pytest.raises(SystemExit, match='drt has table, generate, trace'):
+        command(monkeypatch, 'out/drt', '--task', 'neighbors')

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import data
+import drt
 import train
 import trime
 from trime import TRIME, TRIMEConfig
@@ -21,6 +22,9 @@ from trime import TRIME, TRIMEConfig
 TRAIN = Path(train.__file__)
 SMALL = ['--data', 'texts', '--tokenizer', 'bytes', '--block-size', '16', '--micro-batch', '2', '--tokens-per-step', '64',
          '--n-layer', '2', '--n-head', '2', '--n-embd', '16', '--device', 'cpu', '--dtype', 'fp32', '--dropout', '0.1']
+DRT = ['--model', 'drt', '--data', 'texts', '--tokenizer', 'bytes', '--block-size', '35', '--micro-batch', '2', '--tokens-per-step', '140',
+       '--n-layer', '2', '--n-head', '2', '--n-embd', '16', '--window', '8', '--chunk-size', '8', '--n-neighbors', '2', '--encoder', 'tokens',
+       '--device', 'cpu', '--dtype', 'fp32']       # with Gumbel noise and masks, and two micro-batches a step
 
 
 @pytest.fixture(scope='session')
@@ -45,8 +49,8 @@ def here(tmp_path, texts, monkeypatch):
     torch.set_num_threads(before)
 
 
-def start(*flags, launcher=(), script=TRAIN):
-    return subprocess.Popen([sys.executable, *launcher, str(script), *SMALL, *flags], stdout=subprocess.PIPE,
+def start(*flags, small=SMALL, launcher=(), script=TRAIN):
+    return subprocess.Popen([sys.executable, *launcher, str(script), *small, *flags], stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True)
 
 
@@ -69,12 +73,12 @@ def wait_for(condition, process, seconds=60):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize('how', [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_stopped_and_gone_on_is_not_stopped(here, how, capsys):
+@pytest.mark.parametrize('how, small', [(signal.SIGKILL, SMALL), (signal.SIGTERM, SMALL), (signal.SIGINT, SMALL), (signal.SIGTERM, DRT)])
+def test_stopped_and_gone_on_is_not_stopped(here, how, small, capsys):
     """Killed in the middle, or asked to leave, and started again by the same command: the same weights, moments and log."""
     flags = ['--max-steps', '240', '--eval-every', '20']
-    train.main(SMALL + flags + ['--out', 'straight'])
-    process = start(*flags, '--out', 'stopped')
+    train.main(small + flags + ['--out', 'straight'])
+    process = start(*flags, '--out', 'stopped', small=small)
     wait_for(lambda: Path('stopped/ckpt.pt').exists(), process)
     process.send_signal(how)
     printed = process.communicate(timeout=60)[0]
@@ -86,26 +90,27 @@ def test_stopped_and_gone_on_is_not_stopped(here, how, capsys):
         f.write('{"step": 11, "lo')                                     # a line that was cut short, as on a full disk
     Path('stopped/ckpt.pt.123.tmp').write_bytes(b'half a checkpoint')
     capsys.readouterr()
-    train.main(SMALL + flags + ['--out', 'stopped'])
+    train.main(small + flags + ['--out', 'stopped'])
     assert f'from step {stopped_at}' in capsys.readouterr().out
     assert same(outcome('straight'), outcome('stopped'))
     assert not list(Path('stopped').glob('*.tmp'))
 
 
 @pytest.mark.dist
-def test_two_processes_are_one_with_two_accumulation_steps(here):
+@pytest.mark.parametrize('small, sizes', [(SMALL, '2 processes x 1 x 2 x 16'), (DRT, '2 processes x 1 x 2 x 35')], ids=['trime', 'drt'])
+def test_two_processes_are_one_with_two_accumulation_steps(here, small, sizes):
     """
     The same micro-batches, the same dropout, the same mean of gradients; only the order of additions differs.
     And no thread of the process group is left at the end: once in 30 runs such a thread met the interpreter's end and
     aborted a process that had done all its work.
     """
     flags = ['--max-steps', '5']
-    train.main(SMALL + flags + ['--out', 'one'])
+    train.main(small + flags + ['--out', 'one'])
     Path('main.py').write_text(f'import sys; sys.path.insert(0, {str(TRAIN.parent)!r}); import train, pathlib; train.main(); '
                                'print("threads", [p.read_text() for p in pathlib.Path("/proc/self/task").glob("*/comm")])')
-    process = start(*flags, '--out', 'two', launcher=['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2'], script='main.py')
+    process = start(*flags, '--out', 'two', small=small, launcher=['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2'], script='main.py')
     printed = process.communicate(timeout=120)[0]
-    assert process.returncode == 0 and '(2 processes x 1 x 2 x 16)' in printed, printed
+    assert process.returncode == 0 and f'({sizes})' in printed, printed
     assert printed.count('threads [') == 2 and 'gloo' not in printed, printed
     (one, log_one), (two, log_two) = outcome('one'), outcome('two')
     weights = len(one) // 3
@@ -317,3 +322,19 @@ def test_presets_are_command_lines(preset, memory):
     assert all(given[key] == value for key, value in module.PRESETS[preset].items())
     assert (given['memory'], given['seed']) == (memory, 3)
     assert train.accumulation(model_config.micro_batch, model_config.block_size, config.tokens_per_step, 1) >= 1
+
+
+def test_drt_is_a_command_line(here, capsys):
+    """The base LM, both encoders and the preset of the paper; a bad number of groups is one line."""
+    for preset in drt.PRESETS:
+        _, model_config, config, _ = train.parse(['--model', 'drt', '--preset', preset, '--groups', '2'])
+        given = {**dataclasses.asdict(model_config), **dataclasses.asdict(config)}
+        assert all(given[key] == value for key, value in drt.PRESETS[preset].items()) and given['groups'] == 2
+        assert train.accumulation(model_config.micro_batch, model_config.block_size, config.tokens_per_step, 1) >= 1
+    with pytest.raises(SystemExit, match='twice a multiple of groups 3'):
+        train.parse(['--model', 'drt', '--groups', '3'])
+    for groups in '01':
+        train.main(DRT + ['--max-steps', '12', '--lr', '1e-2', '--groups', groups, '--out', groups])
+        log = [json.loads(line) for line in Path(groups, 'log.jsonl').read_text().splitlines()]
+        assert log[-1]['val_loss'] < log[0].get('lm_loss', log[0]['loss']) - 0.5 and ('top_weight' in log[-1]) == (groups == '1')
+        assert groups == '0' or 'mlm_loss' in log[5] and 'mlm_loss' not in log[6]
