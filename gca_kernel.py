@@ -199,8 +199,8 @@ def forward_kernel(Q, K, V, W, IDX, O, H, N, TOPK, scale,
     Numerics  products in the input dtype with fp32 accumulation, softmax in fp32 and in powers of two
     """
     n, b, h = tl.program_id(0).to(tl.int64), (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
-    rows, cols = tl.arange(0, S), tl.arange(0, COLS)
-    here = (rows[:, None] >= 0) & (cols[None, :] < D)                                 # (S, COLS)
+    rows, cols, log2_scale = tl.arange(0, S), tl.arange(0, COLS), scale * 1.4426950408889634    # e^x = 2^(x log2 e)
+    here = cols[None, :] < D                                                          # (1, COLS)
     q = tl.load(Q + b * q_b + n * S * q_t + h * q_h + rows[:, None] * q_t + cols[None, :], mask=here, other=0.0)
     K += b * k_b + h // G * k_h
     V += b * v_b + h // G * v_h
@@ -214,7 +214,7 @@ def forward_kernel(Q, K, V, W, IDX, O, H, N, TOPK, scale,
         t = c.to(tl.int64) * S
         k = tl.load(K + t * k_t + rows[:, None] * k_t + cols[None, :], mask=used, other=0.0)          # (S, COLS)
         v = tl.load(V + t * v_t + rows[:, None] * v_t + cols[None, :], mask=used, other=0.0)          # (S, COLS)
-        s = tl.dot(q, tl.trans(k), input_precision='ieee') * (scale * 1.4426950408889634)   # (S, S) e^x = 2^(x log2 e)
+        s = tl.dot(q, tl.trans(k), input_precision='ieee') * log2_scale      # (S, S)
         if KEYS < S:
             s = tl.where(rows[None, :] < KEYS, s, float('-inf'))
         m = tl.max(s, axis=1)
@@ -244,8 +244,8 @@ def dq_kernel(Q, K, V, W, IDX, DO, DQ, DW, LSE, DELTA, H, N, TOPK, scale,
     LSE, DELTA  (B, H, N, TOPK, S)  fp32, for dkdv_kernel: log2 of the softmax's denominator, and δ
     """
     n, b, h = tl.program_id(0).to(tl.int64), (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
-    rows, cols = tl.arange(0, S), tl.arange(0, COLS)
-    here = (rows[:, None] >= 0) & (cols[None, :] < D)                                 # (S, COLS)
+    rows, cols, log2_scale = tl.arange(0, S), tl.arange(0, COLS), scale * 1.4426950408889634    # e^x = 2^(x log2 e)
+    here = cols[None, :] < D                                                          # (1, COLS)
     q = tl.load(Q + b * q_b + n * S * q_t + h * q_h + rows[:, None] * q_t + cols[None, :], mask=here, other=0.0)
     do = tl.load(DO + b * do_b + n * S * do_t + h * do_h + rows[:, None] * do_t + cols[None, :], mask=here, other=0.0)
     K += b * k_b + h // G * k_h
@@ -261,7 +261,7 @@ def dq_kernel(Q, K, V, W, IDX, DO, DQ, DW, LSE, DELTA, H, N, TOPK, scale,
         t = c.to(tl.int64) * S
         k = tl.load(K + t * k_t + rows[:, None] * k_t + cols[None, :], mask=used, other=0.0)          # (S, COLS)
         v = tl.load(V + t * v_t + rows[:, None] * v_t + cols[None, :], mask=used, other=0.0)          # (S, COLS)
-        s = tl.dot(q, tl.trans(k), input_precision='ieee') * (scale * 1.4426950408889634)             # (S, S)
+        s = tl.dot(q, tl.trans(k), input_precision='ieee') * log2_scale             # (S, S)
         if KEYS < S:
             s = tl.where(rows[None, :] < KEYS, s, float('-inf'))
         m = tl.max(s, axis=1)
@@ -300,9 +300,9 @@ def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N,
     b, hkv = (tl.program_id(1) // (H // G)).to(tl.int64), (tl.program_id(1) % (H // G)).to(tl.int64)
     c = tl.load(ORDER + b * M + tl.program_id(0)).to(tl.int64)
     start, end = tl.load(START + b * (M + 1) + c), tl.load(START + b * (M + 1) + c + 1)
-    keys, rows, cols = tl.arange(0, S), tl.arange(0, BLOCK), tl.arange(0, COLS)
+    keys, rows, cols, log2_scale = tl.arange(0, S), tl.arange(0, BLOCK), tl.arange(0, COLS), scale * 1.4426950408889634
     used = (keys[:, None] < KEYS) & (cols[None, :] < D)                               # (S, COLS)
-    here = (rows[:, None] >= 0) & (cols[None, :] < D)                                 # (BLOCK, COLS)
+    here = cols[None, :] < D                                                          # (1, COLS)
     k = tl.load(K + b * k_b + c * S * k_t + hkv * k_h + keys[:, None] * k_t + cols[None, :], mask=used, other=0.0)
     v = tl.load(V + b * v_b + c * S * v_t + hkv * v_h + keys[:, None] * v_t + cols[None, :], mask=used, other=0.0)
     dk = tl.zeros([S, COLS], dtype=tl.float32)
@@ -318,7 +318,7 @@ def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N,
             lse = tl.load(LSE + ((b * H + h) * N * TOPK + e) * S + r)                 # (BLOCK,)
             delta = tl.load(DELTA + ((b * H + h) * N * TOPK + e) * S + r)             # (BLOCK,)
             w = tl.load(W + b * N * TOPK + e)
-            s = tl.dot(k, tl.trans(q), input_precision='ieee') * (scale * 1.4426950408889634)         # (S, BLOCK)
+            s = tl.dot(k, tl.trans(q), input_precision='ieee') * log2_scale         # (S, BLOCK)
             p = tl.exp2(s - lse[None, :]) * w
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision='ieee')               # (S, COLS)
             dp = tl.dot(v, tl.trans(do), input_precision='ieee')                      # (S, BLOCK)
@@ -327,8 +327,8 @@ def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N,
     dk = tl.where(keys[:, None] < KEYS, dk * scale, 0.0)                              # each key has its own row: the unused
     dv = tl.where(keys[:, None] < KEYS, dv, 0.0)                                      # ones did no harm
     out = ((b * M + c) * S * (H // G) + hkv) * D + keys[:, None] * (H // G * D) + cols[None, :]
-    tl.store(DK + out, dk.to(DK.dtype.element_ty), mask=(keys[:, None] >= 0) & (cols[None, :] < D))
-    tl.store(DV + out, dv.to(DV.dtype.element_ty), mask=(keys[:, None] >= 0) & (cols[None, :] < D))
+    tl.store(DK + out, dk.to(DK.dtype.element_ty), mask=here)
+    tl.store(DV + out, dv.to(DV.dtype.element_ty), mask=here)
 
 
 @functools.cache
@@ -518,7 +518,123 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     use_triton = kernel == 'triton' or kernel == 'auto' and q.is_cuda and not why_not
 
     if idx.numel() == 0 or q.numel() == 0:
-        return torch.zeros_like(q)
+        return q.new_zeros(q.shape)
     scale = q.size(3) ** -0.5 if scale is None else scale
     w, idx = w.to(torch.promote_types(q.dtype, torch.float32)).contiguous(), idx.int().contiguous()
     return gca_op(q, k, v, w, idx, list(plan or ()), chunk, n_keys, sink, scale, use_triton)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# comparison and benchmark
+
+def example(B, N, M, S, K, H, Hkv, D, dtype, device):
+    """Random q, k, v, w that want gradients, idx without repetitions in a row, and a gradient of the output."""
+    q, do = (torch.randn(B, N * S, H, D, device=device).to(dtype) for _ in range(2))
+    k, v = (torch.randn(B, M * S, Hkv, D, device=device).to(dtype) for _ in range(2))
+    w = torch.randn(B, N, K, device=device).softmax(2)
+    idx = torch.rand(B, N, M, device=device).topk(K).indices.int()                          # (B, N, K)
+    return [x.requires_grad_() for x in (q, k, v, w)], idx, do
+
+
+def errors(device):
+    """The largest errors of every path, beside the largest number there is, against the definition in fp64."""
+    def run(f, inputs, do, *args, **options):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        o = f(*inputs, *args, **options)
+        return o, *torch.autograd.grad(o, inputs, do)
+
+    print(f'largest error / largest value, against the definition in fp64\n{"":18}' + ''.join(f'{x:>10}' for x in ('o', 'dq', 'dk', 'dv', 'dw')))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        inputs, idx, do = example(2, 9, 7, 64, 3, 4, 2, 64, dtype, device)
+        idx[:, 0] = -1
+        exact = run(gca_reference, [x.double() for x in inputs], do.double(), idx, 64, n_keys=63, sink=True)
+        for kernel in ('torch', 'triton')[:2 if device == 'cuda' else 1]:
+            found = run(gca, inputs, do, idx, 64, n_keys=63, sink=True, kernel=kernel)
+            print(f'{kernel:7}{str(dtype)[6:]:11}' + ''.join(f'{(a - b).abs().max() / b.abs().max():10.1e}' for a, b in zip(found, exact)))
+
+
+def gather_then_sdpa(q, k, v, w, idx, chunk):
+    """The other way: copies of the fetched chunks, one call of PyTorch's attention, and the weighted sum."""
+    (B, N, K), H, D = idx.shape, q.size(2), q.size(3)
+    b = torch.arange(B, device=q.device)[:, None, None]
+    k, v = (x.view(B, -1, chunk, H, D)[b, idx.long()].flatten(0, 2).transpose(1, 2) for x in (k, v))    # (B N K, H, S, D)
+    q = q.view(B, N, 1, chunk, H, D).expand(-1, -1, K, -1, -1, -1).flatten(0, 2).transpose(1, 2)
+    o = F.scaled_dot_product_attention(q, k, v).view(B, N, K, H, chunk, D)
+    return torch.einsum('bnk, bnkhid -> bnihd', w.to(o.dtype), o).flatten(1, 2)
+
+
+def sliding_window(T, window, device):
+    """Attention of each token to itself and the window - 1 before it: FlexAttention on a GPU, blocks and a mask on a CPU."""
+    if device == 'cuda':
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < window), None, None, T, T, device=device)
+        flex = torch.compile(flex_attention)
+        return lambda q, k, v: flex(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask).transpose(1, 2)
+    age = window + torch.arange(window)[:, None] - torch.arange(2 * window)[None, :]        # (window, 2 window)
+    seen = (age >= 0) & (age < window)
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))                                    # (B, H, T, D)
+        k, v = (F.pad(x, (0, 0, window, 0)).unfold(2, 2 * window, window).mT for x in (k, v))       # (B, H, T/W, 2W, D)
+        o = F.scaled_dot_product_attention(q.unflatten(2, (-1, window)), k, v, attn_mask=seen)
+        return o.flatten(2, 3).transpose(1, 2)                                              # (the first block sees zeros too)
+    return attend
+
+
+def seconds(f, device, least=0.5):
+    """The median of at least three runs, and of at least half a second of them."""
+    times = []
+    while len(times) < 4 or sum(times) < least:
+        if device == 'cuda':
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        f()
+        if device == 'cuda':
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[len(times[1:]) // 2]                                           # the first one compiles
+
+
+def benchmark(device, dtype, B, T, S, K, H, D):
+    N, window = T // S, K * S
+    inputs, idx, do = example(B, N, N, S, K, H, H, D, dtype, device)
+    plan = gca_plan(idx, N)
+    others = {'gca': lambda q, k, v, w: gca(q, k, v, w, idx, S, plan=plan),
+              'gather, then SDPA': lambda q, k, v, w: gather_then_sdpa(q, k, v, w, idx, S)}
+    swa = sliding_window(T, window, device)
+    others[f'sliding window {window}'] = lambda q, k, v, w: swa(q, k, v)
+    flop = 4 * B * T * window * H * D                                                       # two products forward, five backward
+    print(f'\nB={B} T={T:,} S={S} K={K} H={H} D={D} {str(dtype)[6:]}\n{"":22}{"forward":>20}{"with backward":>22}{"memory beside inputs":>24}')
+    for name, f in others.items():
+        def train():
+            o = f(*inputs)
+            torch.autograd.grad(o, inputs, do, allow_unused=True)
+        try:
+            with torch.no_grad():
+                forward = seconds(lambda: f(*inputs), device)
+            both, memory = seconds(train, device), ''
+            if device == 'cuda':
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                train()
+                memory = f'{(torch.cuda.max_memory_allocated() - before) / 2 ** 30:20.2f} GiB'
+            print(f'{name:22}{1e3 * forward:9.2f} ms {flop / forward / 1e12:5.1f} TF/s {1e3 * both:9.2f} ms '
+                  f'{3.5 * flop / both / 1e12:5.1f} TF/s {memory}')
+        except torch.OutOfMemoryError:
+            print(f'{name:22}out of memory')
+
+
+if __name__ == '__main__':
+    torch.manual_seed(0)
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    triton = importlib.util.find_spec('triton') and __import__('triton').__version__
+    print(f'{torch.cuda.get_device_name() if device == "cuda" else platform.machine()}, torch {torch.__version__}, triton {triton}, '
+          f'{torch.get_num_threads()} threads')
+    errors(device)
+    if device == 'cuda':
+        for B, T in ((8, 16_384), (2, 65_536)):
+            benchmark(device, torch.bfloat16, B, T, S=64, K=8, H=12, D=64)
+    else:
+        print('\nno GPU: a small size, with kernel torch; the kernels of Triton are not measured')
+        for dtype in (torch.float32, torch.bfloat16):
+            benchmark(device, dtype, 4, 2048, S=32, K=4, H=4, D=64)

@@ -413,3 +413,53 @@ def test_multiply_adds_count_every_matrix():
 def test_bad_configurations_are_refused(more, message):
     with pytest.raises(ValueError, match=message):
         DRTConfig(**more)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# it learns to retrieve
+
+def facts(n, generator, alike=0):
+    """
+    n texts of 17 chunks: five facts, each a key and its value; four chunks of noise; then four times a key and, first in the next
+    chunk, its value. A window of 8 tokens does not reach back to the facts. -> tokens, the values at the tokens that ask for them
+    (else -1), and which fact each asks for. In the first `alike` texts all facts have one value: there any fact is worth reading.
+    """
+    keys, values = torch.rand(n, 16, generator=generator).argsort(1)[:, :5], torch.randint(16, 32, (n, 5), generator=generator)
+    values[:alike] = values[:alike, :1]
+    asked = torch.rand(n, 5, generator=generator).argsort(1)[:, :4]
+    x = torch.randint(34, 40, (n, 17, 7), generator=generator)
+    x[:, :5, :3], x[:, :5, 3:] = keys[..., None], values[..., None]
+    x[:, 9::2] = keys.gather(1, asked)[..., None]
+    x[:, 10::2, 0], x[:, 10::2, 1:4] = 33, values.gather(1, asked)[..., None]
+    answers = torch.full_like(x, -1)
+    answers[:, 10::2, 0] = values.gather(1, asked)
+    return x.flatten(1), answers.flatten(1), asked
+
+
+def test_retrieval_is_learned_from_the_loss_alone():
+    """Facts that only retrieval can know: found by key and read, though nothing says which chunk is right. By random chunks, or none, they are not."""
+    torch.manual_seed(0)
+    model = DRT(DRTConfig(vocab_size=40, block_size=119, micro_batch=32, n_layer=2, n_head=4, n_embd=64, window=8, chunk_size=8, n_neighbors=2))
+    optimizer, generator = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95)), torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def figures():
+        tokens, answers, asked = facts(128, generator)
+        right = {}
+        for model.retriever in ('random', 'off', 'learned'):
+            f, _, found = model.eval().encode(tokens)
+            said = (f @ model.embedding.weight[:40].T).argmax(2)
+            right[model.retriever] = (said == answers)[answers >= 0].float().mean().item()
+        w, idx = (x[:, 10::2] for x in found[0])
+        return right, (w * (idx == asked[..., None])).sum(2).mean().item()
+
+    before = figures()
+    for step in range(150):
+        optimizer.param_groups[0]['lr'] = 3e-3 * min(1, (step + 1) / 50)
+        tokens, _, _ = facts(32, generator, alike=16)
+        model.train()(batch_of(tokens, seed=step), 1)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    right, weight = figures()
+    assert right['learned'] > 0.9 and right['random'] < 0.4 and right['off'] < 0.2, right
+    assert before[0]['learned'] < 0.2 and weight > before[1], (before, weight)      # unlearned, states of like words are already alike
