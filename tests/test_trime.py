@@ -697,3 +697,27 @@ def test_two_processes_that_gather_are_one_twice_as_large(mode):
     model(random_batch(b=4, seed=seed_for(True)), 1.0)[0].backward()
     for a, p in zip(got, model.parameters()):
         assert torch.allclose(torch.from_numpy(a), p.grad, atol=1e-12)
+
+
+@pytest.mark.parametrize('memory, p', [('ext', 0.9), ('ext', 0.0), ('none', 0.9)])
+def test_what_only_other_segments_know_is_learned(memory, p):
+    """
+    In each micro-batch another random function f, and pairs a, f(a) all over its segments: nothing but memories of the other segments
+    tells f(a). With ext the loss falls to almost nothing, by memory alone; without memory it stays at ln V.
+    """
+    torch.manual_seed(0)
+    model = TRIME(TRIMEConfig(vocab_size=16, block_size=16, micro_batch=8, n_layer=2, n_head=2, n_embd=32, memory=memory, p=p))
+    optimizer, generator, last = torch.optim.AdamW(model.parameters(), lr=3e-3), torch.Generator().manual_seed(0), []
+    for step in range(200):
+        f = torch.randint(16, (16,), generator=generator)
+        a = torch.randint(16, (8, 8), generator=generator)
+        tokens = torch.stack([a, f[a]], dim=2).flatten(1)                   # (8, 16)
+        targets = torch.stack([f[a], torch.full_like(a, -1)], dim=2).flatten(1)
+        doc = torch.arange(8)[:, None].expand(8, 16)
+        loss, log = model(SimpleNamespace(tokens=tokens, targets=targets, doc=doc, seed=step), step / 200)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        last.append((loss.item(), log['loss_without_memory'].item()))
+    loss, without = (sum(x) / 50 for x in zip(*last[-50:]))
+    assert without > 2.5 and (loss < 0.5 if memory == 'ext' else loss > 2.5)           # ln 16 is 2.77
