@@ -29,10 +29,13 @@ Letters used in the shape comments
 Where we differ from the paper, and why
     A chunk is S - 1 tokens and its landmark, S positions in all (the paper's own training configuration, not its text).
     The window holds W tokens, the token itself included (official code: one more).
-    The landmark's key takes no part in cross-attention, softmax is the plain one of Eq. 3. (Official code: a zero key and value instead; --sink.)
+    The landmark's key takes no part in cross-attention, and the softmax is that of Eq. 3; --sink is the official code's, with a key
+    and a value of zero beside those of each chunk.
     Norm(H + O) of Eq. 2 is the norm before the MLP, and the residual goes on without O, as in the official code.
     A token never reads a chunk of another document than its own (official code: no documents).
-    Scores, choice and weights are in fp32 (official code: bf16, which ties scores). AdamW's weight decay is on matrices only.
+    Scores, choice and weights are in fp32 (official code: bf16, which ties scores). AdamW's weight decay is on matrices only, and
+    the cosine ends at a tenth of the learning rate (paper: a fifth).
+    Not here: retrieval from a whole corpus (§3.3, Table 4).
     Initial weights of what a layer adds are scaled by depth, as in all models of this house (official code: 0.02 for all).
 
     $ python drt.py                         a tour and the cost of retrieval, on a CPU
@@ -63,7 +66,7 @@ class DRTConfig:
     chunk_size: int = 32          # positions of a chunk, S, its landmark included (ours; paper: 64)
     n_neighbors: int = 4          # chunks fetched for each chunk, K (ours; paper: 8, encoder-decoder 4)
     groups: int = 1               # groups of upper layers, G, each fetches anew; 0 is the base LM (paper: 1, 2)
-    encoder: str = 'lower'        # what the chunk encoder reads: lower (layers' output), tokens (encoder-decoder), none: there is no encoder
+    encoder: str = 'lower'        # the chunk encoder reads: lower (layers' output), tokens (encoder-decoder); none: there is no encoder
     n_encoder: int = 2            # its layers (official code)
     gumbel: bool = True           # noise on the scores when chunks are chosen, in training only (paper section 3.2)
     mlm: float = 0.15             # with encoder tokens: share of its tokens masked in the first half of training (official code)
@@ -71,8 +74,9 @@ class DRTConfig:
     sink: bool = False            # a key and a value of zero beside those of each chunk (official code: yes)
 
     def __post_init__(self):
-        if min(self.n_layer, self.n_head, self.n_embd, self.block_size, self.micro_batch, self.n_neighbors, self.n_encoder) < 1:
-            raise ValueError('n_layer, n_head, n_embd, block_size, micro_batch, n_neighbors and n_encoder must be 1 or more')
+        for name in ('vocab_size', 'block_size', 'micro_batch', 'n_layer', 'n_head', 'n_embd', 'n_neighbors', 'n_encoder'):
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name} {getattr(self, name)} must be 1 or more')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}; RoPE turns pairs')
         if self.window < 2 or self.chunk_size < 2:
@@ -80,10 +84,12 @@ class DRTConfig:
         if self.groups < 0 or self.groups and (self.n_layer % 2 or self.n_layer // 2 % self.groups):
             raise ValueError(f'n_layer {self.n_layer} is not twice a multiple of groups {self.groups}: '
                              'the upper half of the layers is cut into groups of one size')
-        if self.encoder not in ('lower', 'tokens', 'none') or self.retriever not in ('learned', 'random'):
-            raise ValueError(f'encoder {self.encoder!r} is not one of lower, tokens, none, or retriever {self.retriever!r} not one of learned, random')
-        if not 0 <= self.mlm < 1:
-            raise ValueError(f'mlm {self.mlm} is a share, from 0 to below 1')
+        if self.encoder not in ('lower', 'tokens', 'none'):
+            raise ValueError(f'encoder {self.encoder!r} is not one of lower, tokens, none')
+        if self.retriever not in ('learned', 'random'):
+            raise ValueError(f'retriever {self.retriever!r} is not one of learned, random')
+        if not 0 <= self.mlm < 1 or self.n_inner < 0:
+            raise ValueError(f'mlm {self.mlm} is a share, from 0 to below 1; n_inner {self.n_inner} is 0 or more')
 
 
 # The paper's model, App. A.1: T (260 chunks of 63 tokens), tokens_per_step (8 GPUs x 4 sequences), max_steps, lr, warmup, weight_decay.
@@ -137,7 +143,7 @@ def rotate(x, turns):
 def attend(q, k, v, block, window, slopes=None):
     """
     Causal attention in blocks: the queries of block n see the keys of blocks n-1 and n, none later, none `window` or
-    more tokens older. With slopes (H,), ALiBi takes slope · age from each score. The cost is linear in T.
+    more tokens older. With slopes (H,), ALiBi takes slope · age from each score (in the dtype of q). The cost is linear in T.
 
     q (B, T, H, D)   k, v (B, P + T, H, D): the P keys that come before the queries, the first at the start of a block
     returns (B, T, H, D)
@@ -170,6 +176,9 @@ def attend(q, k, v, block, window, slopes=None):
     rest = rest.view(B, N - 1, H, block, D).transpose(1, 2).reshape(B, H, (N - 1) * block, D)
     return torch.cat([first, rest], dim=2)[:, :, :T].transpose(1, 2)
 
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what is new in DRT
 
 class SelfAttention(nn.Module):
     """Causal multi-head attention over a sliding window, with ALiBi (Press et al. 2022) in place of positions."""
@@ -218,21 +227,20 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x)), kv
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# what is new in DRT
-
 class CrossEntropy(torch.autograd.Function):
     """
     Σ -log P(w) with P = softmax(f Eᵀ), over the targets w >= 0. (n, V) is never held: tokens are taken in blocks of R, and as the
     gradient of a block, P minus one at w, is known as soon as P is, it is computed right there, in the forward pass.
 
-    f (n, C)   E (V, C)   targets (n,), -1 does not count   with_grad: False where nobody will ask for gradients   returns ()
+    f (n, C)   E (V, C)   targets (n,), -1 does not count   with_grad: False where nobody will ask for gradients
+    returns ()
     """
     R = 1024
 
     @staticmethod
     def forward(ctx, f, E, targets, with_grad):
-        total, df, dE = f.new_zeros(()), torch.zeros_like(f) if with_grad else None, torch.zeros_like(E) if with_grad else None
+        total = f.new_zeros(())
+        df, dE = (torch.zeros_like(x) if with_grad else None for x in (f, E))
         for a in range(0, len(f), CrossEntropy.R):
             rows = slice(a, a + CrossEntropy.R)
             counts, w = targets[rows, None] >= 0, targets[rows, None].clamp(min=0)      # (R, 1)
@@ -240,8 +248,8 @@ class CrossEntropy(torch.autograd.Function):
             log_z = z.logsumexp(1, keepdim=True)                            # (R, 1)
             total += ((log_z - z.gather(1, w)) * counts).sum()
             if with_grad:
-                dz = z.sub_(log_z).exp_().scatter_add_(1, w, -torch.ones_like(log_z)).mul_(counts)      # P minus one at w
-                df[rows] = dz @ E
+                dz = z.sub_(log_z).exp_().scatter_add_(1, w, -torch.ones_like(log_z))       # P minus one at w
+                df[rows] = dz.mul_(counts) @ E
                 dE += dz.T @ f[rows]
         ctx.grads = df, dE
         return total
@@ -249,7 +257,8 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d):
-        return *(grad * d for grad in ctx.grads), None, None
+        (df, dE), ctx.grads = ctx.grads, None                               # they are large, and of no use any more
+        return df * d, dE * d, None, None
 
 
 def gumbel(shape, generator, device):
@@ -347,7 +356,8 @@ class DRT(nn.Module):
         n_ids = config.vocab_size + (config.groups > 0) + (config.groups > 0 and config.encoder == 'tokens')
         self.embedding = nn.Embedding(n_ids, config.n_embd)                             # also the output embedding
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - n_upper))
-        self.upper = nn.ModuleList(nn.ModuleList(UpperBlock(config) for _ in range(n_upper // config.groups)) for _ in range(config.groups))
+        self.upper = nn.ModuleList(nn.ModuleList(UpperBlock(config) for _ in range(n_upper // config.groups))
+                                   for _ in range(config.groups))
         self.landmark_norms = nn.ModuleList(RMSNorm(config.n_embd) for _ in range(config.groups))
         self.encoder = ChunkEncoder(config) if config.groups else None
         self.norm = RMSNorm(config.n_embd)
@@ -359,7 +369,7 @@ class DRT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02)
 
     def insert(self, x, fill, at_landmark):
-        """x (B, T) -> (B, N S): a landmark's value after each S - 1; the last chunk is filled up. The base LM has no landmarks."""
+        """x (B, T) -> (B, N S): a landmark's value after each S - 1; the last chunk is filled up. The base LM has none."""
         if not self.config.groups:
             return x
         B, T = x.shape
@@ -391,15 +401,15 @@ class DRT(nn.Module):
         has a vector of its own for each chunk and group instead, always the same.
         """
         if self.retriever == 'random':
-            seed = lambda t: torch.Generator().manual_seed(1000 * t + g)
-            return torch.stack([torch.randn(x.size(2), generator=seed(first + t)) for t in range(x.size(1))]).to(x).expand_as(x)
+            t, c = torch.arange(first, first + x.size(1), dtype=torch.float64), torch.arange(x.size(2))
+            chaos = torch.sin((t[:, None] * x.size(2) + c + 1) * (12.9898 + g)) * 43758.5453    # (n, C) a hash, not a generator's state:
+            return ((chaos % 1 - 0.5) * 12 ** 0.5).to(x).expand_as(x)                           # chunk t's vector depends on t alone
         return self.landmark_norms[g](x)
 
     def encode(self, tokens, doc=None, noise=None, masked=None):
         """
         tokens (B, T); doc (B, T) their documents, None: all of one; noise (G, B, N, N) or None; masked (B, N S) bool or None
-        returns f (B, T, C), the states that say the next token; C_k (B, N, S, C) of the encoder; [(w, idx)] for each group, (B, N, K), what
-        chunk n reads
+        returns f (B, T, C), the states that say the next token; C_k (B, N, S, C); for each group w, idx (B, N, K): what chunk n reads
         """
         config, (B, T), S = self.config, tokens.shape, self.config.chunk_size
         ids = self.insert(tokens, 0, self.landmark)                         # (B, P)
@@ -414,12 +424,12 @@ class DRT(nn.Module):
         N, landmarks = chunks.size(1), chunks[:, :, -1]                     # (B, N, C)
         earlier = torch.ones(N, N, dtype=torch.bool, device=x.device).tril(-1).expand(B, N, N)   # chunk t finds chunks before it
         if doc is not None:
-            doc = self.insert(doc, -1, 0).view(B, N, S)[..., :-1]           # (B, N, S - 1)
-            last = doc[..., -1]                                             # (B, N) the landmark's
-            whole = (doc == last[..., None]).all(2)                         # chunks of one document alone are found, by that one
+            docs = self.insert(doc, -1, 0).view(B, N, S)                    # (B, N, S)
+            docs[..., -1] = last = docs[..., -2]                            # (B, N) a landmark is of the document before it
+            whole = (docs == last[..., None]).all(2)                        # (B, N) chunks of one document: they are found, by that one
             earlier = earlier & whole[:, None, :] & (last[:, :, None] == last[:, None, :])
-            asked = F.pad(last, (1, -1), value=-1)                          # whose landmark asked for chunk n
-            own = (torch.cat([doc, last[..., None]], dim=2) == asked[..., None]).view(B, -1, 1, 1)       # (B, P, 1, 1) who may read
+            asked_by = F.pad(last, (1, -1), value=-1)                       # (B, N) whose landmark asked for chunk n
+            reads = (docs == asked_by[..., None]).view(B, -1, 1, 1)         # (B, P, 1, 1) tokens of another one do not read it
 
         found = []
         for g, group in enumerate(self.upper):
@@ -429,8 +439,8 @@ class DRT(nn.Module):
             plan = gca_plan(idx, N)                                         # the layers of a group share what was found
 
             def read(q):
-                o = gca(q, k, v, w, idx, S, n_keys=S - 1, sink=config.sink, plan=plan, kernel=self.kernel)     # the landmark's key takes no part
-                return o if doc is None else o * own
+                o = gca(q, k, v, w, idx, S, n_keys=S - 1, sink=config.sink, plan=plan, kernel=self.kernel)
+                return o if doc is None else o * reads
 
             for block in group:
                 x, _ = block(x, read=None if self.retriever == 'off' else read)
@@ -439,10 +449,22 @@ class DRT(nn.Module):
         return f, chunks, found
 
     def nll(self, f, targets):
-        """The sum of -log P of targets (..., ), -1 does not count, after f (..., C): only the tokenizer's words can be said."""
-        E = self.embedding.weight[:self.config.vocab_size]
+        """The sum of -log P of targets (...), -1 does not count, after f (..., C)."""
+        E = fp32(self.embedding.weight[:self.config.vocab_size])            # only the tokenizer's words can be said
         with torch.autocast(f.device.type, enabled=False):                  # rounded inputs are fine, rounded logits are not
             return CrossEntropy.apply(fp32(f).reshape(-1, f.size(-1)), E, targets.reshape(-1), torch.is_grad_enabled())
+
+    def say(self, f):
+        """log P of all words: f (..., C) -> (..., V) fp32"""
+        with torch.autocast(f.device.type, enabled=False):
+            return (fp32(f) @ fp32(self.embedding.weight[:self.config.vocab_size]).T).log_softmax(-1)
+
+    def check(self, tokens):
+        """ValueError unless tokens are (B, t) ids of the tokenizer."""
+        if tokens.dim() != 2 or tokens.size(1) < 1:
+            raise ValueError(f'tokens {tuple(tokens.shape)}: (B, t) is needed, t of 1 or more')
+        if not tokens.is_cuda and not 0 <= tokens.min() <= tokens.max() < self.config.vocab_size:       # on a GPU it would wait
+            raise ValueError(f'ids {tokens.min()} to {tokens.max()}: the tokenizer has 0 to {self.config.vocab_size - 1}')
 
     def forward(self, batch, progress):
         """
@@ -471,27 +493,37 @@ class DRT(nn.Module):
         if masked is not None:                                              # §3.2: the encoder guesses what it was not shown
             log['lm_loss'] = loss.detach()
             ids = self.insert(batch.tokens, 0, 0)[masked]
-            log['mlm_loss'] = mlm = self.nll(chunks.flatten(1, 2)[masked], ids) / max(1, len(ids))
+            mlm = self.nll(chunks.flatten(1, 2)[masked], ids) / max(1, len(ids))
+            log['mlm_loss'] = mlm.detach()
             loss = loss + mlm
         return loss, log
 
     @torch.no_grad()
     def log_probs(self, tokens):
-        """log P(next token | the tokens so far): tokens (B, t) int64, any t >= 1, one document -> (B, t, V) fp32, each row sums to one"""
-        f, _, _ = self.encode(tokens)
-        return fp32(f @ self.embedding.weight[:self.config.vocab_size].T).log_softmax(-1)
+        """
+        log P(next token | the tokens so far). ValueError for anything but tokens (B, t) int64, any t >= 1; they are one document.
+        returns (B, t, V) fp32, each row sums to one
+        """
+        self.check(tokens)
+        return self.say(self.encode(tokens)[0])
 
     @torch.no_grad()
     def stream(self, tokens, state=None):
         """
-        The same, piece by piece: tokens (B, t) come next in a text, any t >= 1; state is what the last call returned, and is used up.
-        It holds, per layer, the keys and values of the window; of the unfinished chunk what the encoder will read; of each finished
-        chunk l_k, and its keys and values, with `offload` in the CPU's memory; and for each group the K chunks that are being read.
+        The same, piece by piece: tokens (B, t) come next in a text, any t >= 1; state is what the last call returned. It holds, per
+        layer, the keys and values of the window; of the unfinished chunk what the encoder will read; of each finished chunk l_k, and
+        its keys and values (with model.offload in the CPU's memory, pinned); and for each group the K chunks that are being read.
+        A state is continued once (copy.deepcopy keeps one): ValueError the second time.
         returns log_probs (B, t, V) and the new state
         """
         config, parts = self.config, []
+        self.check(tokens)
         S = config.chunk_size if config.groups else config.window + 1       # the base LM has pieces of a window, without landmarks
-        state = state or SimpleNamespace(past=[None] * config.n_layer, chunk=None, n=0, landmarks=None, store=[], reading=[None] * config.groups)
+        old = state or SimpleNamespace(B=len(tokens), past=[None] * config.n_layer, chunk=None, n=0, landmarks=None, store=[],
+                                       reading=[None] * config.groups)
+        if old.past is None or old.B != len(tokens):
+            raise ValueError('this state was continued before' if old.past is None else f'a state of {old.B} texts, tokens of {len(tokens)}')
+        state, old.past = SimpleNamespace(**vars(old)), None                # the new one goes on with the same lists
         while tokens.size(1):
             held = 0 if state.chunk is None else state.chunk.size(1)
             now, tokens = tokens[:, :S - 1 - held], tokens[:, S - 1 - held:]
@@ -513,7 +545,7 @@ class DRT(nn.Module):
             if full:
                 self.remember(state)
             f = self.norm(x)[:, :now.size(1)]
-            parts.append(fp32(f @ self.embedding.weight[:config.vocab_size].T).log_softmax(-1))
+            parts.append(self.say(f))
         return torch.cat(parts, dim=1), state
 
     def remember(self, state):
@@ -525,23 +557,23 @@ class DRT(nn.Module):
         state.landmarks[:, state.n] = chunk[:, 0, -1]
         kv = torch.stack([k, v])[:, :, :-1]                                 # (2, B, S - 1, H, D) the landmark's key takes no part
         if self.offload:
-            kv = kv.cpu().pin_memory() if kv.is_cuda else kv.cpu()
+            kv = torch.empty_like(kv, device='cpu', pin_memory=kv.is_cuda).copy_(kv)
         state.store.append(kv)
         state.n, state.chunk = state.n + 1, None
 
     def fetch(self, state, h):
         """The chunks that h (B, 1, C) finds: w (B, K), and their keys and values (2, B, K, S - 1, H, D), on the model's device"""
         w, idx = self.retrieve(h, state.landmarks[:, :state.n], torch.ones(h.size(0), 1, state.n, dtype=torch.bool, device=h.device))
-        kv = [torch.stack([state.store[c][:, b] for c in chunks], dim=1) for b, chunks in enumerate(idx[:, 0].tolist())]
-        return w[:, 0], torch.stack(kv, dim=1).to(h.device, non_blocking=True)
+        fetch = lambda c, b: state.store[c][:, b].to(h.device, non_blocking=True)           # (2, S - 1, H, D)
+        return w[:, 0], torch.stack([torch.stack([fetch(c, b) for c in found], dim=1) for b, found in enumerate(idx[:, 0].tolist())], dim=1)
 
     def read(self, q, w, kv):
         """Eq. 2 and 3 for the tokens of one chunk, as they come: q (B, t, H, D), w (B, K), kv (2, B, K, S - 1, H, D) -> (B, t, H, D)"""
-        k, v = kv.transpose(3, 4)                                           # (B, K, H, S - 1, D)
+        k, v = kv.transpose(3, 4).flatten(1, 2)                             # (B K, H, S - 1, D)
         if self.config.sink:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        o = F.scaled_dot_product_attention(q.transpose(1, 2)[:, None].expand(-1, k.size(1), -1, -1, -1), k, v)
-        return torch.einsum('bk,bkhtd->bthd', w.to(o), o)
+        o = F.scaled_dot_product_attention(q.transpose(1, 2).repeat_interleave(w.size(1), dim=0), k, v)     # (B K, H, t, D)
+        return torch.einsum('bk,bkhtd->bthd', w, fp32(o.unflatten(0, w.shape))).to(q)
 
     def multiply_adds(self):
         """Multiply-adds of a training step per token: what the definitions need, thrice for the way back."""
@@ -554,8 +586,9 @@ class DRT(nn.Module):
         layer = 4 * C * C + 3 * C * inner
         macs = c.n_layer * (layer + 2 * C * mean(W, P))                     # the matrices, and attention's two products
         if c.groups:
+            read = mean(c.n_neighbors, N - 2) * (N - 2) / N if N > 2 else 0         # chunks that a chunk reads; the first two read none
             macs += (len(self.encoder.blocks) * (layer + 2 * C * S) + 2 * C * C             # the chunk encoder, K and V
-                     + c.n_layer // 2 * (2 * C * C + 2 * C * (S - 1) * mean(c.n_neighbors, N))      # GCA
+                     + c.n_layer // 2 * (2 * C * C + 2 * C * (S - 1) * read)            # GCA
                      + c.groups * C * N / S)                                # all pairs of landmarks
         return 3 * (macs * P / c.block_size + C * c.vocab_size)
 
@@ -571,17 +604,20 @@ def tour():
     batch = SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], doc=torch.zeros_like(tokens[:, 1:]), seed=0)
     model = DRT(config)
     f, chunks, found = model.encode(batch.tokens)
-    print(f'DRT, {sum(p.numel() for p in model.parameters()):,} parameters, {sum(p.numel() for p in model.encoder.blocks.parameters()):,} of them in the encoder')
-    print(f'tokens {tuple(batch.tokens.shape)} -> chunks {tuple(chunks.shape)} -> for each, weights and numbers of those it reads {tuple(found[0][0].shape)}')
-    print(f'chunk 9 reads {found[0][1][0, 9].tolist()} with weights {[round(w, 3) for w in found[0][0][0, 9].tolist()]}')
-    log_probs, _ = model.stream(batch.tokens[:1, :100])
-    print(f'stream {tuple(log_probs.shape)}: differs from the full forward pass by {(log_probs - model.log_probs(batch.tokens[:1, :100])).abs().max():.1e}')
+    count = lambda module: sum(p.numel() for p in module.parameters())
+    print(f'DRT, {count(model):,} parameters, {count(model.encoder.blocks):,} of them in the encoder')
+    (w, idx), = found
+    print(f'tokens {tuple(tokens[:, 1:].shape)} -> chunks {tuple(chunks.shape)}, each of which reads others: weights, numbers {tuple(w.shape)}')
+    print(f'chunk 9 reads {idx[0, 9].tolist()} with weights {[round(x, 3) for x in w[0, 9].tolist()]}')
+    some = batch.tokens[:1, :100]
+    log_probs, _ = model.stream(some)
+    print(f'stream {tuple(log_probs.shape)}: {(log_probs - model.log_probs(some)).abs().max():.1e} from the full forward pass')
     loss, log = model(batch, 0)
     print(f'loss {loss:.4f} on random tokens (ln V = {math.log(config.vocab_size):.4f}), ' + ', '.join(f'{k} {v:.3f}' for k, v in log.items()))
 
     wide = config.window + config.n_neighbors * config.chunk_size // 2      # attends to as much
     sizes = {'base LM': dict(groups=0), f'base LM, window {wide}': dict(groups=0, window=wide), 'DRT x1': dict(), 'DRT x2': dict(groups=2)}
-    print(f'\na training step against the base LM, {config.n_layer} layers, {config.micro_batch} sequences of {config.block_size:,}, in turns')
+    print(f'\na training step against the base LM, {config.micro_batch} sequences of {config.block_size:,}, in turns')
     runs = {}
     for name, change in sizes.items():
         model = DRT(DRTConfig(**change))

@@ -132,8 +132,8 @@ def equip(path, args, device):
         model.long, model.n_neighbors = size['long'] or 0, size['ext'] or 0
     if args.memory == ['none']:
         model.recipe = Recipe()
-    if args.retriever:
-        model.retriever = args.retriever
+    if checkpoint['model_name'] == 'drt':
+        model.retriever, model.offload = args.retriever or model.retriever, args.offload
     if 'ext' in names:
         model.store, source = open_store(path, checkpoint, model, tokenizer, args)
     return model, tokenizer, source, size, [tokenizer.eot] if tokenizer.eot is not None else []
@@ -151,7 +151,9 @@ def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, seed=
     start = ids or [tokenizer.eot] if tokenizer.eot is not None else ids or tokenizer.encode('\n').tolist()    # a new text
     generator, shown = torch.Generator().manual_seed(seed), tokenizer.decode(ids)
     yield shown
-    log_probs, state = model.stream(torch.tensor([start], device=next(model.parameters()).device))
+    state = None
+    for piece in torch.tensor([start], device=next(model.parameters()).device).split(1024, dim=1):      # log_probs of all are never held
+        log_probs, state = model.stream(piece, state)
     for _ in range(max_tokens):
         last = log_probs[0, -1].float().cpu()                               # (V,)
         if temperature > 0:
@@ -744,18 +746,20 @@ def trace(args, device, how_many=3):
         log_p = {}
         for model.retriever in ('off', config.retriever):
             f, _, found = model.encode(batch.tokens, batch.doc)
-            logits = f[0].float() @ model.embedding.weight[:config.vocab_size].T
-            log_p[model.retriever] = -torch.nn.functional.cross_entropy(logits, batch.targets[0], ignore_index=-1, reduction='none').cpu()
+            scored = [model.say(x).gather(1, w.clamp(min=0)[:, None])[:, 0] * (w >= 0) for x, w in zip(f[0].split(1024), batch.targets[0].split(1024))]
+            log_p[model.retriever] = torch.cat(scored).cpu()
         gain = log_p[config.retriever] - log_p['off']                       # (T,) of the token after each
         gains = torch.stack([part.sum() for part in gain.split(n)])         # (N,) nats, of the chunks
         beyond = -(-config.window // config.chunk_size)                     # chunks that the window holds
         chunks = torch.arange(len(found[0][1][0]), device=device)[:, None]
-        far = [((w[0] * (chunks - idx[0] > beyond)).sum() / w.sum()).item() for w, idx in found]
+        far = [((w[0] * (chunks - idx[0] > beyond)).sum() / w.sum().clamp(min=1e-9)).item() for w, idx in found]
         result[path] = dict(gain=gain.mean().item(), beyond_the_window=far, chunks=[])
         print(f'\n{path}: {len(tokens):,} tokens of {args.split}; retrieval gains {result[path]["gain"]:.4f} nats a token; '
               f'{", ".join(f"{x:.0%}" for x in far)} of the weight lies on chunks beyond the window')
         text = lambda c: tokenizer.decode(tokens[c * n:(c + 1) * n].tolist())
-        for c in gains.argsort(descending=True)[:how_many].tolist():
+        if len(gains) < 3:
+            raise SystemExit(f'{path}: {len(tokens)} tokens are {len(gains)} chunks, and the third is the first to read one; take a longer text')
+        for c in (2 + gains[2:].argsort(descending=True)[:how_many]).tolist():
             about = dict(chunk=c, gain=gains[c].item(), text=text(c), found=[[(i, w, text(i)) for i, w in zip(idx[0, c].tolist(), w[0, c].tolist()) if i >= 0] for w, idx in found])
             result[path]['chunks'].append(about)
             print(f'\nchunk {c} gains {about["gain"]:.2f} nats:\n    {about["text"]!r}\n  after chunk {c - 1}:\n    {text(c - 1)!r}')
@@ -824,7 +828,8 @@ def main():
     parser.add_argument('--n-neighbors', type=int, default=1024, help='entries retrieved for each token, K, at most (default: 1024)')
     parser.add_argument('--datastore-from', default='', metavar='CORPUS', help='external memory of another corpus; default: the training split')
     parser.add_argument('--p-ext', action='store_true', help="Eq. 8 over the external memory alone, as in the official code; the paper: over all")
-    parser.add_argument('--retriever', default='', choices=('learned', 'random', 'off'), help='generate, of drt: what it retrieves by (default: as trained)')
+    parser.add_argument('--retriever', default='', choices=('learned', 'random', 'off'), help='generate, drt: what it retrieves by (default: as trained)')
+    parser.add_argument('--offload', action='store_true', help="generate, drt: keep the chunks' keys and values in the CPU's memory")
     parser.add_argument('--tau', type=float, default=None, help='temperature of Eq. 6 (not of the linear formulas); default: tuned on val')
     parser.add_argument('--device', default='auto', choices=('auto', 'cuda', 'cpu', 'mps'), help='(default: auto)')
     parser.add_argument('--json', default='', metavar='FILE', help='write every number that the screen shows')
@@ -844,6 +849,15 @@ def main():
     if min(args.long, args.n_neighbors) < 1 or args.at_most < 0 or args.at_most == 1:
         raise SystemExit(f'--long {args.long} and --n-neighbors {args.n_neighbors} must be 1 or more, --at-most {args.at_most} 2 or more')
     device = train.hardware(args.device)
+    kinds = {read(path)['model_name'] for path in args.checkpoints}
+    kind = kinds.pop()
+    if kinds or args.task not in ('table', 'generate', *TASKS[kind]):
+        raise SystemExit(f'--task {args.task}: one kind of model at a time; {kind} has table, generate, {", ".join(TASKS[kind])}')
+    others = {'drt': ('stride', 'memory', 'formula', 'long', 'across_documents', 'n_neighbors', 'datastore_from', 'p_ext', 'tau'),
+              'trime': ('retriever', 'offload')}[kind]
+    wrong = [name for name in others if getattr(args, name) != parser.get_default(name)]
+    if wrong:
+        raise SystemExit(f'--{wrong[0].replace("_", "-")} says nothing to {kind}')
     if args.task == 'generate':
         for path in args.checkpoints:
             model, tokenizer, *_ = equip(path, args, device)
@@ -851,10 +865,6 @@ def main():
                 print(text, end='', flush=True)
             print()
         return
-    kinds = {read(path)['model_name'] for path in args.checkpoints}
-    kind = kinds.pop()
-    if kinds or args.task not in ('table', *TASKS[kind]):
-        raise SystemExit(f'--task {args.task}: one kind of model at a time; {kind} has table, generate, {", ".join(TASKS[kind])}')
     result = TASKS[kind].get(args.task, drt_table if kind == 'drt' else table)(args, device)
     runs = [path for path in args.checkpoints if (Path(path) / 'log.jsonl').exists()]
     if args.task == 'table' and len(runs) > 1:

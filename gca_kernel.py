@@ -86,7 +86,7 @@ class Rows:
     """
 
     def __init__(self, q, k, v, w, idx, chunk, n_keys, sink, scale):
-        self.n_keys, self.sink, self.scale = n_keys, sink, scale
+        self.n_keys, self.L, self.scale = n_keys, n_keys + sink, scale                      # a sink is one more key of zeros
         self.B, self.N, self.K = idx.shape
         self.M, self.S, self.H, self.Hkv, self.D = k.size(1) // chunk, chunk, q.size(2), k.size(2), q.size(3)
         self.k, self.v = self.by_chunk(k), self.by_chunk(v)
@@ -95,22 +95,21 @@ class Rows:
         first = torch.arange(self.B, device=q.device)[:, None, None] * self.M
         row = torch.where(self.empty, self.B * self.M, idx + first).view(-1, 1, self.K)     # (B N, 1, K)
         self.fetched = row * self.Hkv + torch.arange(self.Hkv, device=q.device)[:, None]    # (B N, Hkv, K) rows of self.k
-        per_row = self.S * self.H * self.K * n_keys
+        per_row = self.S * self.H * self.K * self.L
         self.blocks = range(0, self.B * self.N, max(1, SCORES.get(q.device.type, 2 ** 24) // per_row))
 
     def by_chunk(self, x):
-        """(B, M S, Hkv, D) -> ((B M + 1) Hkv, n_keys D); the last chunk is zeros, and empty slots read it."""
-        x = x.reshape(self.B, self.M, self.S, self.Hkv, self.D)[:, :, :self.n_keys].transpose(2, 3)
-        y = x.new_zeros(self.B * self.M + 1, self.Hkv, self.n_keys, self.D)
-        y[:-1].view(x.shape).copy_(x)
-        return y.view(-1, self.n_keys * self.D)
+        """(B, M S, Hkv, D) -> ((B M + 1) Hkv, L D); the last chunk is zeros, and empty slots read it."""
+        x = x.reshape(self.B * self.M, self.S, self.Hkv, self.D)
+        y = x.new_zeros(self.B * self.M + 1, self.Hkv, self.L, self.D)
+        y[:-1, :, :self.n_keys].copy_(x[:, :self.n_keys].transpose(1, 2))
+        return y.view(-1, self.L * self.D)
 
     def by_token(self, y, like):
-        """(B M + 1) Hkv, n_keys D) -> (B, M S, Hkv, D), with zeros at the keys that take no part"""
-        x = torch.zeros(self.B, self.M, self.S, self.Hkv, self.D, dtype=like.dtype, device=like.device)
-        y = y[:-self.Hkv].view(self.B, self.M, self.Hkv, self.n_keys, self.D)
-        x[:, :, :self.n_keys].copy_(y.transpose(2, 3))
-        return x.flatten(1, 2)
+        """The way back to the shape of `like`, with zeros at the keys that take no part."""
+        x = like.new_zeros(self.B * self.M, self.S, self.Hkv, self.D)
+        x[:, :self.n_keys].copy_(y.view(-1, self.Hkv, self.L, self.D)[:-1, :, :self.n_keys].transpose(1, 2))
+        return x.view(like.shape)
 
     def fold(self, x, i):
         """(B N, S, H, D), the block at i -> (R Hkv, G S, D)"""
@@ -123,17 +122,11 @@ class Rows:
         x.copy_(y.view(-1, self.Hkv, x.size(3), self.S, self.D).permute(0, 3, 1, 2, 4))
 
     def read(self, q, i):
-        """The block at i: its queries (R Hkv, G S, D), keys and values (R Hkv, K n_keys, D), P and w that broadcasts over it."""
+        """The block at i: queries (R Hkv, G S, D), keys and values (R Hkv, K L, D), P, w to go with it, and where k and v were."""
         q, rows = self.fold(q, i), self.fetched[i:i + self.blocks.step].flatten()
         k, v = (x.index_select(0, rows).view(q.size(0), -1, self.D) for x in (self.k, self.v))
         s = fp32(q) @ fp32(k).mT                                # in fp32: what bf16 leaves of a score of 20 moves e^s by 6%
-        s = s.mul_(self.scale).view(-1, self.K, self.n_keys)                                # (R H S, K, n_keys)
-        if self.sink:
-            m = s.amax(-1, keepdim=True).clamp_(min=0)
-            p = s.sub_(m).exp_()
-            p /= p.sum(-1, keepdim=True) + (-m).exp()
-        else:
-            p = s.softmax(dim=-1)                                                           # Eq. 3, for each chunk alone
+        p = s.mul_(self.scale).view(-1, self.K, self.L).softmax(dim=-1)                     # (R H S, K, L) each chunk alone
         w = self.w[i:i + self.blocks.step].repeat_interleave(self.H * self.S, 0)[..., None] # (R H S, K, 1)
         return q, k, v, p, w, rows
 
@@ -149,7 +142,7 @@ def torch_forward(q, k, v, w, idx, chunk, n_keys, sink, scale):
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     for i in rows.blocks:
         qi, _, vi, p, wi, _ = rows.read(q, i)
-        p = p.mul_(wi).to(v.dtype).view(*qi.shape[:2], -1)                                  # (R Hkv, G S, K n_keys)
+        p = p.mul_(wi).to(v.dtype).view(*qi.shape[:2], -1)                                  # (R Hkv, G S, K L)
         rows.unfold(p @ vi, o, i)
     return rows.hide_empty(o)
 
@@ -167,11 +160,11 @@ def torch_backward(do, q, k, v, w, idx, chunk, n_keys, sink, scale):
     dw = torch.empty_like(rows.w)
     for i in rows.blocks:
         (qi, ki, vi, p, wi, fetched), doi = rows.read(q, i), rows.fold(do, i)
-        ds = (fp32(doi) @ fp32(vi).mT).view_as(p).mul_(p)                                   # (R H S, K, n_keys) P ∘ dP
+        ds = (fp32(doi) @ fp32(vi).mT).view_as(p).mul_(p)                                   # (R H S, K, L) P ∘ dP
         delta = ds.sum(-1, keepdim=True)                                                    # (R H S, K, 1)
         dw[i:i + rows.blocks.step] = delta.view(-1, rows.H * rows.S, rows.K).sum(1)
         ds = ds.addcmul_(p, delta, value=-1).mul_(wi * scale).to(q.dtype).view(*qi.shape[:2], -1)
-        p = p.mul_(wi).to(q.dtype).view_as(ds)                                              # (R Hkv, G S, K n_keys)
+        p = p.mul_(wi).to(q.dtype).view_as(ds)                                              # (R Hkv, G S, K L)
         rows.unfold(ds @ ki, dq, i)
         dk.index_add_(0, fetched, (ds.mT @ qi).view(-1, dk.size(1)).to(dk.dtype))
         dv.index_add_(0, fetched, (p.mT @ doi).view(-1, dv.size(1)).to(dv.dtype))

@@ -159,7 +159,7 @@ def rotate(x, turns):
 def attend(q, k, v, block, window, slopes=None):
     """
     Causal attention in blocks: the queries of block n see the keys of blocks n-1 and n, none later, none `window` or
-    more tokens older. With slopes (H,), ALiBi takes slope · age from each score. The cost is linear in T.
+    more tokens older. With slopes (H,), ALiBi takes slope · age from each score (in the dtype of q). The cost is linear in T.
 
     q (B, T, H, D)   k, v (B, P + T, H, D): the P keys that come before the queries, the first at the start of a block
     returns (B, T, H, D)

@@ -420,8 +420,13 @@ def test_trace(trained_drt, monkeypatch, capsys):
 def test_drt_generates_and_refuses_what_it_has_not(trained_drt, monkeypatch, capsys):
     monkeypatch.chdir(trained_drt)
     command(monkeypatch, 'out/drt', '--task', 'generate', '--prompt', 'the old ', '--max-tokens', '40', '--temperature', '0')
-    on = capsys.readouterr().out
-    command(monkeypatch, 'out/drt', '--task', 'generate', '--prompt', 'the old ', '--max-tokens', '40', '--temperature', '0', '--retriever', 'off')
+    on, seen = capsys.readouterr().out, []
+    equip = evaluation.equip
+    monkeypatch.setattr(evaluation, 'equip', lambda *a: seen.append(equip(*a)) or seen[-1])
+    command(monkeypatch, 'out/drt', '--task', 'generate', '--prompt', 'the old ', '--max-tokens', '4', '--retriever', 'off', '--offload')
     assert on.startswith('the old ') and capsys.readouterr().out.startswith('the old ')
+    assert (seen[0][0].retriever, seen[0][0].offload) == ('off', True)
     with pytest.raises(SystemExit, match='drt has table, generate, trace'):
         command(monkeypatch, 'out/drt', '--task', 'neighbors')
+    with pytest.raises(SystemExit, match='--memory says nothing to drt'):
+        command(monkeypatch, 'out/drt', '--memory', 'local')
