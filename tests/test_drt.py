@@ -409,6 +409,21 @@ def test_mlm(monkeypatch):
     assert 'mlm_loss' not in model.eval()(batch, 0.49)[1]
 
 
+@pytest.mark.parametrize('more', [{}, dict(encoder='tokens', retriever='random'), dict(groups=0)])
+def test_compiled_is_the_same(more):
+    """encode as one graph, as train.py compiles it: the same loss and gradients."""
+    losses, doc = [], (torch.arange(T) >= 16).long().expand(B, T)
+    for compiled in (False, True):
+        model = small(**more).train()
+        if compiled:
+            model.encode = torch.compile(model.encode, backend='aot_eager', fullgraph=True)
+        loss, _ = model(batch_of(tokens_of(), doc, seed=3), 0.1)
+        loss.backward()
+        losses.append([loss.detach()] + [p.grad for p in model.parameters() if p.grad is not None])
+    for a, b in zip(*losses, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_random_tokens_cannot_be_predicted():
     """No leak: trained on random tokens, the loss on fresh ones stays at ln V."""
     torch.manual_seed(0)
