@@ -6,14 +6,16 @@ gca_kernel.py against a double loop, in PyTorch and in Triton: its interpreter w
 """
 
 import functools
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,34 +23,45 @@ import torch.nn.functional as F
 import gca_kernel
 from gca_kernel import gca, gca_plan, gca_reference
 
-HAS_TRITON, HAS_GPU = importlib.util.find_spec('triton') is not None, torch.cuda.is_available()
+HAS_TRITON, HAS_GPU = gca_kernel.HAS_TRITON, torch.cuda.is_available()
+TRITON = tuple(map(int, version('triton').split('.')[:2])) if HAS_TRITON else (0, 0)
 if HAS_TRITON and not HAS_GPU:
     with mock.patch.dict(os.environ, TRITON_INTERPRET='1'):     # its own functions (tl.sum) ask when they are imported,
         importlib.import_module('triton.language')              # ours when they run: the fixture. No other test sees it
+
+@pytest.fixture(autouse=True, scope='module')
+def one_thread():
+    """The examples are so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 @pytest.fixture(params=['torch', 'triton'])
 def kernel(request, monkeypatch):
     if request.param == 'triton':
         if not HAS_TRITON or HAS_GPU:
             pytest.skip('the interpreter needs Triton and no GPU; on a GPU run -m gpu')
+        if TRITON < (3, 9) and np.lib.NumpyVersion(np.__version__) >= '2.4.0':
+            pytest.skip('the interpreter of Triton before 3.9 cannot loop with numpy 2.4')
         monkeypatch.setenv('TRITON_INTERPRET', '1')
     return request.param
 
 def double_loop(q, k, v, w, idx, S, n_keys=None, sink=False, scale=None):
-    """Eq. 2 and 3 for every token of every head by itself, every chunk it reads after the other, from the plain formula of softmax."""
+    """Eq. 2 and 3 for each token of each head by itself, one chunk after the other, by the plain formula of softmax."""
     B, T, H, D = q.shape
     G, n = H // k.size(2), n_keys or S
     scale = D ** -0.5 if scale is None else scale
-    out = []
-    for b in range(B):
-        for t in range(T):
-            for h in range(H):
-                o = 0 * q[b, t, h]
+    by_chunk = lambda x: [[c.unbind(1) for c in sequence] for sequence in x.unflatten(1, (-1, S))[:, :, :n]]
+    k, v, w, out = by_chunk(k), by_chunk(v), [[n.unbind() for n in sequence] for sequence in w], []       # k[b][c][h] (n, D)
+    for b, sequence in enumerate(q):
+        for t, token in enumerate(sequence):
+            for h, query in enumerate(token):
+                o = 0 * query
                 for slot, c in enumerate(idx[b, t // S].tolist()):
                     if c >= 0:
-                        keys, values = k[b, c * S:c * S + n, h // G], v[b, c * S:c * S + n, h // G]        # (n, D) each
-                        e = torch.exp(keys @ q[b, t, h] * scale)                                           # (n,)
-                        o = o + w[b, t // S, slot] * (e @ values) / (e.sum() + (1 if sink else 0))
+                        e = torch.exp(k[b][c][h // G] @ query * scale)                                    # (n,)
+                        o = o + w[b][t // S][slot] * (e @ v[b][c][h // G]) / (e.sum() + (1 if sink else 0))
                 out.append(o)
     return torch.stack(out).view(B, T, H, D)
 
@@ -80,18 +93,18 @@ def assert_close(found, exact, tolerance, dw_tolerance=None):
         assert (a - b).abs().max().item() <= bound, name            # a NaN fails too
 
 CASES = {
-    'as in drt.py':               dict(S=32, D=64, K=4, N=3, n_keys=31),
+    'as in drt.py':               dict(B=2, S=32, D=64, K=4, n_keys=31),
     'one slot':                   dict(K=1),
-    'eight slots, few chunks':    dict(K=8, M=2, B=1),
+    'eight slots, few chunks':    dict(K=8, M=2),
     'more queries than chunks':   dict(N=6, M=1),
-    'wide chunks':                dict(S=64, N=3, M=3, B=1),
-    'wide heads':                 dict(D=128, N=2, B=1),
-    'wide heads and chunks':      dict(S=64, D=64, N=2, K=8, M=9, B=1, H=1, Hkv=1),
+    'wide chunks':                dict(S=64, M=3),
+    'wide heads':                 dict(D=128, N=2),
+    'wide heads and chunks':      dict(S=64, D=64, N=2, K=8, M=9, H=1, Hkv=1),
     'a sink':                     dict(sink=True),
     'a sink and fewer keys':      dict(sink=True, n_keys=15),
     'one key':                    dict(n_keys=1),
     'one key and a sink':         dict(n_keys=1, sink=True),
-    'two heads share keys':       dict(H=4, Hkv=2),
+    'two heads share keys':       dict(B=2, H=4, Hkv=2, M=3),
     'all heads share keys, sink': dict(H=3, Hkv=1, sink=True, n_keys=11),
     'odd width':                  dict(D=24),
     'another scale':              dict(scale=0.7),
@@ -99,7 +112,9 @@ CASES = {
 }
 
 def split(case):
-    return {x: y for x, y in case.items() if x not in ('n_keys', 'sink', 'scale')}, {x: y for x, y in case.items() if x in ('n_keys', 'sink', 'scale')}
+    """The sizes of an example, and what gca is told."""
+    told = {x: case[x] for x in ('n_keys', 'sink', 'scale') if x in case}
+    return {x: y for x, y in case.items() if x not in told}, told
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What it should compute
@@ -107,7 +122,7 @@ def split(case):
 @functools.cache
 def exactly(name):
     sizes, options = split(CASES[name])
-    *inputs, idx, do = example(**dict(N=3) | sizes, dtype=torch.float32)
+    *inputs, idx, do = example(**dict(B=1, N=3) | sizes, dtype=torch.float32)
     S = sizes.get('S', 16)
     return inputs, idx, do, S, options, run(double_loop, *inputs, idx, do, S, **options)
 
@@ -123,14 +138,15 @@ def test_equals_the_double_loop(name, kernel):
 def test_a_plan_made_before_and_int64(kernel):
     inputs, idx, do, S, options, exact = exactly('two heads share keys')
     for numbers in (idx, idx.long()):
-        assert_close(run(gca, *inputs, numbers, do, S, torch.float32, kernel=kernel, plan=gca_plan(numbers, 5)), exact, 2e-6, 1e-5)
+        found = run(gca, *inputs, numbers, do, S, torch.float32, kernel=kernel, plan=gca_plan(numbers, 3))
+        assert_close(found, exact, 2e-6, 1e-5)
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_equals_the_reference_in_half_precision(dtype, kernel):
     """Three roundings of 11 or 8 bits: of P, of dS and of the result. dw comes from fp32 alone."""
     if kernel == 'triton' and dtype == torch.bfloat16:
         pytest.skip('the interpreter multiplies the bits of bf16 as if they were numbers; see the GPU test')
-    *inputs, idx, do = example(S=32, D=64, K=4, H=4, dtype=dtype)
+    *inputs, idx, do = example(B=1, N=3, M=3, S=32, D=64, K=4, H=4, dtype=dtype)
     exact = run(gca_reference, *inputs, idx, do, 32, sink=True, n_keys=31)
     unit = torch.finfo(dtype).eps
     found = run(gca, *inputs, idx, do, 32, dtype, kernel=kernel, sink=True, n_keys=31)
@@ -164,14 +180,13 @@ def test_views(kernel):
     *_, w, idx, _ = example(B, N, M, S, 2, H, H, D, torch.float32)
     w = w.float()
     qkv, kv = torch.randn(B, (N + 1) * S, 3, H, D), torch.randn(B, M * S, 2, H, D)
-    qs = [qkv[:, S:, 0], qkv.permute(0, 1, 2, 4, 3).contiguous().permute(0, 1, 2, 4, 3)[:, :-S, 1],       # the last one: D has stride H
-          qkv[:, :N * S, 2].transpose(1, 2).contiguous().transpose(1, 2)]
+    qs = [qkv[:, S:, 0], qkv.mT.contiguous().mT[:, :-S, 1], qkv[:, :N * S, 2].transpose(1, 2).contiguous().transpose(1, 2)]
     k, v = kv[:, :, 0], kv[:, :, 1].transpose(1, 2).contiguous().transpose(1, 2)
     for q in qs:
         assert not (q.is_contiguous() or k.is_contiguous() or v.is_contiguous())
         inputs = [x.detach().requires_grad_() for x in (q, k, v, w)]
         assert inputs[0].stride() == q.stride()
-        found = torch.autograd.grad(gca(*inputs, idx, S, kernel=kernel).sum(), inputs)                     # its gradient is expanded
+        found = torch.autograd.grad(gca(*inputs, idx, S, kernel=kernel).sum(), inputs)          # of a sum: expanded
         copies = [x.detach().contiguous().requires_grad_() for x in (q, k, v, w)]
         exact = torch.autograd.grad(gca_reference(*copies, idx, S).sum(), copies)
         assert_close(found, exact, 5e-6)
@@ -226,22 +241,14 @@ def test_the_order_of_the_slots_does_not_matter(kernel):
 def test_a_sink_is_a_key_and_a_value_of_zeros(kernel):
     """Scores far below zero, where the sink has nearly all of the softmax, and far above, where it has nothing: max(m, 0)."""
     q, k, v, w, idx, do = example(dtype=torch.float32)
-    k = k.view(2, 5, 16, 2, 16).clone()
-    k[:, :, 15] = 0
-    v = v.view(2, 5, 16, 2, 16).clone()
-    v[:, :, 15] = 0
-    k, v = k.flatten(1, 2), v.flatten(1, 2)
+    last = lambda x: x.view(2, 5, 16, 2, 16)[:, :, 15]              # of every chunk
     for push in (0, -20, 20):
-        shifted = (k.view(2, 5, 16, 2, 16) + F.one_hot(torch.tensor(0), 16) * push).view_as(k)             # along one direction,
-        shifted.view(2, 5, 16, 2, 16)[:, :, 15] = 0
-        qs = q.clone()
-        qs[..., 0] = 20                                                                                    # so scores move by ±100
-        exact = run(double_loop, qs, shifted, v, w, idx, do, 16)
-        found = run(gca, qs, shifted, v, w, idx, do, 16, torch.float32, kernel=kernel, n_keys=15, sink=True)
-        dk, dv = (x.view(2, 5, 16, 2, 16)[:, :, :15] for x in exact[2:4])
-        bound = 1e-5 * max(1, *(x.abs().max() for x in exact))      # at scores of 100 an fp32 score is off by 4e-6
-        for a, b in zip((found[0], found[1], *(x.view(2, 5, 16, 2, 16)[:, :, :15] for x in found[2:4]), found[4]), (*exact[:2], dk, dv, exact[4])):
-            assert (a - b).abs().max() <= bound
+        q[..., 0], k[..., 0] = 20, push                             # in one direction, so that scores move by 0 or ±100
+        last(k)[:], last(v)[:] = 0, 0
+        o, dq, dk, dv, dw = run(double_loop, q, k, v, w, idx, do, 16)
+        last(dk)[:], last(dv)[:] = 0, 0
+        found = run(gca, q, k, v, w, idx, do, 16, torch.float32, kernel=kernel, n_keys=15, sink=True)
+        assert_close(found, (o, dq, dk, dv, dw), 3e-5)              # at scores of 100 an fp32 score is off by 1e-5
 
 def test_a_chunk_that_nobody_wants_gets_exact_zeros(kernel):
     q, k, v, w, idx, do = example(M=5)
@@ -253,9 +260,10 @@ def test_a_chunk_that_nobody_wants_gets_exact_zeros(kernel):
         assert x[:, :, 13:].abs().max() == 0                        # nor do keys that take no part
 
 def test_a_chunk_that_everybody_wants(kernel):
-    *inputs, idx, do = example(N=7, M=6, K=3)
+    *inputs, idx, do = example(B=1, N=7, M=6, K=3)
     idx[..., 1] = 5
-    assert_close(run(gca, *inputs, idx, do, 16, torch.float32, kernel=kernel), run(gca_reference, *inputs, idx, do, 16), 2e-6, 1e-5)
+    exact = run(gca_reference, *inputs, idx, do, 16)
+    assert_close(run(gca, *inputs, idx, do, 16, torch.float32, kernel=kernel), exact, 2e-6, 1e-5)
 
 def test_whoever_reads_nothing_gets_exact_zeros(kernel):
     q, k, v, w, idx, do = example()
@@ -288,7 +296,7 @@ def test_nan_stays_where_it_is(kernel):
         assert_close([a[0]], [r], 2e-6)
 
 def test_the_same_bits_every_time(kernel):
-    *inputs, idx, do = example(N=6, M=3)
+    *inputs, idx, do = example(N=4, M=3, H=1, Hkv=1)
     a = run(gca, *inputs, idx, do, 16, torch.float32, kernel=kernel)
     b = run(gca, *inputs, idx, do, 16, torch.float32, kernel=kernel)
     assert all(torch.equal(x, y) for x, y in zip(a, b))
@@ -327,16 +335,19 @@ def test_compiles_whole(kernel):
     eager = run(layer, *inputs, idx, do, 16, torch.float32)
     compiled = run(torch.compile(layer, backend='aot_eager', fullgraph=True), *inputs, idx, do, 16, torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(compiled, eager))
-    assert torch.library.opcheck(gca_kernel.gca_op, (*(x.float().requires_grad_() for x in inputs), idx, [], 16, 15, True, 0.25, kernel == 'triton'))
+    inputs = [x.float().requires_grad_() for x in inputs]
+    torch.library.opcheck(gca_kernel.gca_op, (*inputs, idx, [], 16, 15, True, 0.25, kernel == 'triton'))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What it refuses, and what it does without
 
 @pytest.mark.parametrize('change, says', [
-    (dict(q=torch.zeros(2, 64, 32)), 'should be'), (dict(v=torch.zeros(2, 64, 2, 16)), 'should be'), (dict(q=torch.zeros(1, 64, 2, 16)), 'should be'),
-    (dict(q=torch.zeros(2, 65, 2, 16)), '65 queries'), (dict(chunk=15), 'chunk = 15'), (dict(chunk=0), 'chunk = 0'),
-    (dict(q=torch.zeros(2, 64, 3, 16)), '3 heads'), (dict(q=torch.zeros(2, 64, 2, 16, dtype=torch.bfloat16)), 'dtype'),
-    (dict(w=torch.zeros(2, 4, 2)), r'\(2, 4, K\)'), (dict(idx=torch.zeros(2, 3, 3, dtype=torch.int32), w=torch.zeros(2, 3, 3)), r'\(2, 4, K\)'),
+    (dict(q=torch.zeros(2, 64, 32)), 'should be'), (dict(v=torch.zeros(2, 64, 2, 16)), 'should be'),
+    (dict(q=torch.zeros(1, 64, 2, 16)), 'should be'), (dict(q=torch.zeros(2, 65, 2, 16)), '65 queries'),
+    (dict(chunk=15), 'chunk = 15'), (dict(chunk=0), 'chunk = 0'), (dict(q=torch.zeros(2, 64, 3, 16)), '3 heads'),
+    (dict(q=torch.zeros(2, 64, 2, 16, dtype=torch.bfloat16)), 'dtype'), (dict(q=torch.zeros(2, 64, 2, 16, device='meta')), 'device'),
+    (dict(w=torch.zeros(2, 4, 2)), r'\(2, 4, K\)'),
+    (dict(idx=torch.zeros(2, 3, 3, dtype=torch.int32), w=torch.zeros(2, 3, 3)), r'\(2, 4, K\)'),
     (dict(idx=torch.zeros(2, 4, 3)), 'int32'), (dict(n_keys=0), 'n_keys = 0'), (dict(n_keys=17), 'n_keys = 17'),
     (dict(plan=gca_plan(torch.zeros(2, 4, 3, dtype=torch.int32), 6)), 'plan'), (dict(kernel='cuda'), 'kernel'),
     (dict(idx=torch.full((2, 4, 3), 5)), 'has a chunk 5'), (dict(kernel='triton'), 'TRITON_INTERPRET'),
@@ -349,11 +360,12 @@ def test_what_does_not_fit_is_refused_in_one_line(change, says, monkeypatch):
         gca(**arguments)
     assert '\n' not in str(error.value)
 
-@pytest.mark.parametrize('chunk, D, dtype, says', [(24, 16, torch.float32, 'chunk is 24'), (16, 8, torch.float32, 'width 8'), (16, 256, torch.float16, 'width 256'),
-                                                  (16, 16, torch.float64, 'float64'), (128, 128, torch.float32, 'do not fit')])
+@pytest.mark.parametrize('chunk, D, dtype, says', [
+    (24, 16, torch.float32, 'chunk is 24'), (16, 8, torch.float32, 'width 8'), (16, 256, torch.float16, 'width 256'),
+    (16, 16, torch.float64, 'float64'), (128, 128, torch.float32, 'do not fit')])
 def test_what_the_kernels_cannot_do_is_said(chunk, D, dtype, says, monkeypatch):
     monkeypatch.setenv('TRITON_INTERPRET', '1')
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: True)
+    monkeypatch.setattr(gca_kernel, 'HAS_TRITON', True)
     x, w, idx = torch.zeros(1, chunk, 1, D, dtype=dtype), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=says):
         gca(x, x, x, w, idx, chunk, kernel='triton')
@@ -374,7 +386,7 @@ def test_importing_it_imports_no_triton_and_touches_no_gpu():
     subprocess.run([sys.executable, '-c', script], cwd=Path(gca_kernel.__file__).parent, check=True, timeout=60)
 
 def test_without_triton(monkeypatch):
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr(gca_kernel, 'HAS_TRITON', False)
     *inputs, idx, do = example()
     run(gca, *inputs, idx, do, 16)
     with pytest.raises(ValueError, match='not installed'):
@@ -397,7 +409,8 @@ def compiled(kernel, capability, S, D):
                  H='i32', N='i32', M='i32', TOPK='i32', scale='fp32')
     kind = lambda n: 'constexpr' if n in constants else kinds.get(n) or ('*bf16' if n.isupper() else 'i32')
     signature = {n: kind(n) for n in names}
-    aligned = {(i,): [['tt.divisibility', 16]] for i, n in enumerate(names) if signature[n][0] == '*' or re.fullmatch('[a-z]+_[bth]', n)}
+    aligned = [i for i, n in enumerate(names) if signature[n][0] == '*' or re.fullmatch('[a-z]+_[bth]', n)]
+    aligned = {(i,): [['tt.divisibility', 16]] for i in aligned}
     source = ASTSource(kernel, signature, {(i,): constants[n] for i, n in enumerate(names) if n in constants}, aligned)
     major, minor = capability
     binary = triton.compile(source, target=GPUTarget('cuda', 10 * major + minor, 32), options=launch)
@@ -414,10 +427,10 @@ capability = tuple(map(int, sys.argv[1:]))
 print(json.dumps([compiled(kernel, capability, 64, D) for D in (64, 128) for kernel in gca_kernel.kernels()]))
 '''
 
-@pytest.mark.skipif(not HAS_TRITON, reason='needs Triton')
+@pytest.mark.skipif(TRITON < (3, 3), reason='Triton 3.3 changed how one compiles without a GPU')
 @pytest.mark.parametrize('capability, shared', [((8, 0), 163), ((9, 0), 227)])
 def test_the_kernels_compile_without_spilling(capability, shared, tmp_path):
-    """For GPUs that need not be here: no registers spilled, loads in flight behind the products, tensor cores of the right sort."""
+    """For GPUs that need not be here: no registers spilled, loads in flight behind the products, the right tensor cores."""
     env = {x: y for x, y in os.environ.items() if x != 'TRITON_INTERPRET'} | dict(TRITON_CACHE_DIR=str(tmp_path))
     done = subprocess.run([sys.executable, '-c', COMPILE, *map(str, capability)], cwd=Path(gca_kernel.__file__).parent, env=env,
                           capture_output=True, text=True, timeout=300)
@@ -430,10 +443,10 @@ def test_the_kernels_compile_without_spilling(capability, shared, tmp_path):
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize('name', [*CASES, 'the size of the paper', 'the widest'])
 def test_on_a_gpu(name, dtype):
-    """The compiled kernels, and the PyTorch path there, against the reference in fp64; twice the same bits; NaN unread."""
-    case = CASES.get(name) or {'the size of the paper': dict(B=2, N=40, M=40, S=64, K=8, H=12, Hkv=12, D=64, n_keys=63, sink=True),
-                               'the widest': dict(S=128, D=128, N=3, K=2)}[name]
-    sizes, options = split(case)
+    """The compiled kernels, and the PyTorch path there, against the reference in fp64; the kernels twice, to the same bits."""
+    large = {'the size of the paper': dict(B=2, N=40, M=40, S=64, K=8, H=12, Hkv=12, D=64, n_keys=63, sink=True),
+             'the widest': dict(S=128, D=128, N=3, K=2)}
+    sizes, options = split((CASES | large)[name])
     S = sizes.get('S', 16)
     q, k, v, w, idx, do = example(**sizes, dtype=dtype, device='cuda')
     exact = run(gca_reference, q, k, v, w, idx, do, S, **options)
@@ -441,6 +454,8 @@ def test_on_a_gpu(name, dtype):
     for kernel in ('auto', 'torch'):
         found = run(gca, q, k, v, w, idx, do, S, dtype, kernel=kernel, **options)
         assert_close(found, exact, 2e-6 if dtype == torch.float32 else 1.5 * unit, 2e-5)
+    if gca_kernel.why_not_triton(q.to(dtype), S):
+        return                                                      # PyTorch adds up dk and dv in any order there
     found = run(gca, q, k, v, w, idx, do, S, dtype, **options)
     again = run(gca, q, k, v, w, idx, do, S, dtype, plan=gca_plan(idx, k.size(1) // S), **options)
     assert all(torch.equal(a, b) for a, b in zip(found, again))
