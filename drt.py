@@ -70,7 +70,7 @@ class DRTConfig:
     n_encoder: int = 2            # its layers (official code)
     gumbel: bool = True           # noise on the scores when chunks are chosen, in training only (paper section 3.2)
     mlm: float = 0.15             # with encoder tokens: share of its tokens masked in the first half of training (official code)
-    retriever: str = 'learned'    # learned, or random: a random vector in place of the landmark's (paper appendix A.5)
+    retriever: str = 'learned'    # learned; random: a random vector in place of the landmark's (paper appendix A.5); off: nothing is read
     sink: bool = False            # a key and a value of zero beside those of each chunk (official code: yes)
 
     def __post_init__(self):
@@ -86,8 +86,8 @@ class DRTConfig:
                              'the upper half of the layers is cut into groups of one size')
         if self.encoder not in ('lower', 'tokens', 'none'):
             raise ValueError(f'encoder {self.encoder!r} is not one of lower, tokens, none')
-        if self.retriever not in ('learned', 'random'):
-            raise ValueError(f'retriever {self.retriever!r} is not one of learned, random')
+        if self.retriever not in ('learned', 'random', 'off'):
+            raise ValueError(f'retriever {self.retriever!r} is not one of learned, random, off')
         if not 0 <= self.mlm < 1 or self.n_inner < 0:
             raise ValueError(f'mlm {self.mlm} is a share, from 0 to below 1; n_inner {self.n_inner} is 0 or more')
 
@@ -361,7 +361,7 @@ class DRT(nn.Module):
         self.landmark_norms = nn.ModuleList(RMSNorm(config.n_embd) for _ in range(config.groups))
         self.encoder = ChunkEncoder(config) if config.groups else None
         self.norm = RMSNorm(config.n_embd)
-        self.retriever = config.retriever       # eval.py sets it: learned, random, or off
+        self.retriever = config.retriever       # eval.py tries others
         self.kernel = 'auto'                    # of gca: auto, triton or torch
         self.offload = False                    # streaming keeps the chunks' keys and values in the CPU's memory (§3.3)
         for name, p in self.named_parameters():                             # GPT-2's: what a block adds starts small

@@ -634,7 +634,8 @@ def sweep(args, device):
         for path, x in result.items():
             axes.plot(list(x), list(x.values()), marker='o', markersize=3, label=path)
         axes.set_xscale('symlog', base=2, linthresh=256)
-        picture(axes, Path(args.checkpoints[0]) / 'sweep.png')
+        first = Path(args.checkpoints[0])
+        picture(axes, (first if first.is_dir() else first.parent) / 'sweep.png')
     return result
 
 
@@ -714,7 +715,7 @@ def drt_table(args, device):
     for path in map(str, args.checkpoints):
         model, _, split = open_drt(path, args, device)
         T, rows = model.config.block_size, {}
-        for retriever in (model.config.retriever, 'random', 'off') if model.config.groups else ('off',):
+        for retriever in dict.fromkeys((model.config.retriever, 'random', 'off')) if model.config.groups else ('off',):
             model.retriever, name = retriever, 'on' if retriever == 'learned' else retriever
             for L in (T // 8, T, 2 * T, 4 * T):
                 if (name, L) not in rows and 0 < L < len(split.tokens):

@@ -127,7 +127,7 @@ def test_shared_definitions_are_the_same_text():
 # ----------------------------------------------------------------------------------------------------------------------
 # causality, documents, few chunks
 
-@pytest.mark.parametrize('more', [{}, dict(encoder='tokens'), dict(encoder='none', n_neighbors=9), dict(retriever='random'), dict(groups=0)])
+@pytest.mark.parametrize('more', [{}, dict(encoder='tokens'), dict(encoder='none', n_neighbors=9), dict(retriever='random'), dict(retriever='off'), dict(groups=0)])
 def test_the_future_is_invisible(more):
     """Change token t: no logit before t may move, bit for bit, at every edge of a chunk and beside it; and later ones do."""
     model = small(**more)

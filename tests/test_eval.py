@@ -275,8 +275,8 @@ def test_the_analyses(run, monkeypatch, capsys):
         n = sum(b['tokens'] for b in buckets)
         assert n == len(corpus.val.tokens) - 1
         assert sum(b['tokens'] * np.log(b['ppl']) for b in buckets) / n == pytest.approx(rows[name.split()[1]]['loss'], abs=1e-5)
-    command(monkeypatch, *flags, '--task', 'sweep')
-    ppl = figures()['out/trime']
+    command(monkeypatch, 'out/trime/best.pt', *flags[1:], '--task', 'sweep')     # a file: the picture goes beside it
+    ppl = figures()['out/trime/best.pt']
     assert list(ppl) == ['0', '256', '512', '600'] and ppl['0'] == pytest.approx(rows['local']['ppl'], rel=1e-5)
     assert ppl[str(tuned['local,long']['long'])] == pytest.approx(rows['local,long']['ppl'], rel=1e-5)
     assert (run / 'sweep.png').stat().st_size > 1000
