@@ -784,7 +784,7 @@ class TRIME(nn.Module):
         targets, doc = batch.targets.flatten(), batch.doc.flatten()         # (N,)
 
         key, memory_targets, memory_doc, first = g, targets, doc, 0
-        if config.gather_memory and memory in ('long', 'ext') and dist.is_initialized():
+        if self.training and config.gather_memory and memory in ('long', 'ext') and dist.is_initialized():     # in validation each has its own
             key, memory_targets, memory_doc = Gather.apply(g), Gather.apply(targets), Gather.apply(doc)
             first = dist.get_rank() * B * T                                 # where our own rows stand among all
         if not config.memory_grad:
