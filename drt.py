@@ -35,8 +35,8 @@ Where we differ from the paper, and why
     A token never reads a chunk of another document than its own (official code: no documents).
     Scores, choice and weights are in fp32 (official code: bf16, which ties scores). AdamW's weight decay is on matrices only, and
     the cosine ends at a tenth of the learning rate (paper: a fifth).
-    Not here: retrieval from a whole corpus (§3.3, Table 4).
     Initial weights of what a layer adds are scaled by depth, as in all models of this house (official code: 0.02 for all).
+    Not here: retrieval from a whole corpus (§3.3, Table 4).
 
     $ python drt.py                         a tour and the cost of retrieval, on a CPU
     $ python train.py --model drt

@@ -389,19 +389,24 @@ def first_tokens(split, n, tokenizer):
     return data.Split(split.name, split.tokens[:n], np.append(split.offsets[split.offsets < n], n), len(text.encode()), len(text.split()))
 
 
-def prepare(path, args, device, wanted=()):
-    """Loads a checkpoint and what it is evaluated on. -> path, checkpoint, model, tokenizer, corpus, split, linear, combinations"""
+def open_run(path, args, device):
+    """-> checkpoint, model, tokenizer, corpus, and its split (the first --at-most tokens of it) that the model is evaluated on"""
     checkpoint = read(path, device)
     model, tokenizer = build(checkpoint, device), data.Tokenizer.from_dict(checkpoint['tokenizer'])
     corpus = data.load(args.data or checkpoint['data'], tokenizer)
     split = getattr(corpus, args.split)
     if split is None:
         raise SystemExit(f'{corpus.name} has no split {args.split}')
-    if corpus.val is None:
-        raise SystemExit(f'{corpus.name} has no validation split to tune the memory on')
-    split = first_tokens(split, args.at_most or len(split.tokens), tokenizer)
     if not args.data and corpus.fingerprint != checkpoint['corpus']:
         print(f'{path} was trained on another version of {corpus.name}: what it was trained on may be in this split', file=sys.stderr)
+    return checkpoint, model, tokenizer, corpus, first_tokens(split, args.at_most or len(split.tokens), tokenizer)
+
+
+def prepare(path, args, device, wanted=()):
+    """Loads a checkpoint and what it is evaluated on. -> path, checkpoint, model, tokenizer, corpus, split, linear, combinations"""
+    checkpoint, model, tokenizer, corpus, split = open_run(path, args, device)
+    if corpus.val is None:
+        raise SystemExit(f'{corpus.name} has no validation split to tune the memory on')
     if not 0 <= args.stride <= model.config.block_size:
         raise SystemExit(f'--stride {args.stride} does not lie between 1 and T = {model.config.block_size}')
     model.stride = args.stride or model.stride
@@ -695,17 +700,6 @@ def speed(args, device):
 # ----------------------------------------------------------------------------------------------------------------------
 # DRT
 
-def open_drt(path, args, device):
-    """-> model, tokenizer, and the split (its first --at-most tokens) that it is evaluated on"""
-    checkpoint = read(path, device)
-    model, tokenizer = build(checkpoint, device), data.Tokenizer.from_dict(checkpoint['tokenizer'])
-    corpus = data.load(args.data or checkpoint['data'], tokenizer)
-    split = getattr(corpus, args.split)
-    if split is None:
-        raise SystemExit(f'{corpus.name} has no split {args.split}')
-    return model, tokenizer, first_tokens(split, args.at_most or len(split.tokens), tokenizer)
-
-
 def drt_table(args, device):
     """
     The loss by length of the context: the split in pieces of 1/8, 1, 2 and 4 times the training length, each of one document where
@@ -713,7 +707,7 @@ def drt_table(args, device):
     """
     result, autocast = dict(split=args.split, runs={}), lambda: torch.autocast(device.type, enabled=False)
     for path in map(str, args.checkpoints):
-        model, _, split = open_drt(path, args, device)
+        _, model, _, _, split = open_run(path, args, device)
         T, rows = model.config.block_size, {}
         for retriever in dict.fromkeys((model.config.retriever, 'random', 'off')) if model.config.groups else ('off',):
             model.retriever, name = retriever, 'on' if retriever == 'learned' else retriever
@@ -737,7 +731,7 @@ def trace(args, device, how_many=3):
     """What was fetched, and with which weights, for the chunks of a text that retrieval helped most; how far back it reaches."""
     result = {}
     for path in map(str, args.checkpoints):
-        model, tokenizer, split = open_drt(path, args, device)
+        _, model, tokenizer, _, split = open_run(path, args, device)
         config, n = model.config, model.config.chunk_size - 1
         if not config.groups:
             raise SystemExit(f'{path} is a base LM: it retrieves nothing')

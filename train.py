@@ -497,7 +497,7 @@ def main(argv=None):
         for text in evaluation.generate(model, corpus.tokenizer, max_tokens=150):
             print(text, end='', flush=True)
         say('\n' + '-' * 80 + f'\n\nin {out}: ' + ', '.join(sorted(p.name for p in out.iterdir())) +
-            f'\nwhat the memory does: python eval.py {out}')
+            f'\nlook at what it learned: python eval.py {out}')
     if dist.is_initialized():
         dist.destroy_process_group()
 
