@@ -124,18 +124,19 @@ class BM25:
         k1        > 0, how slowly repetition saturates
         b         0 to 1, how much longer documents are held back
         variant   'lucene' (default), 'robertson', 'atire', 'bm25l', 'bm25+'
+        idf       (V,) by token id, of another text; terms without one count as 0. None: from these documents
     Raises ValueError for anything else. Memory: 16 bytes per (document, term) pair and 4 N bytes per frequent term.
 
     A document is found when it scores above a document that shares no term with the query. That score is zero, but
     for BM25L and BM25+, where an absent term has a weight too: there it is added to all scores, and still not found.
     """
 
-    def __init__(self, docs, k1=1.2, b=0.75, variant='lucene'):
+    def __init__(self, docs, k1=1.2, b=0.75, variant='lucene', idf=None):
         if variant not in VARIANTS:
             raise ValueError(f'variant {variant!r} is unknown; there are {", ".join(VARIANTS)}.')
         if not (k1 > 0 and 0 <= b <= 1):
             raise ValueError(f'k1 = {k1} and b = {b}; k1 should be above 0 and b from 0 to 1.')
-        idf, tf_part = VARIANTS[variant]
+        idf_of, tf_part = VARIANTS[variant]
         N = self.N = len(docs)
 
         blocks, lengths = [], []
@@ -160,7 +161,10 @@ class BM25:
         df = df[df > 0]                                                 # (V,)
         term = self.rank[term]
 
-        idf = idf(N, df)                                                # (V,) fp64
+        if idf is None:
+            idf = idf_of(N, df)                                         # (V,) fp64
+        else:                                                           # by rank, like everything here
+            idf = np.pad(np.asarray(idf, dtype=np.float64), (0, max(0, len(by_df) - len(idf))))[by_df[:len(df)]]
         self.floor = idf * tf_part(0, 1, k1)                            # (V,) weight of a term that is absent
         norm = 1 - b + b * lengths / max(lengths.mean(), 1e-9) if N else lengths
         weight = np.empty(len(term), np.float32)                        # (P,) what the term adds to the floor; never below 0
