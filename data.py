@@ -668,6 +668,8 @@ class Batch(NamedTuple):
     targets: torch.Tensor   # (B, T) int64, the next tokens; -1 where there is none to predict
     doc: torch.Tensor       # (B, T) int64, number of the document that each of the tokens is in; -1 at padding
     seed: int               # 63 bits, another for every batch: the only source of the model's randomness
+    candidates: torch.Tensor = None         # RPT in training: (B, N, J) int64 and their scores (B, N, J), from rpt.Supervision
+    target_scores: torch.Tensor = None
 
 
 def pack_order(neighbors, rng):
@@ -738,11 +740,12 @@ class Batches:
 
     In the first three each token of the split but the first is predicted exactly once per epoch; in `documents`, each token
     but a document's first, if short tails are joined. The last sequences are padded, so shapes never change.
-    Nothing but split, kind, block_size, micro_batch, seed and g has an influence on batches[g].
+    Nothing but split, kind, block_size, micro_batch, seed and g has an influence on batches[g]. With fold 0 or 1, `documents` has
+    only those whose number is even or odd.
     """
     KINDS = ('segments', 'consecutive', 'packed', 'documents')
 
-    def __init__(self, split, kind, block_size, micro_batch, seed, short='join', cache=None, documents=True):
+    def __init__(self, split, kind, block_size, micro_batch, seed, short='join', cache=None, documents=True, fold=-1):
         one_of('kind of batches', kind, self.KINDS)
         one_of('treatment of short documents', short, ('join', 'drop'))
         if split is None:
@@ -754,6 +757,8 @@ class Batches:
         n_tokens, T = len(split.tokens), block_size
         if kind == 'documents':
             lengths = np.diff(split.offsets)
+            if fold >= 0:
+                lengths[np.arange(len(lengths)) % 2 != fold] = 0
             n_full = lengths // T
             # full sequence number j of document d begins at offsets[d] + j * T
             first = np.repeat(np.cumsum(n_full) - n_full, n_full)

@@ -50,9 +50,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import data
 import train
+import rpt
 from trime import METRIC, Datastore, Recipe, masses, mix
 
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]   # tried on val
@@ -134,6 +136,8 @@ def equip(path, args, device):
         model.recipe = Recipe()
     if checkpoint['model_name'] == 'drt':
         model.retriever, model.offload = args.retriever or model.retriever, args.offload
+    if checkpoint['model_name'] == 'rpt':
+        model.n_neighbors = args.n_neighbors or model.n_neighbors
     if 'ext' in names:
         model.store, source = open_store(path, checkpoint, model, tokenizer, args)
     return model, tokenizer, source, size, [tokenizer.eot] if tokenizer.eot is not None else []
@@ -698,22 +702,32 @@ def speed(args, device):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# DRT
+# RPT and DRT
 
-def drt_table(args, device):
+def switch(model, how=None):
+    """Sets what the model reads: DRT learned, random or off; RPT own, shuffled or none. -> what it could be, as it was trained first"""
+    drt = type(model).__name__ == 'DRT'
+    setattr(model, 'retriever' if drt else 'reads', how or (model.config.retriever if drt else 'own'))
+    ways = (model.config.retriever, 'random', 'off') if drt else ('own', 'shuffled', 'none')
+    return list(dict.fromkeys(ways)) if (model.config.groups if drt else model.config.retriever != 'none') else ways[2:]
+
+
+def by_length(args, device):
     """
     The loss by length of the context: the split in pieces of 1/8, 1, 2 and 4 times the training length, each of one document where
-    that is long enough; every token but a document's first is scored once at each length. Retrieval on, random and off.
+    that is long enough; every token but a document's first is scored once at each length. Retrieval on, random or shuffled, and off.
     """
     result, autocast = dict(split=args.split, runs={}), lambda: torch.autocast(device.type, enabled=False)
     for path in map(str, args.checkpoints):
         _, model, _, _, split = open_run(path, args, device)
         T, rows = model.config.block_size, {}
-        for retriever in dict.fromkeys((model.config.retriever, 'random', 'off')) if model.config.groups else ('off',):
-            model.retriever, name = retriever, 'on' if retriever == 'learned' else retriever
+        model.n_neighbors = args.n_neighbors or model.config.n_neighbors
+        for how in switch(model):
+            switch(model, how)
+            name = dict(learned='on', own='on', none='off').get(how, how)
             for L in (T // 8, T, 2 * T, 4 * T):
                 if (name, L) not in rows and 0 < L < len(split.tokens):
-                    texts = data.Batches(split, 'documents', L, max(1, 2 * T // L), seed=0)
+                    texts = data.Batches(split, 'documents', L, max(2, 2 * T // L), seed=0)
                     loss, n = train.validate(model, texts, device, autocast, 1.0)
                     rows[name, L] = summary(loss * n, n, split)
         result['runs'][path] = dict(parameters=sum(p.numel() for p in model.parameters()), block_size=T, bytes=split.n_bytes,
@@ -726,42 +740,173 @@ def drt_table(args, device):
     return result
 
 
+def log_p_of(model, f, targets):
+    """log P of the targets (T,) after f (T, C), 0 where there is none, in pieces: (T, V) is never held"""
+    return torch.cat([model.say(x).gather(1, w.clamp(min=0)[:, None])[:, 0] * (w >= 0) for x, w in zip(f.split(1024), targets.split(1024))])
+
+
 @torch.no_grad()
 def trace(args, device, how_many=3):
     """What was fetched, and with which weights, for the chunks of a text that retrieval helped most; how far back it reaches."""
     result = {}
     for path in map(str, args.checkpoints):
         _, model, tokenizer, _, split = open_run(path, args, device)
-        config, n = model.config, model.config.chunk_size - 1
-        if not config.groups:
-            raise SystemExit(f'{path} is a base LM: it retrieves nothing')
+        config, drt = model.config, type(model).__name__ == 'DRT'
+        n, ways = config.chunk_size - drt, switch(model)                    # tokens of a chunk
+        if len(ways) == 1:
+            raise SystemExit(f'{path} is a {"base LM" if drt else "Transformer-XL"}: it retrieves nothing')
         texts = data.Batches(split, 'documents', min(4 * config.block_size, len(split.tokens) - 1), 1, seed=0)
         batch = train.on(device, texts.take(np.array([0]), seed=0))
         tokens = batch.tokens[0].cpu().numpy()
         log_p = {}
-        for model.retriever in ('off', config.retriever):
-            f, _, found = model.encode(batch.tokens, batch.doc)
-            scored = [model.say(x).gather(1, w.clamp(min=0)[:, None])[:, 0] * (w >= 0) for x, w in zip(f[0].split(1024), batch.targets[0].split(1024))]
-            log_p[model.retriever] = torch.cat(scored).cpu()
-        gain = log_p[config.retriever] - log_p['off']                       # (T,) of the token after each
-        gains = torch.stack([part.sum() for part in gain.split(n)])         # (N,) nats, of the chunks
+        for how in (ways[-1], ways[0]):
+            switch(model, how)
+            if drt:
+                f, _, found = model.encode(batch.tokens, batch.doc)
+            else:                                                           # what chunk c found is read while c + 1 is written
+                given = model.found_by_bm25(batch.tokens, batch.doc) if config.retriever == 'bm25' else None
+                f, s, idx = model.encode(batch.tokens, batch.doc, given)
+                s = torch.zeros(1, *[idx.size(1)] * 2) if s is None and idx is not None else s
+                found = [tuple(F.pad(x, (0, 0, 1, -1), value=-1) for x in (s.gather(2, idx.clamp(min=0)), idx))] if idx is not None else []
+            log_p[how] = log_p_of(model, f[0], batch.targets[0]).cpu()
+        gain = log_p[ways[0]] - log_p[ways[-1]]                             # (T,) of the token after each
+        gains = torch.stack([part.sum() for part in F.pad(gain, (0, 0) if drt else (1, 0)).split(n)])       # (N,) nats, of the chunks
         beyond = -(-config.window // config.chunk_size)                     # chunks that the window holds
         chunks = torch.arange(len(found[0][1][0]), device=device)[:, None]
-        far = [((w[0] * (chunks - idx[0] > beyond)).sum() / w.sum().clamp(min=1e-9)).item() for w, idx in found]
+        far = [(((idx[0] >= 0) * w[0] * (chunks - idx[0] > beyond)).sum() / w.sum().clamp(min=1e-9)).item() for w, idx in found] if drt else [1.0]
         result[path] = dict(gain=gain.mean().item(), beyond_the_window=far, chunks=[])
-        print(f'\n{path}: {len(tokens):,} tokens of {args.split}; retrieval gains {result[path]["gain"]:.4f} nats a token; '
-              f'{", ".join(f"{x:.0%}" for x in far)} of the weight lies on chunks beyond the window')
-        text = lambda c: tokenizer.decode(tokens[c * n:(c + 1) * n].tolist())
-        if len(gains) < 3:
-            raise SystemExit(f'{path}: {len(tokens)} tokens are {len(gains)} chunks, and the third is the first to read one; take a longer text')
-        for c in (2 + gains[2:].argsort(descending=True)[:how_many]).tolist():
-            about = dict(chunk=c, gain=gains[c].item(), text=text(c), found=[[(i, w, text(i)) for i, w in zip(idx[0, c].tolist(), w[0, c].tolist()) if i >= 0] for w, idx in found])
+        print(f'\n{path}: {len(tokens):,} tokens of {args.split}; retrieval gains {result[path]["gain"]:.4f} nats a token'
+              + (f'; {", ".join(f"{x:.0%}" for x in far)} of the weight lies on chunks beyond the window' if drt else ''))
+        text = lambda c, more=1: tokenizer.decode(tokens[c * n:(c + more) * n].tolist())
+        able = (found[0][1][0] >= 0).any(1).nonzero()[:, 0].cpu()           # chunks that read something
+        if not len(able):
+            raise SystemExit(f'{path}: {len(tokens)} tokens are {len(gains)} chunks, too few for one to find another; take a longer text')
+        for c in able[gains[able].argsort(descending=True)[:how_many]].tolist():
+            about = dict(chunk=c, gain=gains[c].item(), text=text(c), found=[[(i, w, text(i, 1 if drt else 2)) for i, w in zip(idx[0, c].tolist(), w[0, c].tolist()) if i >= 0] for w, idx in found])
             result[path]['chunks'].append(about)
             print(f'\nchunk {c} gains {about["gain"]:.2f} nats:\n    {about["text"]!r}\n  after chunk {c - 1}:\n    {text(c - 1)!r}')
             for g, some in enumerate(about['found']):
-                print(f'  group {g + 1} read')
+                print(f'  group {g + 1} read' if drt else '  read, with what follows (score)')
                 for i, w, t in sorted(some, key=lambda x: -x[1]):
-                    print(f'    {w:6.1%}  chunk {i}, {c - i} back: {t!r}')
+                    print((f'    {w:6.1%}' if drt else f'    {w:6.2f}') + f'  chunk {i}, {c - i} back: {t!r}')
+    return result
+
+
+@torch.no_grad()
+def ranks(args, device):
+    """
+    How good RPT's retrieval is, on a random sample of chunks of the split. The reference LM scores every chunk that a sampled one may
+    find, so no retriever has the candidates to itself; positives have s_t > 0.
+      Table 3   Precision@2, Recall@10 and nDCG@20, of chunks that have a positive, for BM25 (query c_i) and each checkpoint
+      Figure 4  how many different tokens the top neighbor shares with the query and with the target
+      Figure 5  the largest s_t, here the sum over the target, among the first k candidates of BM25 (query c_i and c_{i+1})
+      Figure 6  nats per token of the target that reading gains, over the first checkpoint that reads nothing (else over itself
+                without neighbors), where a positive was read and where none was; oracle: it reads what the reference LM likes best
+    """
+    runs = {str(path): open_run(path, args, device) for path in args.checkpoints}
+    checkpoint, first, tokenizer, corpus, split = next(iter(runs.values()))
+    config = first.config
+    m, w, T = config.chunk_size, config.window // config.chunk_size, config.block_size
+    alike = lambda c: (c.chunk_size, c.window, c.block_size, c.vocab_size)
+    if any(alike(model.config) != alike(config) for _, model, *_ in runs.values()):
+        raise SystemExit('the checkpoints have different chunks, windows or texts: one table needs the same')
+    path = args.reference or f'{Path(args.checkpoints[0])}-reference'
+    reference, _, _ = rpt.open_reference(path, tokenizer, device)
+    if args.split == 'train':
+        print('the reference LM may have learned this split by heart', file=sys.stderr)
+
+    texts = data.Batches(split, 'documents', T, 1, seed=0)
+    N, rng, idf = T // m, np.random.default_rng(args.seed), rpt.corpus_idf(corpus.train.tokens, m, tokenizer.n_vocab)
+    numbers = np.linspace(0, texts.n_rows - 1, min(texts.n_rows, args.sequences)).round().astype(int)
+    sample = []                                                             # of each sequence: its batch, chunks (N, m), documents, sampled chunks
+    for row in numbers:
+        batch = train.on(device, texts.take(np.array([row]), seed=0))
+        chunk_doc = first.chunk_doc(batch.doc, N)
+        permitted = first.permitted(chunk_doc)[0]                           # (N, N)
+        ask = permitted.any(1).cpu().numpy()
+        ask[:-1] &= (chunk_doc[0, 1:] == chunk_doc[0, :-1]).cpu().numpy()   # the target is of the same document
+        ask[-1] = False
+        some = np.sort(rng.permutation(np.flatnonzero(ask))[:args.chunks])
+        sample.append((batch, batch.tokens[0, :N * m].view(N, m), chunk_doc, some, permitted))
+    n, pairs = sum(len(some) for *_, some, _ in sample), sum(int(permitted[some].sum()) for *_, some, permitted in sample)
+    if not n:
+        raise SystemExit(f'{args.split} has no sequence in which a chunk may find another')
+    print(f'scoring every permitted chunk for {n:,} chunks of {len(sample)} sequences: {2 * m * (pairs + n + N * len(sample)) / 1e6:.1f}M tokens for the reference LM {path}')
+    golds = []                                                              # (N, N): s_t of chunk k for chunk i, nan where not scored
+    for _, chunks, _, some, permitted in data.progress(sample, 'reference LM'):
+        wanted = torch.full((N, N), -1, device=device)
+        wanted[some] = torch.where(permitted[some], torch.arange(N, device=device), -1)
+        golds.append(rpt.target_scores(reference, chunks, wanted))
+
+    def quality(order, s_t):
+        """P@2, R@10, nDCG@20 of one chunk: order: the permitted chunks, best first; s_t (N,)"""
+        gains = torch.exp2(s_t[order].clamp(min=0)) - 1                     # per token, as in training
+        discount = 1 / torch.log2(2 + torch.arange(len(order), device=gains.device))
+        ideal = (gains.sort(descending=True).values * discount)[:20].sum()
+        hit = s_t[order] > 0
+        return [hit[:2].sum() / 2, hit[:10].sum() / hit.sum(), (gains * discount)[:20].sum() / ideal]
+
+    result = dict(split=args.split, chunks=n, sequences=len(sample), reference=path, retrievers={})
+    plain = {}                                                              # log P of every target without neighbors
+    for name, (_, model, *_) in sorted(runs.items(), key=lambda run: run[1][1].config.retriever != 'none'):
+        if model.config.retriever == 'none':
+            plain = plain or {i: log_p_of(model, model.encode(b.tokens, b.doc)[0][0], b.targets[0]) for i, (b, *_) in enumerate(sample)}
+    positives = [bool((gold[i] > 0).any()) for (*_, some, _), gold in zip(sample, golds) for i in some]
+    for name in ['BM25', *[name for name, (_, model, *_) in runs.items() if model.config.retriever != 'none']]:
+        model = runs[name][1] if name != 'BM25' else None
+        rows, overlap, gain, gold_gain, other_gain, oracle_gain = [], [], [], [], [], []
+        for s, ((batch, chunks, chunk_doc, some, permitted), gold) in enumerate(zip(sample, golds)):
+            if model is None or model.config.retriever == 'bm25':
+                found = rpt.mine(chunks.cpu().numpy(), chunk_doc[0].cpu().numpy(), w, N, target=False, idf=idf)
+                orders = {i: np.concatenate([f := found[i][found[i] >= 0], np.setdiff1d(permitted[i].nonzero()[:, 0].cpu().numpy(), f)]) for i in some}
+            if model is not None:
+                given = model.found_by_bm25(batch.tokens, batch.doc) if model.config.retriever == 'bm25' else None
+                f, scores, read = model.encode(batch.tokens, batch.doc, given)
+                own = log_p_of(model, f[0], batch.targets[0])
+                if scores is not None:
+                    orders = {i: scores[0, i].masked_fill(~permitted[i], -math.inf).argsort(descending=True)[:permitted[i].sum()].cpu().numpy() for i in some}
+                best = gold.masked_fill(~(gold > 0), -math.inf).topk(model.n_neighbors, dim=1)
+                use = torch.zeros(N, dtype=torch.bool, device=device)
+                use[some] = True
+                best = torch.where(use[:, None], best.indices.masked_fill(best.values == -math.inf, -1), read[0])
+                oracle = log_p_of(model, model.encode(batch.tokens, batch.doc, best[None])[0][0], batch.targets[0])
+                if s not in plain or not any(r[1].config.retriever == 'none' for r in runs.values()):
+                    switch(model, 'none')
+                    plain[s] = log_p_of(model, model.encode(batch.tokens, batch.doc)[0][0], batch.targets[0])
+                    switch(model, 'own')
+            for i in some:
+                order, target = torch.from_numpy(orders[i]).to(device), slice(i * m + m - 1, i * m + 2 * m - 1)
+                if (gold[i] > 0).any():
+                    rows.append(torch.stack(quality(order, gold[i])))
+                top, query, says = (set(chunks[c].tolist()) for c in (order[0], i, i + 1))
+                overlap.append((len(top & query), len(top & says)))
+                if model is not None:
+                    gain.append((own[target] - plain[s][target]).mean().item())
+                    right = any(k >= 0 and gold[i, k] > 0 for k in read[0, i].tolist())
+                    (gold_gain if right else other_gain).append(gain[-1])
+                    oracle_gain.append((oracle[target] - plain[s][target]).mean().item())
+        mean = lambda x: float(np.mean(x)) if len(x) else math.nan
+        P, R, G = torch.stack(rows).mean(0).tolist() if rows else [math.nan] * 3
+        result['retrievers'][name] = dict(precision_2=P, recall_10=R, ndcg_20=G, overlap_query=mean([q for q, _ in overlap]), overlap_target=mean([t for _, t in overlap]),
+                                          gain=mean(gain), gain_right=mean(gold_gain), gain_wrong=mean(other_gain), right=len(gold_gain), gain_oracle=mean(oracle_gain))
+    by_k = []
+    for (_, chunks, chunk_doc, some, _), gold in zip(sample, golds):
+        found = rpt.mine(chunks.cpu().numpy(), chunk_doc[0].cpu().numpy(), w, 20)
+        for i in some:
+            values = [gold[i, k].item() * m for k in found[i] if k >= 0]
+            if values:
+                by_k.append([max(values[:k + 1]) for k in range(20)])
+    result['largest_by_k'] = np.mean(by_k, axis=0).tolist() if by_k else []
+    result['with_a_positive'] = mean(positives)
+
+    print(f'\n{result["with_a_positive"]:.0%} of the chunks have a positive; {"over the first run that reads nothing" if any(r[1].config.retriever == "none" for r in runs.values()) else "over itself without neighbors"}, gains in nats a token\n')
+    width = max(map(len, result['retrievers']))
+    print(f'{"":{width}}      P@2     R@10  nDCG@20  overlap with query, target     gain  a positive read (share)  none read    oracle')
+    for name, x in result['retrievers'].items():
+        line = f'{name:{width}} {x["precision_2"]:8.1%} {x["recall_10"]:8.1%} {x["ndcg_20"]:8.1%}  {x["overlap_query"]:18.2f}, {x["overlap_target"]:6.2f}'
+        print(line + (f'  {x["gain"]:7.4f}  {x["gain_right"]:15.4f} ({x["right"] / n:5.0%})  {x["gain_wrong"]:9.4f}  {x["gain_oracle"]:8.4f}' if name != 'BM25' else ''))
+    if by_k:
+        print('\nthe largest s_t (sum over the target) among the first k of BM25: ' + ', '.join(f'{k}: {result["largest_by_k"][k - 1]:.2f}' for k in (1, 2, 4, 8, 20)))
     return result
 
 
@@ -820,10 +965,14 @@ def main():
                         help='joint: Eq. 6 to 9; linear: continuous cache and kNN-LM; auto: linear if it was trained without memory')
     parser.add_argument('--long', type=int, default=4096, help='tokens of long memory, at most (default: 4096)')
     parser.add_argument('--across-documents', action='store_true', help='long memory goes on over the borders of documents, as in the official code')
-    parser.add_argument('--n-neighbors', type=int, default=1024, help='entries retrieved for each token, K, at most (default: 1024)')
+    parser.add_argument('--n-neighbors', type=int, default=0, help='trime: entries retrieved for each token, K, at most (default: 1024); '
+                        'rpt: chunks for each chunk (default: as trained)')
     parser.add_argument('--datastore-from', default='', metavar='CORPUS', help='external memory of another corpus; default: the training split')
     parser.add_argument('--p-ext', action='store_true', help="Eq. 8 over the external memory alone, as in the official code; the paper: over all")
     parser.add_argument('--retriever', default='', choices=('learned', 'random', 'off'), help='generate, drt: what it retrieves by (default: as trained)')
+    parser.add_argument('--reference', default='', help='ranks: the reference LM (default: the folder of the first run, and -reference)')
+    parser.add_argument('--sequences', type=int, default=16, help='ranks: of the split (default: 16)')
+    parser.add_argument('--chunks', type=int, default=16, help='ranks: sampled in each sequence (default: 16)')
     parser.add_argument('--offload', action='store_true', help="generate, drt: keep the chunks' keys and values in the CPU's memory")
     parser.add_argument('--tau', type=float, default=None, help='temperature of Eq. 6 (not of the linear formulas); default: tuned on val')
     parser.add_argument('--device', default='auto', choices=('auto', 'cuda', 'cpu', 'mps'), help='(default: auto)')
@@ -841,18 +990,21 @@ def main():
         raise SystemExit(f'--memory {" ".join(args.memory)}: all, or none, or some of local,long,ext with commas between; these last may be several')
     if args.task in ('generate', 'neighbors') and (len(args.memory) > 1 or args.memory == ['all']):
         raise SystemExit(f'--task {args.task} has one text and one set of memories: --memory local,long,ext or fewer')
-    if min(args.long, args.n_neighbors) < 1 or args.at_most < 0 or args.at_most == 1:
-        raise SystemExit(f'--long {args.long} and --n-neighbors {args.n_neighbors} must be 1 or more, --at-most {args.at_most} 2 or more')
+    if min(args.long, args.sequences, args.chunks) < 1 or args.n_neighbors < 0 or args.at_most < 0 or args.at_most == 1:
+        raise SystemExit(f'--long {args.long}, --sequences {args.sequences} and --chunks {args.chunks} must be 1 or more, '
+                         f'--n-neighbors {args.n_neighbors} too, --at-most {args.at_most} 2 or more')
     device = train.hardware(args.device)
     kinds = {read(path)['model_name'] for path in args.checkpoints}
     kind = kinds.pop()
     if kinds or args.task not in ('table', 'generate', *TASKS[kind]):
         raise SystemExit(f'--task {args.task}: one kind of model at a time; {kind} has table, generate, {", ".join(TASKS[kind])}')
-    others = {'drt': ('stride', 'memory', 'formula', 'long', 'across_documents', 'n_neighbors', 'datastore_from', 'p_ext', 'tau'),
-              'trime': ('retriever', 'offload')}[kind]
+    ranks_only, memories = ('reference', 'sequences', 'chunks'), ('stride', 'memory', 'formula', 'long', 'across_documents', 'datastore_from', 'p_ext', 'tau')
+    others = {'drt': (*memories, *ranks_only, 'n_neighbors'), 'rpt': (*memories, 'retriever', 'offload'), 'trime': ('retriever', 'offload', *ranks_only)}[kind]
     wrong = [name for name in others if getattr(args, name) != parser.get_default(name)]
     if wrong:
         raise SystemExit(f'--{wrong[0].replace("_", "-")} says nothing to {kind}')
+    if kind == 'trime':
+        args.n_neighbors = args.n_neighbors or 1024
     if args.task == 'generate':
         for path in args.checkpoints:
             model, tokenizer, *_ = equip(path, args, device)
@@ -860,7 +1012,7 @@ def main():
                 print(text, end='', flush=True)
             print()
         return
-    result = TASKS[kind].get(args.task, drt_table if kind == 'drt' else table)(args, device)
+    result = TASKS[kind].get(args.task, table if kind == 'trime' else by_length)(args, device)
     runs = [path for path in args.checkpoints if (Path(path) / 'log.jsonl').exists()]
     if args.task == 'table' and len(runs) > 1:
         plot(runs, Path(runs[0]) / 'compare.png')
@@ -869,7 +1021,7 @@ def main():
 
 
 TASKS = {'trime': {'frequency': by_frequency, 'retrieval': retrieval, 'sweep': sweep, 'neighbors': neighbors, 'speed': speed},
-         'drt': {'trace': trace}}
+         'rpt': {'trace': trace, 'ranks': ranks}, 'drt': {'trace': trace}}
 
 
 if __name__ == '__main__':

@@ -38,6 +38,7 @@ Where we differ from the paper, and why
     $ python rpt.py                         a tour in ten seconds, on a CPU
     $ python train.py --model rpt           reference LM, scoring and RPT, one after the other
 """
+import copy
 import hashlib
 import json
 import math
@@ -490,6 +491,54 @@ def target_scores(reference, chunks, candidates, pairs=64):
         f, _ = reference.read(goes_on, past, prefix[some])
         log_p[i[some], slot[some]] = reference.say(f[:, m - 1:-1]).gather(2, goes_on[:, m:, None])[..., 0].mean(1)
     return log_p[:, 1:] - log_p[:, :1]
+
+
+def open_reference(path, tokenizer, device='cpu'):
+    """
+    A frozen reference LM: a checkpoint of this file with retriever none, or a GPT-2 of the library transformers (a name or a folder)
+    where that is installed and the tokenizer is gpt2.
+    returns it; a hash of its weights; the fold of documents that it was trained on, -1: unknown
+    """
+    if not str(path).endswith('.pt') and not (Path(path) / 'ckpt.pt').exists() and tokenizer.name == 'gpt2':
+        reference, fold = GPT2(path), -1
+    else:
+        path = Path(path) / 'ckpt.pt' if Path(path).is_dir() else Path(path)
+        try:
+            checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+            config, name, fold = RPTConfig(**checkpoint['config']), checkpoint['model_name'], checkpoint['fold']
+            fits = name == 'rpt' and config.retriever == 'none' and checkpoint['tokenizer'] == tokenizer.to_dict()
+        except Exception as e:
+            raise SystemExit(f'--reference {path}: no checkpoint of this house ({" ".join(str(e).split())[:200]})')
+        if not fits:
+            raise SystemExit(f'--reference {path}: a checkpoint of `train.py --model rpt --retriever none` on the same tokenizer is needed')
+        reference = RPT(config)
+        reference.load_state_dict(checkpoint['model'])
+    digest = hashlib.sha256()
+    for p in reference.parameters():
+        digest.update(p.detach().float().numpy().tobytes())
+    return reference.to(device).eval().requires_grad_(False), digest.hexdigest()[:16], fold
+
+
+class GPT2(nn.Module):
+    """A causal language model of the library transformers as reference LM: read and say of RPT."""
+
+    def __init__(self, name):
+        super().__init__()
+        try:
+            from transformers import AutoModelForCausalLM
+            self.model = AutoModelForCausalLM.from_pretrained(name)
+        except (ImportError, OSError) as e:
+            raise SystemExit(f'--reference {name}: neither a checkpoint of this house nor a model that transformers can load ({" ".join(str(e).split())[:200]})')
+
+    def read(self, tokens, past=None, rows=None):
+        if past is not None:
+            past = copy.deepcopy(past)                                      # it would grow
+            past.batch_select_indices(rows)
+        out = self.model.base_model(tokens, past_key_values=past, use_cache=True)
+        return out.last_hidden_state, out.past_key_values
+
+    def say(self, f):
+        return self.model.get_output_embeddings()(f).float().log_softmax(-1)
 
 
 class Supervision:

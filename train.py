@@ -3,6 +3,7 @@ Trains any model of this house, on whatever there is: a laptop's CPU, one GPU, o
 
     $ python train.py                                                   TRIME, tiny, on `code`
     $ python train.py --memory none --out out/vanilla                   the language model that TRIME compares with
+    $ python train.py --model rpt                                       RPT: its reference LM first, then the scoring, then itself
     $ python train.py --model drt                                       DRT; with --groups 0 its base LM
     $ python train.py --data my_texts/ --max-steps 2000                 a folder or a file of one's own
     $ torchrun --standalone --nproc_per_node=8 train.py --tokens-per-step 16384     eight processes
@@ -42,7 +43,7 @@ import torch.distributed as dist
 
 import data
 
-MODELS = ('trime', 'drt')
+MODELS = ('trime', 'rpt', 'drt')
 
 
 @dataclass
@@ -62,10 +63,13 @@ class TrainConfig:
     val_tokens: int = 32768         # of the validation split, evenly spread, while training; at the end, all of it
     dtype: str = 'auto'             # bf16, fp32; auto is bf16 where the hardware multiplies it
     init: str = ''                  # start from the weights of this checkpoint
+    fold: int = -1                  # rpt, drt: train on every second document, the even ones (0) or the odd ones (1); -1: all
 
     def __post_init__(self):
         if self.seed < 0 or self.lr <= 0 or not 0 <= self.warmup <= 1:
             raise ValueError(f'seed {self.seed} must not be negative, lr {self.lr} must be positive, warmup {self.warmup} from 0 to 1')
+        if self.fold not in (-1, 0, 1):
+            raise ValueError(f'fold {self.fold} is not -1, 0 or 1')
 
 
 @dataclass
@@ -75,6 +79,7 @@ class RunConfig:
     device: str = 'auto'            # cuda, cpu or mps; auto is cuda if there is one, else cpu
     compile: str = 'auto'           # torch.compile: on, off; auto is on with cuda
     kernel: str = 'auto'            # drt's cross-attention: triton, torch; auto is triton with cuda
+    reference: str = ''             # rpt: checkpoint of the reference LM; default: out/<run>-reference, trained first
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -181,7 +186,7 @@ def accumulation(micro_batch, block_size, tokens_per_step, world):
 
 
 def on(device, batch):
-    return batch._replace(tokens=batch.tokens.to(device), targets=batch.targets.to(device), doc=batch.doc.to(device))
+    return batch._replace(**{key: x.to(device) for key, x in batch._asdict().items() if torch.is_tensor(x)})
 
 
 def average(tensors):
@@ -196,19 +201,21 @@ def average(tensors):
 @torch.no_grad()
 def validate(model, batches, device, autocast, progress, at_most=None):
     """
-    The causal loss on a split, in nats per token: all micro-batches in the order of the text, or evenly spread ones with at most
-    `at_most` tokens, always the same. Every process takes its share of them. -> (loss, tokens scored)
+    The causal loss on a split, in nats per token: all micro-batches, or evenly spread ones with at most `at_most` tokens, always the
+    same. Every process takes its share of them. Their sequences follow each other in the text, but those of the kind `documents` are
+    far apart. -> (loss, tokens scored)
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    starts = torch.arange(0, batches.n_rows, batches.B)
+    numbers = torch.arange(len(batches))
     if at_most is not None:
-        n = min(len(starts), max(1, at_most // (batches.B * batches.T)))
-        starts = starts[torch.linspace(0, len(starts) - 1, n).round().long()]
+        n = min(len(numbers), max(1, at_most // (batches.B * batches.T)))
+        numbers = numbers[torch.linspace(0, len(numbers) - 1, n).round().long()]
     total = torch.zeros(2, dtype=torch.float64)
     model.eval()
-    for start in data.progress(starts[rank::world].tolist(), 'validation', quiet=rank > 0 or at_most is not None):
-        rows = range(start, min(start + batches.B, batches.n_rows))
-        batch = on(device, batches.take(np.array(rows), seed=start))
+    for i in data.progress(numbers[rank::world].tolist(), 'validation', quiet=rank > 0 or at_most is not None):
+        rows = np.arange(batches.n_rows)
+        rows = rows[i::len(batches)] if batches.kind == 'documents' else rows[i * batches.B:][:batches.B]
+        batch = on(device, batches.take(rows, seed=i))
         scored = (batch.targets >= 0).sum().item()
         with autocast():
             loss, _ = model(batch, progress)
@@ -243,7 +250,11 @@ def commit():
         return ''
 
 
-def find_run(out, configuration, resume, say=print):
+def free(out):
+    return next(f'{out}-{n}' for n in range(2, 10 ** 6) if not Path(f'{out}-{n}').exists())
+
+
+def find_run(out, configuration, resume):
     """
     What is in the folder of the run: None if nothing is, or the checkpoint to go on from; any other case ends the
     program with one line that proposes a free --out. Nothing is ever overwritten.
@@ -252,26 +263,20 @@ def find_run(out, configuration, resume, say=print):
         raise SystemExit(f'--out {out} is a file; a run needs a folder')
     if not out.exists() or not any(out.iterdir()):
         return None
-    free = next(f'{out}-{n}' for n in range(2, 10 ** 6) if not Path(f'{out}-{n}').exists())
     if resume == 'no':
-        raise SystemExit(f'--resume no, and {out} is in use. To keep what is there: --out {free}')
+        raise SystemExit(f'--resume no, and {out} is in use. To keep what is there: --out {free(out)}')
     try:
         there = json.loads((out / 'config.json').read_text())
     except (OSError, ValueError):
-        raise SystemExit(f'{out} is in use and has no readable config.json. To leave it alone: --out {free}')
+        raise SystemExit(f'{out} is in use and has no readable config.json. To leave it alone: --out {free(out)}')
     differ = [k for part in ('model_config', 'train_config') for k in configuration[part]
               if there.get(part, {}).get(k) != configuration[part][k]]
     differ += [k for k in ('model', 'corpus') if there.get(k) != configuration[k]]
     if differ:
-        raise SystemExit(f'{out} holds another configuration ({", ".join(differ[:4])} differ). To keep both: --out {free}')
+        raise SystemExit(f'{out} holds another configuration ({", ".join(differ[:4])} differ). To keep both: --out {free(out)}')
     if not (out / 'ckpt.pt').exists():
         return None                                                 # stopped before its first checkpoint
-    checkpoint = torch.load(out / 'ckpt.pt', map_location='cpu', weights_only=True)
-    if checkpoint['step'] >= configuration['train_config']['max_steps']:
-        say(f'{out} holds this run, finished after {checkpoint["step"]} steps. Look at it: python eval.py {out}. '
-            f'To train it once more: --out {free}')
-        raise SystemExit(0)
-    return checkpoint
+    return torch.load(out / 'ckpt.pt', map_location='cpu', weights_only=True)
 
 
 def peak_flops(device):
@@ -303,17 +308,24 @@ def duration(seconds):
 # the run
 
 def main(argv=None):
-    # where are we
     module, model_config, config, run = parse(sys.argv[1:] if argv is None else argv)
-    name = module.__name__
     device = hardware(run.device)
-    world, rank = int(os.environ.get('WORLD_SIZE', 1)), int(os.environ.get('RANK', 0))
-    accumulate = accumulation(model_config.micro_batch, model_config.block_size, config.tokens_per_step, world)
+    accumulation(model_config.micro_batch, model_config.block_size, config.tokens_per_step, int(os.environ.get('WORLD_SIZE', 1)))
     if 'WORLD_SIZE' in os.environ:
         importlib.import_module('torch.distributed.nn')             # before the group exists: its functions have the group as a default
         if device.type == 'cuda':                                   # argument, and imported later (AdamW does) they would keep its
             torch.cuda.set_device(device)                           # threads alive past destroy_process_group: an abort at exit, at times
         dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo', timeout=timedelta(hours=6))
+    train(module, model_config, config, run, device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(module, model_config, config, run, device):
+    """One run, from its flags to its folder; what was there is gone on from. RPT's calls it once more, for its reference LM."""
+    name = module.__name__
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    accumulate = accumulation(model_config.micro_batch, model_config.block_size, config.tokens_per_step, world)
     say = print if rank == 0 else lambda *_, **__: None
     bf16 = config.dtype == 'bf16' or config.dtype == 'auto' and multiplies_bf16(device)
     # what stays in fp32, the loss above all, may multiply rounded inputs (TF32 on a GPU, bf16 on a CPU); sums stay in fp32
@@ -328,7 +340,7 @@ def main(argv=None):
     corpus = data.load(config.data, config.tokenizer, model_config.vocab_size, quiet=rank > 0)
     kind = module.batches(model_config)
     train_batches = data.Batches(corpus.train, kind, model_config.block_size, shared * model_config.micro_batch, config.seed,
-                                 cache=corpus.folder, documents=getattr(model_config, 'same_document', True))
+                                 cache=corpus.folder, documents=getattr(model_config, 'same_document', True), fold=config.fold)
     if world > 1 and rank == 0:
         dist.barrier()
     model_config.vocab_size = corpus.tokenizer.n_vocab
@@ -338,14 +350,23 @@ def main(argv=None):
     out = Path(run.out or f'out/{name}')
     configuration = dict(model=name, model_config=dataclasses.asdict(model_config), train_config=dataclasses.asdict(config),
                          corpus=corpus.fingerprint)
-    checkpoint = find_run(out, configuration, run.resume, say)
+    checkpoint = find_run(out, configuration, run.resume)
     if world > 1:
         dist.barrier()                                              # all have looked before the first one writes
+    if checkpoint and checkpoint['step'] >= config.max_steps:
+        say(f'{out} holds this run, finished after {checkpoint["step"]} steps. Look at it: python eval.py {out}. '
+            f'To train it once more: --out {free(out)}')
+        return
+    supervision = None
+    if name == 'rpt' and model_config.retriever != 'none':
+        supervision = supervise(module, model_config, config, run, device, corpus, train_batches, out, accumulate, autocast)
 
     # model and optimizer
     torch.manual_seed(config.seed)
     model = getattr(module, name.upper())(model_config).to(device)
     model.kernel = run.kernel
+    if getattr(model, 'idf', None) is not None:
+        model.idf.copy_(torch.from_numpy(module.corpus_idf(corpus.train.tokens, model_config.chunk_size, model_config.vocab_size)))
     if config.init:
         try:
             model.load_state_dict(torch.load(config.init, map_location=device, weights_only=True)['model'])
@@ -388,7 +409,7 @@ def main(argv=None):
 
     def state(**more):
         return dict(model=model.state_dict(), model_name=name, config=dataclasses.asdict(model_config), step=step, best=best,
-                    tokenizer=corpus.tokenizer.to_dict(), data=config.data, corpus=corpus.fingerprint, **more)
+                    tokenizer=corpus.tokenizer.to_dict(), data=config.data, corpus=corpus.fingerprint, fold=config.fold, **more)
 
     def save():
         if rank == 0 and all(p.isfinite().all() for p in parameters):
@@ -448,6 +469,8 @@ def main(argv=None):
                     batch = batch._replace(tokens=batch.tokens[rows], targets=batch.targets[rows], doc=batch.doc[rows])
                 else:
                     batch = train_batches[first + a * world + rank]
+                    if supervision:
+                        batch = supervision.attach(batch, train_batches.rows(first + a * world + rank))
                 batch = on(device, batch)
                 with autocast():
                     loss, extra = model(batch, step / config.max_steps)
@@ -498,8 +521,49 @@ def main(argv=None):
             print(text, end='', flush=True)
         say('\n' + '-' * 80 + f'\n\nin {out}: ' + ', '.join(sorted(p.name for p in out.iterdir())) +
             f'\nlook at what it learned: python eval.py {out}')
-    if dist.is_initialized():
-        dist.destroy_process_group()
+
+
+def supervise(module, model_config, config, run, device, corpus, texts, out, accumulate, autocast):
+    """
+    What RPT's teacher knows about the sequences that this run will visit: a rpt.Supervision. For retriever sem the reference LM is
+    --reference, or is trained first: half as deep, half as long, on every second document, so that it scores only documents
+    that it has never seen.
+    """
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    say = print if rank == 0 else lambda *_, **__: None
+    reference, key, held_out = None, corpus.fingerprint, None
+    if model_config.retriever == 'sem':
+        path = Path(run.reference)
+        if not run.reference:
+            smaller = dataclasses.replace(model_config, retriever='none', n_layer=max(1, model_config.n_layer // 2))
+            shorter = dataclasses.replace(config, max_steps=max(1, config.max_steps // 2), fold=0, init='')
+            path = next(path for n in range(1, 10 ** 6) if fits(path := Path(f'{out}-reference' + f'-{n}' * (n > 1)), smaller, shorter, corpus))
+            say(f'\n1 of 3: the reference LM, in {path}')
+            train(module, smaller, shorter, dataclasses.replace(run, out=str(path), resume='auto'), device)
+            path = path / 'ckpt.pt'
+        say('\n2 of 3: the reference LM scores what BM25 found')
+        reference, key, fold = module.open_reference(path, corpus.tokenizer, device)
+        if fold >= 0:
+            held_out = lambda doc: doc % 2 != fold
+        key = [corpus.fingerprint, key, fold]
+    visited = (row for g in range(config.max_steps * accumulate * world) for row in texts.rows(g).tolist())
+    try:
+        supervision = module.prepare(model_config, corpus.folder, key, texts, visited, reference, held_out, autocast, device, rank, world,
+                                     dist.barrier if world > 1 else lambda: None, data.progress, say)
+    except KeyboardInterrupt:
+        raise SystemExit('stopped; what was prepared is kept, and the same command goes on from there')
+    if reference:
+        say('\n3 of 3: RPT')
+    return supervision
+
+
+def fits(out, model_config, config, corpus):
+    """Whether a folder is free or holds this run of rpt.py."""
+    try:
+        there = json.loads((out / 'config.json').read_text())
+    except (OSError, ValueError):
+        return not out.exists()
+    return [there.get(key) for key in ('model_config', 'train_config', 'corpus')] == [dataclasses.asdict(model_config), dataclasses.asdict(config), corpus.fingerprint]
 
 
 def show(entry, config, done, seconds, device, say):
