@@ -477,7 +477,7 @@ def target_scores(reference, chunks, candidates, pairs=64):
     reference   .read(tokens, past=None, rows=None) -> f, past  goes on from those rows of a past;  .say(f) -> log P
     chunks      (N, m) token ids; candidates (N, J), -1: none. returns (N, J) fp32, nan where there is none
     """
-    (N, m), J = chunks.shape, candidates.shape[1]
+    N, m = chunks.shape
     asked = (candidates >= 0).any(1, keepdim=True)                          # these have a target, and i >= w > 1
     js = torch.cat([torch.where(asked, torch.arange(N, device=chunks.device)[:, None] - 2, -1), candidates], dim=1)    # (N, 1 + J)
     i, slot = (js >= 0).nonzero(as_tuple=True)                              # (n,) all pairs
@@ -712,7 +712,7 @@ class RPT(nn.Module):
 
     def gate_mask(self, found, chunk_doc):
         """Which neighbors the gate of a neighbor looks at: itself, better ones of the chunk, those of the w - 1 chunks before. (B, N K, N K)"""
-        (B, N, K), w = found.shape, self.config.window // self.config.chunk_size
+        (_, N, K), w = found.shape, self.config.window // self.config.chunk_size
         place = torch.arange(N * K, device=found.device)
         i = place // K
         near = (place[None, :] <= place[:, None]) & (i[None, :] > i[:, None] - w)
@@ -726,7 +726,7 @@ class RPT(nn.Module):
         given (B, N, K), use (B, N) bool: chunks that read these and not what they find themselves, -1: none; use None: all
         returns f (B, T, C), the states that say the next token; s_q (B, N, N) or None; what was read (B, N, K) or None
         """
-        config, (B, T), m = self.config, tokens.shape, self.config.chunk_size
+        config, T, m = self.config, tokens.size(1), self.config.chunk_size
         N, turns = T // m, self.turns(0, T, tokens.device)
         x = F.dropout(self.embedding(tokens), config.dropout, self.training)
         for block in self.lower:
@@ -786,8 +786,9 @@ class RPT(nn.Module):
         returns    loss () in nats per token, and a dict of what to log
         """
         config, given, use = self.config, None, None
-        retrieves = config.retriever != 'none'
-        if self.training and retrieves:
+        if self.training:
+            torch.manual_seed(batch.seed)                                   # of dropout
+        if self.training and config.retriever != 'none':
             if getattr(batch, 'candidates', None) is None:
                 raise ValueError(f'retriever {config.retriever} trains on batches with candidates: prepare and Supervision.attach make them')
             generator = torch.Generator(batch.tokens.device).manual_seed(batch.seed)

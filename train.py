@@ -321,7 +321,7 @@ def main(argv=None):
         dist.destroy_process_group()
 
 
-def train(module, model_config, config, run, device):
+def train(module, model_config, config, run, device, sample=True):
     """One run, from its flags to its folder; what was there is gone on from. RPT's calls it once more, for its reference LM."""
     name = module.__name__
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
@@ -515,6 +515,7 @@ def train(module, model_config, config, run, device):
         say(f'\nvalidation, all {n:,} tokens: loss {loss:.4f}, perplexity {math.exp(loss):.2f}, '
             f'{loss / math.log(2) * n / corpus.val.n_bytes:.3f} bits per byte')
         evaluation.plot([out], out / 'loss.png')
+    if rank == 0 and sample:
         model.eval()
         say('\nit writes:\n' + '-' * 80)
         for text in evaluation.generate(model, corpus.tokenizer, max_tokens=150):
@@ -526,8 +527,8 @@ def train(module, model_config, config, run, device):
 def supervise(module, model_config, config, run, device, corpus, texts, out, accumulate, autocast):
     """
     What RPT's teacher knows about the sequences that this run will visit: a rpt.Supervision. For retriever sem the reference LM is
-    --reference, or is trained first: half as deep, half as long, on every second document, so that it scores only documents
-    that it has never seen.
+    --reference, or is trained first: half as deep, half as long, on every second document where there are enough, so that it scores
+    only documents that it has never seen.
     """
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     say = print if rank == 0 else lambda *_, **__: None
@@ -535,11 +536,17 @@ def supervise(module, model_config, config, run, device, corpus, texts, out, acc
     if model_config.retriever == 'sem':
         path = Path(run.reference)
         if not run.reference:
+            sizes = np.diff(corpus.train.offsets)
+            fold = 0 if 0.2 < sizes[::2].sum() / sizes.sum() < 0.8 else -1
+            if fold < 0:
+                say('too few documents to keep half of them from the reference LM: it scores what it was trained on')
             smaller = dataclasses.replace(model_config, retriever='none', n_layer=max(1, model_config.n_layer // 2))
-            shorter = dataclasses.replace(config, max_steps=max(1, config.max_steps // 2), fold=0, init='')
+            shorter = dataclasses.replace(config, max_steps=max(1, config.max_steps // 2), fold=fold, init='')
             path = next(path for n in range(1, 10 ** 6) if fits(path := Path(f'{out}-reference' + f'-{n}' * (n > 1)), smaller, shorter, corpus))
             say(f'\n1 of 3: the reference LM, in {path}')
-            train(module, smaller, shorter, dataclasses.replace(run, out=str(path), resume='auto'), device)
+            train(module, smaller, shorter, dataclasses.replace(run, out=str(path), resume='auto'), device, sample=False)
+            if world > 1:
+                dist.barrier()                                      # the first process has written it
             path = path / 'ckpt.pt'
         say('\n2 of 3: the reference LM scores what BM25 found')
         reference, key, fold = module.open_reference(path, corpus.tokenizer, device)

@@ -2,6 +2,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import shutil
 import sys
@@ -13,9 +14,10 @@ import torch
 
 import data
 import eval as evaluation
+import rpt
 import train
 import trime
-from test_train import DRT, SMALL, here, texts  # noqa: F401  (fixtures)
+from test_train import DRT, RPT, SMALL, here, texts  # noqa: F401  (fixtures)
 from test_trime import RECIPES, Store
 from trime import TRIME, Recipe, TRIMEConfig
 
@@ -430,3 +432,114 @@ def test_drt_generates_and_refuses_what_it_has_not(trained_drt, monkeypatch, cap
         command(monkeypatch, 'out/drt', '--task', 'neighbors')
     with pytest.raises(SystemExit, match='--memory says nothing to drt'):
         command(monkeypatch, 'out/drt', '--memory', 'local')
+
+
+@pytest.fixture(scope='session')
+def trained_rpt(tmp_path_factory, texts):       # noqa: F811
+    """A folder with out/rpt, its reference LM, out/retro and out/plain, on documents."""
+    folder, before = tmp_path_factory.mktemp('rpt'), os.getcwd()
+    (folder / 'many').symlink_to(texts / 'many')
+    os.chdir(folder)
+    for name, retriever in (('rpt', 'sem'), ('retro', 'bm25'), ('plain', 'none')):
+        train.main(RPT + ['--max-steps', '20', '--lr', '1e-2', '--dropout', '0', '--retriever', retriever, '--out', f'out/{name}'])
+    os.chdir(before)
+    return folder
+
+
+def test_rpt_by_length(trained_rpt, monkeypatch, capsys):
+    """Own neighbors, those of another sequence, none; the last is the model that never reads, on the same weights."""
+    monkeypatch.chdir(trained_rpt)
+    command(monkeypatch, 'out/rpt', 'out/retro', 'out/plain', '--json', 'figures.json')
+    runs = json.loads(Path('figures.json').read_text())['runs']
+    assert list(runs['out/rpt']['rows']) == list(runs['out/retro']['rows']) == [f'{name} {L}' for name in ('on', 'shuffled', 'off') for L in (8, 70, 140, 280)]
+    assert list(runs['out/plain']['rows']) == [f'off {L}' for L in (8, 70, 140, 280)]
+    for path, name in (('out/rpt', 'on'), ('out/retro', 'on'), ('out/plain', 'off')):
+        rows = runs[path]['rows']
+        last = json.loads(Path(path, 'log.jsonl').read_text().splitlines()[-1])
+        best = torch.load(f'{path}/best.pt', weights_only=True)['step'] == last['step']
+        assert not best or rows[f'{name} 70']['loss'] == pytest.approx(last['val_loss_all'], abs=1e-5)
+        if name == 'on':
+            assert len({rows[f'{how} 280']['loss'] for how in ('on', 'shuffled', 'off')}) == 3
+            assert rows['on 8']['loss'] == rows['off 8']['loss'] == rows['shuffled 8']['loss']      # two chunks: nothing to find
+    more = runs['out/rpt']['rows']['on 280']['loss']
+    command(monkeypatch, 'out/rpt', '--n-neighbors', '4', '--json', 'figures.json')
+    assert json.loads(Path('figures.json').read_text())['runs']['out/rpt']['rows']['on 280']['loss'] != more
+    command(monkeypatch, 'out/rpt', '--task', 'generate', '--prompt', 'the old cat sees the old tree ', '--max-tokens', '30', '--n-neighbors', '3')
+    assert 'the old cat sees' in capsys.readouterr().out
+
+
+def test_rpt_trace(trained_rpt, monkeypatch, capsys):
+    monkeypatch.chdir(trained_rpt)
+    command(monkeypatch, 'out/rpt', '--task', 'trace', '--json', 'trace.json')
+    screen, x = capsys.readouterr().out, json.loads(Path('trace.json').read_text())['out/rpt']
+    model, tokenizer = evaluation.load('out/rpt')
+    split = data.load('many', 'bytes', quiet=True).val
+    batch = data.Batches(split, 'documents', 280, 1, seed=0).take(np.array([0]), 0)
+    f, _, found = model.encode(batch.tokens, batch.doc)
+    model.reads = 'none'
+    off = model.encode(batch.tokens, batch.doc)[0]
+    log_p = [model.say(y)[0, :-1].gather(1, batch.tokens[0, 1:, None])[:, 0] for y in (f, off)]
+    for about in x['chunks']:
+        c = about['chunk']
+        assert about['gain'] == pytest.approx((log_p[0] - log_p[1])[4 * c - 1:4 * c + 3].sum().item(), abs=1e-4)     # of the tokens of chunk c
+        assert [i for i, *_ in about['found'][0]] == [k for k in found[0, c - 1].tolist() if k >= 0]
+        assert about['found'][0][0][2] == tokenizer.decode(batch.tokens[0, 4 * about['found'][0][0][0]:][:8].tolist()) and repr(about['text']) in screen
+    with pytest.raises(SystemExit, match='Transformer-XL'):
+        command(monkeypatch, 'out/plain', '--task', 'trace')
+
+
+def test_ranks(trained_rpt, monkeypatch, capsys):
+    """Every figure of the retrieval table once more, with loops, from every permitted chunk's score."""
+    monkeypatch.chdir(trained_rpt)
+    command(monkeypatch, 'out/rpt', 'out/retro', 'out/plain', '--task', 'ranks', '--sequences', '3', '--chunks', '100', '--json', 'ranks.json')
+    screen, x = capsys.readouterr().out, json.loads(Path('ranks.json').read_text())
+    corpus = data.load('many', 'bytes', quiet=True)
+    pieces = data.Batches(corpus.val, 'documents', 70, 1, seed=0)
+    model, plain = evaluation.load('out/rpt')[0], evaluation.load('out/plain')[0]
+    reference, _, fold = rpt.open_reference('out/rpt-reference', evaluation.load('out/rpt')[1])
+    assert fold == 0
+    P, R, G, gains, right, overlap, best = [], [], [], [], [], [], []
+    for row in np.linspace(0, pieces.n_rows - 1, 3).round().astype(int):
+        batch = pieces.take(np.array([row]), 0)
+        chunks, docs = batch.tokens[0, :68].view(17, 4), batch.doc[0, :68].view(17, 4)
+        own, none = (log_p(m, batch) for m in (model, plain))
+        scores, found = model.encode(batch.tokens, batch.doc)[1:]
+        for i in range(16):
+            whole = lambda c: docs[c].unique().tolist() == [docs[i, -1].item()]
+            allowed = [k for k in range(i - 3) if whole(i) and whole(k)]
+            if not allowed or not whole(i + 1):
+                continue
+            s_t = {}
+            for k in [i - 2, *allowed]:
+                prompt = torch.cat([chunks[k], chunks[k + 1], chunks[i], chunks[i + 1]])[None]
+                s_t[k] = reference.log_probs(prompt)[0, 11:15].gather(1, chunks[i + 1, :, None]).mean().item()
+            s_t = {k: s_t[k] - s_t[i - 2] for k in allowed}
+            order = sorted(allowed, key=lambda k: -scores[0, i, k].item())
+            positive = [k for k in allowed if s_t[k] > 0]
+            gains.append((own - none)[4 * i + 3:4 * i + 7].mean().item())
+            right.append(any(k in positive for k in found[0, i].tolist()))
+            overlap.append(len(set(chunks[order[0]].tolist()) & set(chunks[i + 1].tolist())))
+            mined = rpt.mine(chunks.numpy(), np.zeros(17, int), 4, 20)[i] if whole(0) else None
+            if positive:
+                P.append(sum(k in positive for k in order[:2]) / 2)
+                R.append(sum(k in positive for k in order[:10]) / len(positive))
+                dcg = lambda ks: sum((2 ** max(0, s_t[k]) - 1) / math.log2(2 + r) for r, k in enumerate(ks[:20]))
+                G.append(dcg(order) / dcg(sorted(allowed, key=lambda k: -s_t[k])))
+            if mined is not None:
+                best.append(max(s_t[k] for k in mined if k >= 0) * 4 if (mined >= 0).any() else None)
+    y = x['retrievers']['out/rpt']
+    assert x['chunks'] == len(gains) > 5 and list(x['retrievers']) == ['BM25', 'out/rpt', 'out/retro']
+    expected = dict(precision_2=np.mean(P), recall_10=np.mean(R), ndcg_20=np.mean(G), gain=np.mean(gains), overlap_target=np.mean(overlap), right=sum(right),
+                    gain_right=np.mean([g for g, r in zip(gains, right) if r]), gain_wrong=np.mean([g for g, r in zip(gains, right) if not r] or [math.nan]))
+    for name, value in expected.items():
+        assert y[name] == pytest.approx(value, abs=1e-4, nan_ok=True), name      # s_t is tiny here, in fp32
+    assert x['largest_by_k'] == sorted(x['largest_by_k']) and f'{len(gains)} chunks' in screen and f'{y["ndcg_20"]:.1%}' in screen
+    assert x['retrievers']['BM25']['precision_2'] == x['retrievers']['out/retro']['precision_2']
+    with pytest.raises(SystemExit, match='no checkpoint of this house'):
+        command(monkeypatch, 'out/retro', '--task', 'ranks')
+    with pytest.raises(SystemExit, match='--offload says nothing to rpt'):
+        command(monkeypatch, 'out/rpt', '--offload')
+
+
+def log_p(model, batch):
+    return model.say(model.encode(batch.tokens, batch.doc)[0])[0].gather(1, batch.targets[0].clamp(min=0)[:, None])[:, 0].detach()

@@ -10,11 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import data
 import drt
+import rpt
 import train
 import trime
 from trime import TRIME, TRIMEConfig
@@ -25,15 +27,22 @@ SMALL = ['--data', 'texts', '--tokenizer', 'bytes', '--block-size', '16', '--mic
 DRT = ['--model', 'drt', '--data', 'texts', '--tokenizer', 'bytes', '--block-size', '35', '--micro-batch', '2', '--tokens-per-step', '140',
        '--n-layer', '2', '--n-head', '2', '--n-embd', '16', '--window', '8', '--chunk-size', '8', '--n-neighbors', '2', '--encoder', 'tokens',
        '--device', 'cpu', '--dtype', 'fp32']       # with Gumbel noise and masks, and two micro-batches a step
+RPT = ['--model', 'rpt', '--data', 'many', '--tokenizer', 'bytes', '--block-size', '70', '--micro-batch', '2', '--tokens-per-step', '280',
+       '--n-layer', '2', '--n-head', '2', '--n-embd', '16', '--window', '16', '--chunk-size', '4', '--n-candidates', '3', '--score-every', '1',
+       '--dropout', '0.1', '--device', 'cpu', '--dtype', 'fp32']       # two micro-batches a step, some of whose sequences have several documents
 
 
 @pytest.fixture(scope='session')
 def texts(tmp_path_factory):
-    """A folder with a small corpus: made-up sentences in which words repeat."""
+    """A folder with a small corpus: made-up sentences in which words repeat. In `many` beside it the same, in 40 documents."""
     folder, rng = tmp_path_factory.mktemp('texts'), random.Random(0)
     words = ['cat', 'dog', 'tree', 'river', 'stone', 'sees', 'finds', 'the', 'a', 'old']
     for name, n in (('train', 900), ('val', 60), ('test', 60)):
         (folder / f'{name}.txt').write_text('\n'.join(' '.join(rng.choices(words, k=8)) for _ in range(n)))
+    many = tmp_path_factory.mktemp('many')
+    for name, n in (('train', 40), ('val', 4)):
+        (many / f'{name}.jsonl').write_text('\n'.join(json.dumps({'text': ' '.join(rng.choices(words, k=20 + i))}) for i in range(n)))
+    (folder / 'many').symlink_to(many)
     return folder
 
 
@@ -41,6 +50,7 @@ def texts(tmp_path_factory):
 def here(tmp_path, texts, monkeypatch):
     """An empty working folder with the corpus linked into it; one thread, since the models are tiny."""
     (tmp_path / 'texts').symlink_to(texts)
+    (tmp_path / 'many').symlink_to(texts / 'many')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
     before = torch.get_num_threads()
@@ -73,7 +83,7 @@ def wait_for(condition, process, seconds=60):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize('how, small', [(signal.SIGKILL, SMALL), (signal.SIGTERM, SMALL), (signal.SIGINT, SMALL), (signal.SIGTERM, DRT)])
+@pytest.mark.parametrize('how, small', [(signal.SIGKILL, SMALL), (signal.SIGTERM, SMALL), (signal.SIGINT, SMALL), (signal.SIGTERM, DRT), (signal.SIGTERM, RPT)])
 def test_stopped_and_gone_on_is_not_stopped(here, how, small, capsys):
     """Killed in the middle, or asked to leave, and started again by the same command: the same weights, moments and log."""
     flags = ['--max-steps', '240', '--eval-every', '20']
@@ -97,7 +107,8 @@ def test_stopped_and_gone_on_is_not_stopped(here, how, small, capsys):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize('small, sizes', [(SMALL, '2 processes x 1 x 2 x 16'), (DRT, '2 processes x 1 x 2 x 35')], ids=['trime', 'drt'])
+@pytest.mark.parametrize('small, sizes', [(SMALL, '2 processes x 1 x 2 x 16'), (DRT, '2 processes x 1 x 2 x 35'), (RPT, '2 processes x 1 x 2 x 70')],
+                         ids=['trime', 'drt', 'rpt'])
 def test_two_processes_are_one_with_two_accumulation_steps(here, small, sizes):
     """
     The same micro-batches, the same dropout, the same mean of gradients; only the order of additions differs.
@@ -139,9 +150,8 @@ def test_the_folder_of_another_run_is_left_alone(here, capsys):
         train.main(SMALL + ['--max-steps', '3', '--lr', '1e-4'])
     with pytest.raises(SystemExit, match='--out out/trime-2'):
         train.main(SMALL + ['--max-steps', '3', '--resume', 'no'])
-    with pytest.raises(SystemExit) as done:
-        train.main(SMALL + ['--max-steps', '3'])
-    assert done.value.code == 0 and 'finished after 3 steps' in capsys.readouterr().out
+    train.main(SMALL + ['--max-steps', '3'])
+    assert 'finished after 3 steps' in capsys.readouterr().out
     Path('out/other').mkdir()
     Path('out/other/thesis.txt').write_text('mine')
     with pytest.raises(SystemExit, match='no readable config.json'):
@@ -338,3 +348,87 @@ def test_drt_is_a_command_line(here, capsys):
         log = [json.loads(line) for line in Path(groups, 'log.jsonl').read_text().splitlines()]
         assert log[-1]['val_loss'] < log[0].get('lm_loss', log[0]['loss']) - 0.5 and ('top_weight' in log[-1]) == (groups == '1')
         assert groups == '0' or 'mlm_loss' in log[5] and 'mlm_loss' not in log[6]
+
+
+def test_rpt_is_one_command(here, capsys):
+    """Reference LM, scoring, RPT; what is there is not made again; only documents are scored that the reference LM has not seen."""
+    flags = RPT + ['--max-steps', '30', '--lr', '1e-2', '--out', 'a']
+    train.main(flags)
+    screen = capsys.readouterr().out
+    assert all(f'{n} of 3' in screen for n in '123') and 'M tokens for the reference LM' in screen
+    log = [json.loads(line) for line in Path('a/log.jsonl').read_text().splitlines()]
+    assert log[-1]['val_loss'] < log[0]['lm_loss'] - 0.5 and log[0]['loss'] == pytest.approx(log[0]['lm_loss'])     # α starts at 0
+    assert log[9]['loss'] == pytest.approx(log[9]['lm_loss'] + log[9]['ret_loss'], rel=1e-4) and 0 < log[9]['ndcg'] <= 1
+    reference = json.loads(Path('a-reference/config.json').read_text())
+    assert (reference['model_config']['retriever'], reference['model_config']['n_layer'], reference['train_config']['fold']) == ('none', 1, 0)
+    assert reference['train_config']['max_steps'] == 15
+
+    corpus = data.load('many', 'bytes', quiet=True)
+    (folder,) = corpus.folder.glob('candidates-*')
+    done, candidates, scores = (np.load(folder / f'{name}.npy') for name in ('done', 'candidates', 'scores'))
+    texts = data.Batches(corpus.train, 'documents', 70, 2, seed=0)
+    visited = {row for g in range(60) for row in texts.rows(g)}
+    assert {row for row in np.flatnonzero(done)} == visited and len(visited) <= texts.n_rows
+    some = np.flatnonzero(done)
+    doc = texts.take(some[:2], 0).doc.numpy()
+    for row, documents in zip(some[:2], doc):
+        owner = documents[:68].reshape(17, 4)[:, -1]                        # of each chunk
+        there = (candidates[row] >= 0).any(1)
+        assert (np.isnan(scores[row]).all(1) == ~(there & (owner % 2 == 1)))[there].all()
+    assert np.isfinite(scores[some]).any() and (~np.isnan(scores[some]) <= (candidates[some] >= 0)).all()
+
+    train.main(flags)                                                       # finished: nothing happens
+    assert 'finished after 30 steps' in capsys.readouterr().out
+    before = (folder / 'done.npy').stat().st_mtime_ns
+    train.main(RPT + ['--max-steps', '30', '--lr', '1e-2', '--out', 'b', '--reference', 'a-reference'])       # the same by another way
+    assert (folder / 'done.npy').stat().st_mtime_ns == before and not Path('b-reference').exists() and '1 of 3' not in capsys.readouterr().out
+    assert same(outcome('a'), outcome('b'))
+    train.main(RPT + ['--max-steps', '4', '--lr', '3e-3', '--out', 'a-reference-2'])                        # its own reference LM beside it
+    train.main(RPT + ['--max-steps', '4', '--lr', '2e-3', '--out', 'a2', '--data', 'texts', '--tokenizer', 'bytes'])
+    assert 'too few documents' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match='retriever none'):
+        train.main(flags + ['--reference', 'b', '--out', 'c'])
+    with pytest.raises(SystemExit, match='no checkpoint of this house'):
+        train.main(flags + ['--reference', 'nothing', '--out', 'c'])
+    assert not Path('c').exists()
+
+
+def test_scoring_goes_on_where_it_was_killed(here, monkeypatch):
+    flags = ['--max-steps', '20', '--eval-every', '10', '--n-candidates', '8']
+    train.main(RPT + flags + ['--out', 'a'])
+    (folder,) = Path('corpora').glob('many*/candidates-*')
+    arrays = [np.load(folder / f'{name}.npy') for name in ('candidates', 'scores', 'done')]
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / 'scores.npy.77.tmp').write_bytes(b'half')
+    Path('slow.py').write_text(f'import sys, time; sys.path.insert(0, {str(TRAIN.parent)!r}); import train, rpt; real = rpt.target_scores\n'
+                               'rpt.target_scores = lambda *a: (time.sleep(0.2), real(*a))[1]\ntrain.main()')
+    process = start(*flags, '--out', 'b', '--reference', 'a-reference', small=RPT, script='slow.py')
+    some = lambda: (folder / 'done.npy').exists() and np.load(folder / 'done.npy').sum() > 1
+    wait_for(some, process)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and 'the same command goes on' in printed and 'Traceback' not in printed
+    assert 1 < np.load(folder / 'done.npy').sum() < arrays[2].sum() and not Path('b').exists()
+    train.main(RPT + flags + ['--out', 'b', '--reference', 'a-reference'])
+    for name, array in zip(('candidates', 'scores', 'done'), arrays):
+        np.testing.assert_array_equal(np.load(folder / f'{name}.npy'), array)
+    assert same(outcome('a'), outcome('b'))
+
+
+@pytest.mark.parametrize('retriever', ['none', 'bm25', 'lex'])
+def test_rpts_other_retrievers_train(here, retriever):
+    train.main(RPT + ['--max-steps', '30', '--lr', '1e-2', '--retriever', retriever, '--n-cca', '1' if retriever == 'lex' else '0'])
+    log = [json.loads(line) for line in Path('out/rpt/log.jsonl').read_text().splitlines()]
+    assert log[-1]['val_loss'] < log[0].get('lm_loss', log[0]['loss']) - 0.5 and ('ret_loss' in log[0]) == (retriever == 'lex')
+    assert not Path('out/rpt-reference').exists()
+
+
+@pytest.mark.parametrize('preset', rpt.PRESETS)
+def test_rpts_presets_are_command_lines(preset):
+    _, model_config, config, _ = train.parse(['--model', 'rpt', '--preset', preset, '--seed', '3'])
+    given = {**dataclasses.asdict(model_config), **dataclasses.asdict(config)}
+    assert all(given[key] == value for key, value in rpt.PRESETS[preset].items()) and given['seed'] == 3
+    assert train.accumulation(model_config.micro_batch, model_config.block_size, config.tokens_per_step, 1) >= 1
+    with pytest.raises(SystemExit, match='two chunks'):
+        train.parse(['--model', 'rpt', '--preset', preset, '--window', '100'])
