@@ -28,8 +28,8 @@ Where we differ from the paper, and why
     Scores are divided by sqrt(C): the paper's formula leaves it out, its margins are tuned with it (official code).
     A chunk without neighbors gets exactly 0 from cross-attention; there are no learned null keys (official code: there are).
     s_t is the mean over the tokens of the target, not the sum: the same sign and order, and gains 2^s_t - 1 that do not explode.
-    L_ret is the mean over the query chunks that have a positive, and its weight is near 1 (paper: 1e-9 for a sum that it does not
-    give). |Δ NDCG| is of 1 / log2(1 + rank) (official code: of log2(1 + rank), which hardly prefers the top).
+    L_ret is the mean over the query chunks that have a positive; at ten times its weight it takes the gradient's norm, which is
+    clipped, from the language model's loss (paper: 1e-9 for a sum that it does not give). |Δ NDCG| is of 1 / log2(1 + rank) (official code: of log2(1 + rank), which hardly prefers the top).
     Chunk i finds chunks up to i - w in training as at test time (official code: two other rules), all of its own document.
     The gate reads the neighbors of the last w chunks, so that streaming has a bounded state (paper: all chunks of the window's row).
     Scheduled sampling tosses a coin for each chunk (official code: one for a whole step).
@@ -73,7 +73,7 @@ class RPTConfig:
     retriever: str = 'sem'        # sem: taught by the reference LM; lex: by BM25; bm25: it is BM25 (RETRO); none: Transformer-XL
     gate: bool = True             # neighbors are weighed before they are read (paper)
     eta: float = 0.1              # the least weight (paper)
-    alpha: float = 1.0            # weight of the ranking loss, reached after a fifth of the steps (ours; paper: 1e-9, see above)
+    alpha: float = 0.005          # weight of the ranking loss, reached after a fifth of the steps (ours; paper: 1e-9, see above)
     tau: float = 4.0              # margin of the ranking loss at the end, from 1 at the start (paper: 2 to 128, by corpus)
     teacher: str = 'annealed'     # who chooses neighbors in training: annealed from the teacher to the model (paper); always, never: the teacher
     n_candidates: int = 20        # candidates by BM25 for each chunk, J (paper)
@@ -85,6 +85,8 @@ class RPTConfig:
                 raise ValueError(f'{name} {getattr(self, name)} must be 1 or more')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}; RoPE turns pairs')
+        if self.block_size < self.chunk_size and self.retriever != 'none':
+            raise ValueError(f'block_size {self.block_size} is shorter than a chunk, chunk_size {self.chunk_size}')
         if self.window < 2 or self.window % (2 * self.chunk_size) and self.retriever != 'none' or self.window % 2:
             raise ValueError(f'window {self.window} is not a multiple of two chunks of {self.chunk_size} tokens')
         if self.retriever not in ('sem', 'lex', 'bm25', 'none'):
@@ -474,7 +476,7 @@ def target_scores(reference, chunks, candidates, pairs=64):
     The prefix (c_j, c_{j+1}) always stands at position 0, so its keys and values are made once for all chunks that have j as a
     candidate; the baseline is candidate i - 2. The head is used at the target alone.
 
-    reference   .read(tokens, past=None, rows=None) -> f, past  goes on from those rows of a past;  .say(f) -> log P
+    reference   .read(tokens, past=None, rows=None) -> f, past  goes on from those rows of a past;  .log_p(f, tokens): of each token after f
     chunks      (N, m) token ids; candidates (N, J), -1: none. returns (N, J) fp32, nan where there is none
     """
     N, m = chunks.shape
@@ -482,14 +484,16 @@ def target_scores(reference, chunks, candidates, pairs=64):
     js = torch.cat([torch.where(asked, torch.arange(N, device=chunks.device)[:, None] - 2, -1), candidates], dim=1)    # (N, 1 + J)
     i, slot = (js >= 0).nonzero(as_tuple=True)                              # (n,) all pairs
     needed, prefix = js[i, slot].unique(return_inverse=True)
-    log_p = torch.full(js.shape, math.nan, device=chunks.device)
     if len(i) == 0:
-        return log_p[:, 1:]
+        return torch.full(candidates.shape, math.nan, device=chunks.device)
+    parts = []
     _, past = reference.read(torch.cat([chunks[needed], chunks[needed + 1]], dim=1))                    # of (P, 2m) tokens
     for some in torch.arange(len(i), device=chunks.device).split(pairs):
         goes_on = torch.cat([chunks[i[some]], chunks[i[some] + 1]], dim=1)                              # (n, 2m) c_q, c_t
         f, _ = reference.read(goes_on, past, prefix[some])
-        log_p[i[some], slot[some]] = reference.say(f[:, m - 1:-1]).gather(2, goes_on[:, m:, None])[..., 0].mean(1)
+        parts.append(reference.log_p(f[:, m - 1:-1], goes_on[:, m:]).mean(1))
+    log_p = torch.full(js.shape, math.nan, device=chunks.device, dtype=parts[0].dtype)
+    log_p[i, slot] = torch.cat(parts)
     return log_p[:, 1:] - log_p[:, :1]
 
 
@@ -520,7 +524,7 @@ def open_reference(path, tokenizer, device='cpu'):
 
 
 class GPT2(nn.Module):
-    """A causal language model of the library transformers as reference LM: read and say of RPT."""
+    """A causal language model of the library transformers as reference LM: read and log_p of RPT."""
 
     def __init__(self, name):
         super().__init__()
@@ -537,8 +541,9 @@ class GPT2(nn.Module):
         out = self.model.base_model(tokens, past_key_values=past, use_cache=True)
         return out.last_hidden_state, out.past_key_values
 
-    def say(self, f):
-        return self.model.get_output_embeddings()(f).float().log_softmax(-1)
+    def log_p(self, f, tokens):
+        z = self.model.get_output_embeddings()(f).float()
+        return z.gather(-1, tokens[..., None])[..., 0] - z.logsumexp(-1)
 
 
 class Supervision:
@@ -559,6 +564,7 @@ class Supervision:
                 np.lib.format.open_memmap(temporary, mode='w+', dtype=dtype, shape=shape).flush()
                 os.replace(temporary, path)
             try:
+                np.load(path, mmap_mode='r')                                # in mode r+ NumPy fills up a file that is too short, with zeros
                 array = np.load(path, mmap_mode='r+')
                 if array.shape != shape or array.dtype != dtype:
                     raise ValueError(f'{array.dtype} {array.shape} instead of {np.dtype(dtype)} {shape}')
@@ -604,7 +610,7 @@ def prepare(config, folder, key, texts, rows, reference=None, held_out=None, aut
 
     folder, key     of the corpus; what the result depends on beside config and the sequences: text
     texts, rows     data.Batches and the numbers of its sequences that are wanted, in order of need
-    reference       has read and say (target_scores); held_out(document) is False for documents that it was trained on: they are not scored
+    reference       has read and log_p (target_scores); held_out(document) is False for documents that it was trained on: they are not scored
     returns         a Supervision that has these rows; those that were there before are not made again
     """
     N, m, w = config.block_size // config.chunk_size, config.chunk_size, config.window // config.chunk_size
@@ -615,12 +621,14 @@ def prepare(config, folder, key, texts, rows, reference=None, held_out=None, aut
         Supervision(path, texts.n_rows, N, config.n_candidates, scored)
     barrier()
     result = Supervision(path, texts.n_rows, N, config.n_candidates, scored)
-    todo = [row for row in dict.fromkeys(rows) if not result.done[row]]
+    rows = list(dict.fromkeys(rows))
+    todo = [row for row in rows if not result.done[row]]
+    own = [row for row in rows[rank::world] if not result.done[row]]        # whatever the other processes have done by now
     J, chunks_each = config.n_candidates, N / config.score_every / 2 if held_out else N / config.score_every
     if todo and scored:
         say(f'scoring {len(todo):,} sequences of {config.block_size:,} tokens: at most {J} candidates for each of about {len(todo) * chunks_each:,.0f} chunks, '
             f'{len(todo) * chunks_each * 2 * m * (J + 2) / 1e6:,.1f}M tokens for the reference LM; kept in {path}')
-    for row in progress(todo[rank::world], 'reference LM scores' if scored else 'candidates by BM25', quiet=rank > 0):
+    for row in progress(own, 'reference LM scores' if scored else 'candidates by BM25', quiet=rank > 0):
         batch = texts.take(np.array([row]), seed=0)
         chunks, doc = (x[0, :N * m].view(N, m).numpy() for x in (batch.tokens, batch.doc))
         chunk_doc = np.where((doc == doc[:, -1:]).all(1), doc[:, -1], -1)
@@ -687,10 +695,15 @@ class RPT(nn.Module):
         top = scores.detach().masked_fill(~permitted, -math.inf).topk(min(self.n_neighbors, scores.size(2)), dim=2)
         return F.pad(top.indices.masked_fill(top.values == -math.inf, -1), (0, self.n_neighbors - top.indices.size(2)), value=-1)
 
+    def trained_idf(self):
+        if not self.idf.any():
+            raise ValueError('retriever bm25 has no idf yet: model.idf.copy_(corpus_idf(...)) of its training corpus')
+        return self.idf.double().cpu().numpy()
+
     def found_by_bm25(self, tokens, doc):
         """RETRO at test time: the K best chunks for c_i alone, idf from the training corpus. (B, T) twice -> (B, N, K)"""
         m, w = self.config.chunk_size, self.config.window // self.config.chunk_size
-        N, idf = tokens.size(1) // m, self.idf.double().cpu().numpy()
+        N, idf = tokens.size(1) // m, self.trained_idf()
         found = [mine(t[:N * m].view(N, m).numpy(), d.numpy(), w, self.n_neighbors, target=False, idf=idf)
                  for t, d in zip(tokens.cpu(), self.chunk_doc(doc, N).cpu())] if N else []
         return torch.from_numpy(np.stack(found)).to(tokens.device) if N else tokens.new_zeros(len(tokens), 0, self.n_neighbors)
@@ -763,6 +776,12 @@ class RPT(nn.Module):
         with torch.autocast(f.device.type, enabled=False):
             return (fp32(f) @ fp32(self.embedding.weight).T).log_softmax(-1)
 
+    def log_p(self, f, tokens):
+        """log P of tokens (...) after f (..., C)"""
+        with torch.autocast(f.device.type, enabled=False):
+            z = fp32(f).reshape(-1, f.size(-1)) @ fp32(self.embedding.weight).T            # (n, V)
+        return (z.gather(1, tokens.reshape(-1, 1))[:, 0] - z.logsumexp(1)).view(tokens.shape)
+
     def check(self, tokens):
         """ValueError unless tokens are (B, t) ids of the tokenizer."""
         if tokens.dim() != 2 or tokens.size(1) < 1:
@@ -786,8 +805,8 @@ class RPT(nn.Module):
         returns    loss () in nats per token, and a dict of what to log
         """
         config, given, use = self.config, None, None
-        if self.training:
-            torch.manual_seed(batch.seed)                                   # of dropout
+        if self.training and config.dropout:
+            torch.manual_seed(batch.seed)
         if self.training and config.retriever != 'none':
             if getattr(batch, 'candidates', None) is None:
                 raise ValueError(f'retriever {config.retriever} trains on batches with candidates: prepare and Supervision.attach make them')
@@ -853,6 +872,8 @@ class RPT(nn.Module):
                                        pooled=None, found=None, reading=None)
         if old.past is None or old.B != len(tokens):
             raise ValueError('this state was continued before' if old.past is None else f'a state of {old.B} texts, tokens of {len(tokens)}')
+        if self.reads == 'shuffled':
+            raise ValueError('stream reads its own text: reads own or none')
         state, old.past = SimpleNamespace(**vars(old)), None                # the new one goes on with the same lists
         while tokens.size(1):
             place = (state.n + 1) % m                                       # in the group that reads together
@@ -892,7 +913,7 @@ class RPT(nn.Module):
             found = self.best(self.scores(q, state.keys[:, :M]), torch.ones(B, 1, M, dtype=torch.bool, device=q.device))[:, 0]      # (B, K)
             E = E[:, 0]
         else:
-            texts, idf = state.ids[:, :(i + 1) * m].view(B, i + 1, m).cpu().numpy(), self.idf.double().cpu().numpy()
+            texts, idf = state.ids[:, :(i + 1) * m].view(B, i + 1, m).cpu().numpy(), self.trained_idf()
             found = [BM25(list(text[:M]), idf=idf).search_many(text[i:], K)[0] for text in texts]
             found = torch.from_numpy(np.concatenate(found)).to(chunk.device)
         state.store.append(E.cpu())
@@ -928,21 +949,53 @@ class RPT(nn.Module):
 # ----------------------------------------------------------------------------------------------------------------------
 # a tour
 
+def naive_scores(reference, chunks, candidates):
+    """target_scores by its definition: every pair is read from its first token on, the baseline too."""
+    N, m = chunks.shape
+    log_p = torch.full((N, 1 + candidates.size(1)), math.nan)
+    i, slot = torch.cat([(candidates >= 0).any(1, keepdim=True), candidates >= 0], dim=1).nonzero(as_tuple=True)
+    j = torch.where(slot == 0, i - 2, candidates[i, slot - 1])
+    for some in torch.arange(len(i)).split(32):
+        texts = torch.cat([chunks[j[some]], chunks[j[some] + 1], chunks[i[some]], chunks[i[some] + 1]], dim=1)     # (n, 4m)
+        log_p[i[some], slot[some]] = reference.log_p(reference.read(texts)[0][:, 3 * m - 1:-1], texts[:, 3 * m:]).mean(1)
+    return log_p[:, 1:] - log_p[:, :1]
+
+
+@torch.no_grad()
+def compare_scoring(reference, chunks, w, J):
+    """The keys and values of (c_j, c_j+1) once for all that ask, against every pair from its first token: time beside tokens."""
+    candidates = torch.from_numpy(mine(chunks.numpy(), np.zeros(len(chunks), dtype=int), w, J))
+    times, results = {target_scores: [], naive_scores: []}, {}
+    for _ in range(4):
+        for f in times:
+            start = time.perf_counter()
+            results[f] = f(reference, chunks, candidates)
+            times[f].append(time.perf_counter() - start)
+    ratio = sorted(slow / fast for fast, slow in list(zip(*times.values()))[1:])[1]
+    asked = (candidates >= 0).any(1)
+    pairs = (candidates >= 0).sum() + asked.sum()
+    prefixes = len(set(candidates[candidates >= 0].tolist()) | set((asked.nonzero()[:, 0] - 2).tolist()))
+    off = (results[target_scores] - results[naive_scores]).nan_to_num().abs().max()
+    head, body = reference.config.n_embd * reference.config.vocab_size, reference.multiply_adds() / 3      # for each token
+    of = lambda tokens, targets: tokens * (body - head) + targets * head
+    print(f'scoring {J:2} candidates of {asked.sum()} chunks: x {ratio:.2f} as fast as pair by pair, which reads x {2 * pairs / (prefixes + pairs):.2f} '
+          f'the tokens, x {of(4 * pairs, pairs) / of(2 * (prefixes + pairs), pairs):.2f} the multiply-adds; scores differ by {off:.0e}')
+    return candidates, results[target_scores]
+
+
 def tour():
     """What goes in, what comes out, and what retrieval costs: time beside multiply-adds."""
     torch.manual_seed(0)
     config = RPTConfig(n_candidates=4)
     B, T, m = config.micro_batch, config.block_size, config.chunk_size
     tokens = torch.randint(config.vocab_size, (B, T + 1))
-    chunks, w = tokens[:, :T].view(B, -1, m).numpy(), config.window // m
-    candidates = np.stack([mine(c, np.zeros(len(c), dtype=int), w, config.n_candidates) for c in chunks])      # (B, N, J)
-    reference = RPT(RPTConfig(retriever='none', n_layer=2))
-    start = time.perf_counter()
-    s_t = torch.stack([target_scores(reference, torch.from_numpy(c), torch.from_numpy(j)) for c, j in zip(chunks, candidates)])
+    reference, w = RPT(RPTConfig(retriever='none', n_layer=2)), config.window // m
+    for J in (20, 8, config.n_candidates):
+        candidates, s_t = zip(*(compare_scoring(reference, text.view(-1, m), w, J) for text in tokens[:1, :T]))
+    candidates, s_t = (torch.cat([x[0][None]] * B) for x in (candidates, s_t))             # (B, N, J)
+    tokens = tokens[:1].expand(B, -1)
     batch = SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], doc=torch.zeros(B, T, dtype=torch.long), seed=0,
-                            candidates=torch.from_numpy(candidates), target_scores=s_t)
-    print(f'the reference LM scored {(candidates >= 0).sum()} candidates in {time.perf_counter() - start:.1f} s: '
-          f's_t from {s_t[~s_t.isnan()].min():.3f} to {s_t[~s_t.isnan()].max():.3f}')
+                            candidates=candidates, target_scores=s_t)
     model = RPT(config)
     f, scores, found = model.eval().encode(batch.tokens)
     print(f'RPT, {sum(p.numel() for p in model.parameters()):,} parameters; tokens {tuple(batch.tokens.shape)} -> scores {tuple(scores.shape)}, '

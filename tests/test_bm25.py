@@ -298,3 +298,35 @@ def test_other_input_that_is_not_right():
         with pytest.raises(ValueError) as error:
             call()
         assert says in str(error.value), str(error.value)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# idf of another text
+
+def test_the_idf_of_the_own_documents_changes_nothing():
+    """Handed back by token id, longer than the vocabulary or not: bit for bit the same documents and scores."""
+    docs = [d + 3 for d in corpus(90, 40, 500)]                 # ids 0 to 2 are in none
+    df = Counter(t for d in docs for t in set(d.tolist()))
+    idf = np.array([log(1 + (90 - df[t] + 0.5) / (df[t] + 0.5)) for t in range(max(df) + 1)])
+    expected = BM25(docs).search_many(docs, 9)
+    for own in (idf, np.concatenate([idf, [7.0] * 50]), idf.tolist()):
+        for a, b in zip(expected, BM25(docs, idf=own).search_many(docs, 9)):
+            assert np.array_equal(a, b)
+
+@pytest.mark.parametrize('known', [30, 500, 1000])
+def test_another_idf(known):
+    """Against loops; terms beyond the array count 0, and a document that shares only such terms is not found."""
+    docs, queries = corpus(80, 30, 500), corpus(6, 12, 500, seed=1)
+    idf = np.random.default_rng(2).permutation(np.linspace(0.1, 5, known))          # unlike the own one: frequent terms may count most
+    index, mean = BM25(docs, 1.5, 0.6, idf=idf), sum(map(len, docs)) / 80
+    assert 0 < index.H < len(index.df)                          # some terms in the matrix and some in the postings
+    for query in [*queries, np.array([known, known + 1, 499])]:
+        scores = np.zeros(80)
+        for i, d in enumerate(docs):
+            for t in query.tolist():
+                tf = d.tolist().count(t)
+                scores[i] += (idf[t] if t < known else 0) * tf / (tf + 1.5 * (0.4 + 0.6 * len(d) / mean))
+        best, best_scores = ranking(scores, 0, 10)
+        ids, found = index.search(query, 10)
+        assert ids.tolist() == best
+        np.testing.assert_allclose(found, best_scores, rtol=1e-6)
+    assert len(BM25(docs, idf=[]).search(queries[0], 10)[0]) == 0
