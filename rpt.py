@@ -615,6 +615,9 @@ def prepare(config, folder, key, texts, rows, reference=None, held_out=None, aut
     """
     N, m, w = config.block_size // config.chunk_size, config.chunk_size, config.window // config.chunk_size
     scored = config.retriever == 'sem'
+    if scored and isinstance(reference, RPT) and reference.config.window < 4 * m:
+        raise SystemExit(f'the reference LM has a window of {reference.config.window} tokens and reads four chunks, {4 * m} tokens: '
+                         f'--window {4 * m}, a smaller --chunk-size, or another --reference')
     facts = [key, 'bm25 lucene 1.2 0.75', config.block_size, m, w, config.n_candidates, texts.n_rows, config.score_every if scored else 0]
     path = Path(folder) / f'candidates-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}'
     if rank == 0:

@@ -5,6 +5,7 @@ import math
 import threading
 from collections import Counter, namedtuple
 from functools import lru_cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -698,7 +699,7 @@ class Texts:
 def prepared(folder, rows=(3, 0, 6, 3), retriever='sem', reference=None, texts=None, **more):
     config = RPTConfig(vocab_size=V, block_size=T, micro_batch=B, n_layer=2, n_head=2, n_embd=16, window=W * M, chunk_size=M, n_candidates=4,
                        retriever=retriever, score_every=more.pop('score_every', 1))
-    return prepare(config, folder, 'key', texts or Texts(), rows, reference or small(retriever='none', n_layer=2).float(), say=lambda line: None, **more)
+    return prepare(config, folder, 'key', texts or Texts(), rows, reference or small(retriever='none', n_layer=2, window=4 * M).float(), say=lambda line: None, **more)
 
 
 def same(a, b):
@@ -707,7 +708,7 @@ def same(a, b):
 
 def test_prepare(tmp_path):
     """Only the wanted sequences are made, once each; what is kept is what mine and target_scores say; a longer list adds to it."""
-    texts, reference = Texts(), small(retriever='none', n_layer=2).float()
+    texts, reference = Texts(), small(retriever='none', n_layer=2, window=4 * M).float()
     made = prepared(tmp_path, texts=texts)
     assert texts.taken == [3, 0, 6] and made.done.tolist() == [1, 0, 0, 1, 0, 0, 1]
     batch = texts.take(np.array([3]), 0)
@@ -724,7 +725,7 @@ def test_prepare(tmp_path):
 
 def test_prepare_is_interrupted_and_goes_on(tmp_path):
     """Killed in the middle of a sequence: those before it are kept, it is made again, and all is as if nothing had happened."""
-    whole, texts, reference = prepared(tmp_path / 'a'), Texts(), small(retriever='none', n_layer=2).float()
+    whole, texts, reference = prepared(tmp_path / 'a'), Texts(), small(retriever='none', n_layer=2, window=4 * M).float()
     read, calls = reference.read, []
 
     def dies(*args):
@@ -1207,3 +1208,30 @@ def test_a_file_that_ends_early_is_refused(tmp_path, name):
     path.write_bytes(path.read_bytes()[:-len(path.read_bytes()) // 3 if name != 'done' else -1])
     with pytest.raises(SystemExit, match='delete'):
         prepared(tmp_path)
+
+
+def test_a_reference_of_the_library_transformers(tmp_path):
+    """A GPT-2 with random weights: the prefix once for all is the prompt from its start, for each candidate."""
+    transformers = pytest.importorskip('transformers')
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50257, n_positions=64, n_embd=16, n_layer=2, n_head=2)).float().eval()
+    for p in gpt2.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    gpt2.save_pretrained(tmp_path)
+    reference, _, fold = rpt.open_reference(tmp_path, SimpleNamespace(name='gpt2'))
+    chunks = torch.randint(50257, (12, 4), generator=torch.Generator().manual_seed(0))
+    candidates = torch.full((12, 2), -1)
+    candidates[5], candidates[8] = torch.tensor([0, 2]), torch.tensor([4, -1])
+    s_t = rpt.target_scores(reference, chunks, candidates, pairs=2)
+
+    def log_p(j, i):
+        prompt = torch.cat([chunks[j], chunks[j + 1], chunks[i], chunks[i + 1]])[None]
+        return gpt2(prompt).logits.log_softmax(-1)[0, 11:15].gather(1, chunks[i + 1][:, None]).mean().item()
+    assert fold == -1 and [s_t[5, 0].item(), s_t[5, 1].item(), s_t[8, 0].item()] == pytest.approx(
+        [log_p(0, 5) - log_p(3, 5), log_p(2, 5) - log_p(3, 5), log_p(4, 8) - log_p(6, 8)], abs=1e-5)
+    assert s_t.isnan().sum() == 21
+
+
+def test_a_reference_with_a_short_window_is_refused(tmp_path):
+    """It would score the end of the target without having read the candidate."""
+    with pytest.raises(SystemExit, match='--window 16'):
+        rpt.prepare(RPTConfig(chunk_size=4, window=8, n_embd=16, n_head=2), tmp_path, 'key', None, [0], RPT(RPTConfig(window=8, retriever='none', n_embd=16, n_head=2)))
