@@ -618,22 +618,32 @@ def tour():
     wide = config.window + config.n_neighbors * config.chunk_size // 2      # attends to as much
     sizes = {'base LM': dict(groups=0), f'base LM, window {wide}': dict(groups=0, window=wide), 'DRT x1': dict(), 'DRT x2': dict(groups=2)}
     print(f'\na training step against the base LM, {config.micro_batch} sequences of {config.block_size:,}, in turns')
+    in_turns(sizes)
+    print('\na training step by length of the sequences, as many tokens')
+    in_turns({f'T = {T:,}': dict(block_size=T, micro_batch=8 * 992 // T) for T in (992, 1984, 3968, 7936)})
+
+
+def in_turns(sizes):
+    """Trains models on random tokens, one step each, again and again; prints their times and multiply-adds beside the first's."""
     runs = {}
     for name, change in sizes.items():
-        model = DRT(DRTConfig(**change))
-        runs[name] = model, torch.optim.AdamW(model.parameters(), fused=True), []
+        config = DRTConfig(**change)
+        tokens = torch.randint(config.vocab_size, (config.micro_batch, config.block_size + 1))
+        batch = SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], doc=torch.zeros_like(tokens[:, 1:]), seed=0)
+        model = DRT(config)
+        runs[name] = model, torch.optim.AdamW(model.parameters(), fused=True), batch, []
     for _ in range(8):
-        for model, optimizer, times in runs.values():
+        for model, optimizer, batch, times in runs.values():
             start = time.perf_counter()
             model(batch, 1)[0].backward()
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - start)
-    base, _, plain = runs['base LM']
-    for name, (model, _, times) in runs.items():
+    base, _, _, plain = next(iter(runs.values()))
+    for name, (model, _, batch, times) in runs.items():
         ratios = sorted(y / x for x, y in zip(plain[1:], times[1:]))        # the first one warms up
         print(f'{name:20} time x {ratios[len(ratios) // 2]:.3f}, multiply-adds x {model.multiply_adds() / base.multiply_adds():.3f}   '
-              f'({tokens[:, 1:].numel() / min(times):,.0f} tokens/s)')
+              f'({batch.tokens.numel() / min(times):,.0f} tokens/s)')
 
 
 if __name__ == '__main__':

@@ -271,6 +271,11 @@ class SelfAttention(nn.Module):
         return self.proj(y.reshape(B, T, C)), (k[:, over:], v[:, over:])
 
 
+def turns_of(config, places):
+    """(n,) places -> the turns of rope, (n, 1, D/2)"""
+    return rope(places, config.n_embd // config.n_head)
+
+
 class Attention(nn.Module):
     """Multi-head attention of the tokens of x over those of y, all of them, with rotary positions of their own."""
 
@@ -300,15 +305,14 @@ class Retriever(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        C = config.n_embd
-        self.turns = lambda x: rope(torch.arange(config.chunk_size, device=x.device), C // config.n_head)
+        C, self.config = config.n_embd, config
         self.norm, self.attention = RMSNorm(C), Attention(config)
         self.norm_q, self.norm_k = RMSNorm(C), RMSNorm(C)
         self.query, self.key = nn.Linear(C, C), nn.Linear(C, C)             # W_Q, W_K
 
     def forward(self, x):
         """x (B, N, m, C), the chunks -> their tokens E (B, N, m, C), queries and keys (B, N, C)"""
-        y, turns = self.norm(x).flatten(0, 1), self.turns(x)
+        y, turns = self.norm(x).flatten(0, 1), turns_of(self.config, torch.arange(x.size(2), device=x.device))
         E = x + self.attention(y, turns, self.attention.keys_values(y, turns)).view_as(x)
         c = E.mean(2)                                                       # (B, N, C)
         return E, self.query(self.norm_q(c)), self.key(self.norm_k(c))
@@ -330,17 +334,14 @@ class NeighborEncoder(nn.Module):
             self.norm3, self.gate_attention = RMSNorm(C), Attention(config)
             self.norm_gate, self.gate = RMSNorm(C), nn.Linear(C, 1)
 
-    def turns(self, positions):
-        return rope(positions, self.config.n_embd // self.config.n_head)
-
     def augment(self, x, query_chunk):
         """x (n, K, 2m, C) the neighbors of n chunks, query_chunk (n, m, C) -> (n, K, 2m, C)"""
         n, K, m2, C = x.shape
         places = torch.arange(m2, device=x.device)
-        y, turns = self.norm1(x).flatten(0, 1), self.turns(places)
+        y, turns = self.norm1(x).flatten(0, 1), turns_of(self.config, places)
         x = x + self.attention(y, turns, self.attention.keys_values(y, turns)).view_as(x)
-        kv = self.cross.keys_values(self.norm_query(query_chunk), self.turns(places[:m2 // 2]))     # once for all K
-        y = self.cross(self.norm2(x).flatten(1, 2), self.turns(places.repeat(K)), kv)
+        kv = self.cross.keys_values(self.norm_query(query_chunk), turns[:m2 // 2])             # once for all K
+        y = self.cross(self.norm2(x).flatten(1, 2), turns.repeat(K, 1, 1), kv)
         return x + y.view_as(x)
 
     def weigh(self, pooled, places, seen):
@@ -348,7 +349,7 @@ class NeighborEncoder(nn.Module):
         The gate of each neighbor. pooled (B, L, C): their means, in order of chunk and rank; places (L,): their numbers in the
         document; seen (B, L, L): which may look at which. -> (B, L) fp32
         """
-        y, turns = self.norm3(pooled), self.turns(places)
+        y, turns = self.norm3(pooled), turns_of(self.config, places)
         c = pooled + self.gate_attention(y, turns, self.gate_attention.keys_values(y, turns), seen[:, None])
         z = fp32(self.gate(self.norm_gate(c)))[..., 0] / self.config.n_embd
         return z.sigmoid().clamp(min=self.config.eta)
@@ -363,20 +364,19 @@ class ChunkedCrossAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.m = config.chunk_size
-        self.turns = lambda places: rope(places, config.n_embd // config.n_head)
+        self.config, self.m = config, config.chunk_size
         self.norm, self.attention = RMSNorm(config.n_embd), Attention(config)
 
     def keys_values(self, neighbors):
         """(n, K, 2m, C) -> k, v (n, H, K 2m, D)"""
         places = torch.arange(2 * self.m, device=neighbors.device).repeat(neighbors.size(1))
-        return self.attention.keys_values(neighbors.flatten(1, 2), self.turns(places))
+        return self.attention.keys_values(neighbors.flatten(1, 2), turns_of(self.config, places))
 
     def read(self, x, first, kv, valid):
         """x (n, t, C) tokens of n groups that begin at place `first` of theirs; valid (n, K) -> (n, t, C), 0 where there is no neighbor"""
         some = valid.any(1)[:, None, None]                                  # (n, 1, 1)
         mask = (valid[:, None, None, :, None] | ~some[..., None, None]).expand(-1, 1, 1, -1, 2 * self.m).flatten(3)     # never all False
-        turns = self.turns(self.m - 1 + first + torch.arange(x.size(1), device=x.device))
+        turns = turns_of(self.config, self.m - 1 + first + torch.arange(x.size(1), device=x.device))
         return self.attention(self.norm(x), turns, kv, mask) * some
 
     def forward(self, x, neighbors, valid, reads):
@@ -674,9 +674,6 @@ class RPT(nn.Module):
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
 
-    def turns(self, first, n, device):
-        return rope(first + torch.arange(n, device=device), self.config.n_embd // self.config.n_head)
-
     def chunk_doc(self, doc, N):
         """doc (B, T) -> (B, N): the document that a chunk lies in as a whole; -1 where two share it, and at padding"""
         docs = doc[:, :N * self.config.chunk_size].unflatten(1, (N, -1))
@@ -743,7 +740,7 @@ class RPT(nn.Module):
         returns f (B, T, C), the states that say the next token; s_q (B, N, N) or None; what was read (B, N, K) or None
         """
         config, T, m = self.config, tokens.size(1), self.config.chunk_size
-        N, turns = T // m, self.turns(0, T, tokens.device)
+        N, turns = T // m, turns_of(config, torch.arange(T, device=tokens.device))
         x = F.dropout(self.embedding(tokens), config.dropout, self.training)
         for block in self.lower:
             x, _ = block(x, turns)
@@ -854,7 +851,7 @@ class RPT(nn.Module):
         start, kvs = (0, [None] * self.config.n_layer) if past is None else past
         if rows is not None:
             kvs = [(k[rows], v[rows]) for k, v in kvs]
-        x, turns, kept = self.embedding(tokens), self.turns(start, tokens.size(1), tokens.device), []
+        x, turns, kept = self.embedding(tokens), turns_of(self.config, start + torch.arange(tokens.size(1), device=tokens.device)), []
         for block, kv in zip([*self.lower, *self.upper], kvs):
             x, kv = block(x, turns, kv)
             kept.append(kv)
@@ -882,7 +879,7 @@ class RPT(nn.Module):
             place = (state.n + 1) % m                                       # in the group that reads together
             step = m - place if config.retriever != 'none' else config.window // 2
             now, tokens = tokens[:, :step], tokens[:, step:]
-            x, turns = self.embedding(now), self.turns(state.n, now.size(1), now.device)
+            x, turns = self.embedding(now), turns_of(config, state.n + torch.arange(now.size(1), device=now.device))
             for i, block in enumerate(self.lower):
                 x, state.past[i] = block(x, turns, state.past[i])
             if config.retriever != 'none':

@@ -748,11 +748,11 @@ def test_prepare_is_interrupted_and_goes_on(tmp_path):
 def test_two_processes_prepare_what_one_does(tmp_path):
     """Each does its share, both at once; neither begins before both know what there is to do."""
     whole, barrier, made = prepared(tmp_path / 'a', range(7)), threading.Barrier(2, timeout=60), {}
-    texts = [Texts(), Texts()]
+    texts, reference = [Texts(), Texts()], small(retriever='none', n_layer=2, window=4 * M).float()     # made once: threads share a generator
 
     def process(rank):
         begin = lambda items, *_, **__: (barrier.wait(), items)[1]
-        made[rank] = prepared(tmp_path / 'b', range(7), texts=texts[rank], rank=rank, world=2, barrier=barrier.wait, progress=begin)
+        made[rank] = prepared(tmp_path / 'b', range(7), reference=reference, texts=texts[rank], rank=rank, world=2, barrier=barrier.wait, progress=begin)
     threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
