@@ -750,7 +750,7 @@ class Batches:
         one_of('treatment of short documents', short, ('join', 'drop'))
         if split is None:
             raise DataError('this corpus has no such split: give --data a folder with files named train, val and test')
-        self.split, self.kind, self.T, self.B, self.seed = split, kind, block_size, micro_batch, seed
+        self.split, self.kind, self.T, self.B, self.seed, self.fold = split, kind, block_size, micro_batch, seed, fold
         self.epoch = None, None                         # the latest epoch and its order, remembered
         if min(block_size, micro_batch) < 1:
             raise DataError(f'--block-size {block_size} and --micro-batch {micro_batch} must be 1 or more')

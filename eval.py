@@ -403,6 +403,8 @@ def open_run(path, args, device):
         raise SystemExit(f'{corpus.name} has no split {args.split}')
     if not args.data and corpus.fingerprint != checkpoint['corpus']:
         print(f'{path} was trained on another version of {corpus.name}: what it was trained on may be in this split', file=sys.stderr)
+    if checkpoint['model_name'] == 'rpt':
+        model.n_neighbors = args.n_neighbors or model.n_neighbors
     return checkpoint, model, tokenizer, corpus, first_tokens(split, args.at_most or len(split.tokens), tokenizer)
 
 
@@ -714,30 +716,55 @@ def switch(model, how=None):
 
 def by_length(args, device):
     """
-    The loss by length of the context: the split in pieces of 1/8, 1, 2 and 4 times the training length, each of one document where
-    that is long enough; every token but a document's first is scored once at each length. Retrieval on, random or shuffled, and off.
+    The loss by length of the context: the split in pieces of 1/8, 1, 2 and 4 times the training length, for RPT also of the longest
+    document's, each of one document where that is long enough; every token but a document's first is scored once at each length.
+    Retrieval on, random (DRT) or shuffled (RPT: the text of the neighbors is that of another document), and off.
     """
     result, autocast = dict(split=args.split, runs={}), lambda: torch.autocast(device.type, enabled=False)
     for path in map(str, args.checkpoints):
         _, model, _, _, split = open_run(path, args, device)
         T, rows = model.config.block_size, {}
-        model.n_neighbors = args.n_neighbors or model.config.n_neighbors
+        whole = [int(np.diff(split.offsets).max())] if type(model).__name__ == 'RPT' else []        # memory from a document's beginning (§3.4)
         for how in switch(model):
             switch(model, how)
             name = dict(learned='on', own='on', none='off').get(how, how)
-            for L in (T // 8, T, 2 * T, 4 * T):
+            for L in (T // 8, T, 2 * T, 4 * T, *(L for L in whole if L > 4 * T)):
                 if (name, L) not in rows and 0 < L < len(split.tokens):
-                    texts = data.Batches(split, 'documents', L, max(2, 2 * T // L), seed=0)
+                    texts = data.Batches(split, 'documents', L, max(1, 2 * T // L), seed=0)
+                    texts = BesideOthers(texts) if how == 'shuffled' else texts
                     loss, n = train.validate(model, texts, device, autocast, 1.0)
-                    rows[name, L] = summary(loss * n, n, split)
+                    rows[name, L] = summary(loss * n, n, split) if n else None
         result['runs'][path] = dict(parameters=sum(p.numel() for p in model.parameters()), block_size=T, bytes=split.n_bytes,
                                     rows={f'{name} {L}': x for (name, L), x in rows.items()})
         lengths = sorted({L for _, L in rows})
         print(f'\n{path}: {result["runs"][path]["parameters"]:,} parameters, trained on T = {T:,}; {args.split}, perplexity (bits/byte) at\n'
               f'{"retrieval":10}' + ''.join(f'{f"{L:,} tokens":>20}' for L in lengths))
         for name in dict.fromkeys(name for name, _ in rows):
-            print(f'{name:10}' + ''.join(f'{rows[name, L]["ppl"]:11.2f} ({rows[name, L]["bits_per_byte"]:.4f})' for L in lengths))
+            print(f'{name:10}' + ''.join(f'{x["ppl"]:11.2f} ({x["bits_per_byte"]:.4f})' if (x := rows[name, L]) else f'{"-":>20}' for L in lengths))
     return result
+
+
+class BesideOthers:
+    """
+    The sequences of data.Batches, each in a batch with one of other documents and without padding, from which a model that reads
+    `shuffled` takes its neighbors; what is predicted there does not count. None at all if some sequence finds no such companion.
+    """
+    kind, B = 'documents', 1
+
+    def __init__(self, texts):
+        self.texts, self.T = texts, texts.T
+        docs = [set(texts.take(np.array([row]), 0).doc[0].tolist()) for row in range(texts.n_rows)]
+        order = [[(row + texts.n_rows // 2 + i) % texts.n_rows for i in range(texts.n_rows)] for row in range(texts.n_rows)]
+        self.other = [next((r for r in some if -1 not in docs[r] and not docs[r] & docs[row]), None) for row, some in enumerate(order)]
+        self.n_rows = texts.n_rows if None not in self.other else 0
+
+    def __len__(self):
+        return self.n_rows
+
+    def take(self, rows, seed):
+        one, other = (self.texts.take(np.array([row]), seed) for row in (rows[0], self.other[rows[0]]))
+        return one._replace(tokens=torch.cat([one.tokens[:1], other.tokens[:1]]), doc=torch.cat([one.doc[:1], other.doc[:1]]),
+                            targets=torch.cat([one.targets[:1], torch.full_like(other.targets[:1], -1)]))
 
 
 def log_p_of(model, f, targets):
@@ -766,7 +793,7 @@ def trace(args, device, how_many=3):
             else:                                                           # what chunk c found is read while c + 1 is written
                 given = model.found_by_bm25(batch.tokens, batch.doc) if config.retriever == 'bm25' else None
                 f, s, idx = model.encode(batch.tokens, batch.doc, given)
-                s = torch.zeros(1, *[idx.size(1)] * 2) if s is None and idx is not None else s
+                s = torch.zeros(1, *[idx.size(1)] * 2, device=device) if s is None and idx is not None else s       # BM25's are not shown
                 found = [tuple(F.pad(x, (0, 0, 1, -1), value=-1) for x in (s.gather(2, idx.clamp(min=0)), idx))] if idx is not None else []
             log_p[how] = log_p_of(model, f[0], batch.targets[0]).cpu()
         gain = log_p[ways[0]] - log_p[ways[-1]]                             # (T,) of the token after each
@@ -786,9 +813,9 @@ def trace(args, device, how_many=3):
             result[path]['chunks'].append(about)
             print(f'\nchunk {c} gains {about["gain"]:.2f} nats:\n    {about["text"]!r}\n  after chunk {c - 1}:\n    {text(c - 1)!r}')
             for g, some in enumerate(about['found']):
-                print(f'  group {g + 1} read' if drt else '  read, with what follows (score)')
+                print(f'  group {g + 1} read' if drt else '  read, with what follows' + ' (score)' * (model.retriever is not None))
                 for i, w, t in sorted(some, key=lambda x: -x[1]):
-                    print((f'    {w:6.1%}' if drt else f'    {w:6.2f}') + f'  chunk {i}, {c - i} back: {t!r}')
+                    print((f'    {w:6.1%}' if drt else f'    {w:6.2f}' if model.retriever else '    ') + f'  chunk {i}, {c - i} back: {t!r}')
     return result
 
 
@@ -797,7 +824,8 @@ def ranks(args, device):
     """
     How good RPT's retrieval is, on a random sample of chunks of the split. The reference LM scores every chunk that a sampled one may
     find, so no retriever has the candidates to itself; positives have s_t > 0.
-      Table 3   Precision@2, Recall@10 and nDCG@20, of chunks that have a positive, for BM25 (query c_i) and each checkpoint
+      Table 3   Precision@2, Recall@10 and nDCG@20, of chunks that have a positive, for BM25 (query c_i) and each checkpoint. Where ten
+                chunks or fewer are permitted, the recall is 1
       Figure 4  how many different tokens the top neighbor shares with the query and with the target
       Figure 5  the largest s_t, here the sum over the target, among the first k candidates of BM25 (query c_i and c_{i+1})
       Figure 6  nats per token of the target that reading gains, over the first checkpoint that reads nothing (else over itself
@@ -810,13 +838,21 @@ def ranks(args, device):
     alike = lambda c: (c.chunk_size, c.window, c.block_size, c.vocab_size)
     if any(alike(model.config) != alike(config) for _, model, *_ in runs.values()):
         raise SystemExit('the checkpoints have different chunks, windows or texts: one table needs the same')
-    path = args.reference or f'{Path(args.checkpoints[0])}-reference'
-    reference, _, _ = rpt.open_reference(path, tokenizer, device)
+    configs = [path / 'config.json' for path in (Path(p) if Path(p).is_dir() else Path(p).parent for p in args.checkpoints)]
+    known = [x for path in configs if path.exists() and (x := json.loads(path.read_text()).get('reference'))]
+    if not (args.reference or known):
+        raise SystemExit('none of these runs says which reference LM taught it: --reference CKPT')
+    path = args.reference or known[0]
+    reference, *_ = rpt.open_reference(path, tokenizer, m, device)
     if args.split == 'train':
         print('the reference LM may have learned this split by heart', file=sys.stderr)
+    idf = next((model.idf for _, model, *_ in runs.values() if model.idf is not None), None)
+    if idf is None and corpus.train is None:
+        raise SystemExit(f'{corpus.name} has no training split for the idf of BM25')
+    idf = rpt.corpus_idf(corpus.train.tokens, m, tokenizer.n_vocab) if idf is None else idf.double().cpu().numpy()
 
     texts = data.Batches(split, 'documents', T, 1, seed=0)
-    N, rng, idf = T // m, np.random.default_rng(args.seed), rpt.corpus_idf(corpus.train.tokens, m, tokenizer.n_vocab)
+    N, rng = T // m, np.random.default_rng(args.seed)
     numbers = np.linspace(0, texts.n_rows - 1, min(texts.n_rows, args.sequences)).round().astype(int)
     sample = []                                                             # of each sequence: its batch, chunks (N, m), documents, sampled chunks
     for row in numbers:
@@ -854,7 +890,7 @@ def ranks(args, device):
     positives = [bool((gold[i] > 0).any()) for (*_, some, _), gold in zip(sample, golds) for i in some]
     for name in ['BM25', *[name for name, (_, model, *_) in runs.items() if model.config.retriever != 'none']]:
         model = runs[name][1] if name != 'BM25' else None
-        rows, overlap, gain, gold_gain, other_gain, oracle_gain = [], [], [], [], [], []
+        rows, overlap, gain, gold_gain, other_gain, on_target, oracle_gain = [], [], [], [], [], [], []
         for s, ((batch, chunks, chunk_doc, some, permitted), gold) in enumerate(zip(sample, golds)):
             if model is None or model.config.retriever == 'bm25':
                 found = rpt.mine(chunks.cpu().numpy(), chunk_doc[0].cpu().numpy(), w, N, target=False, idf=idf)
@@ -882,13 +918,15 @@ def ranks(args, device):
                 overlap.append((len(top & query), len(top & says)))
                 if model is not None:
                     gain.append((own[target] - plain[s][target]).mean().item())
+                    on_target.append(own[target].mean().item())
                     right = any(k >= 0 and gold[i, k] > 0 for k in read[0, i].tolist())
                     (gold_gain if right else other_gain).append(gain[-1])
                     oracle_gain.append((oracle[target] - plain[s][target]).mean().item())
-        mean = lambda x: float(np.mean(x)) if len(x) else math.nan
-        P, R, G = torch.stack(rows).mean(0).tolist() if rows else [math.nan] * 3
+        mean = lambda x: float(np.mean(x)) if len(x) else None                 # null in JSON
+        P, R, G = torch.stack(rows).mean(0).tolist() if rows else [None] * 3
         result['retrievers'][name] = dict(precision_2=P, recall_10=R, ndcg_20=G, overlap_query=mean([q for q, _ in overlap]), overlap_target=mean([t for _, t in overlap]),
-                                          gain=mean(gain), gain_right=mean(gold_gain), gain_wrong=mean(other_gain), right=len(gold_gain), gain_oracle=mean(oracle_gain))
+                                          **(dict(gain=mean(gain), gain_right=mean(gold_gain), gain_wrong=mean(other_gain), right=len(gold_gain),
+                                               gain_oracle=mean(oracle_gain), ppl=math.exp(-mean(on_target)), ppl_oracle=math.exp(mean(gain) - mean(on_target) - mean(oracle_gain))) if model else {}))
     by_k = []
     for (_, chunks, chunk_doc, some, _), gold in zip(sample, golds):
         found = rpt.mine(chunks.cpu().numpy(), chunk_doc[0].cpu().numpy(), w, 20)
@@ -901,10 +939,16 @@ def ranks(args, device):
 
     print(f'\n{result["with_a_positive"]:.0%} of the chunks have a positive; {"over the first run that reads nothing" if any(r[1].config.retriever == "none" for r in runs.values()) else "over itself without neighbors"}, gains in nats a token\n')
     width = max(map(len, result['retrievers']))
-    print(f'{"":{width}}      P@2     R@10  nDCG@20  overlap with query, target     gain  a positive read (share)  none read    oracle')
+    text = lambda x, how: format(x, how) if x is not None else format('-', '>' + how.lstrip('>').split('.')[0])
+    print(f'{"":{width}}      P@2     R@10  nDCG@20  overlap with query, target     gain  a positive read (share)  none read       ppl  oracle: gain, ppl')
     for name, x in result['retrievers'].items():
-        line = f'{name:{width}} {x["precision_2"]:8.1%} {x["recall_10"]:8.1%} {x["ndcg_20"]:8.1%}  {x["overlap_query"]:18.2f}, {x["overlap_target"]:6.2f}'
-        print(line + (f'  {x["gain"]:7.4f}  {x["gain_right"]:15.4f} ({x["right"] / n:5.0%})  {x["gain_wrong"]:9.4f}  {x["gain_oracle"]:8.4f}' if name != 'BM25' else ''))
+        line = f'{name:{width}} ' + ' '.join(text(x[what], '8.1%') for what in ('precision_2', 'recall_10', 'ndcg_20'))
+        line += f'  {text(x["overlap_query"], "18.2f")}, {text(x["overlap_target"], "6.2f")}'
+        if name != 'BM25':
+            line += f'  {text(x["gain"], "7.4f")}  {text(x["gain_right"], "15.4f")} ({x["right"] / n:5.0%})  {text(x["gain_wrong"], "9.4f")}'
+            line += f'  {x["ppl"]:8.2f}  {text(x["gain_oracle"], "12.4f")}, {x["ppl_oracle"]:8.2f}'
+        print(line)
+    print('ppl: of the sampled targets. oracle: it reads what the reference LM, which knows the target, likes best: an upper bound, no result of a model')
     if by_k:
         print('\nthe largest s_t (sum over the target) among the first k of BM25: ' + ', '.join(f'{k}: {result["largest_by_k"][k - 1]:.2f}' for k in (1, 2, 4, 8, 20)))
     return result
@@ -981,7 +1025,7 @@ def main():
     parser.add_argument('--shown', type=int, default=10, help='neighbors: how many memories (default: 10)')
     parser.add_argument('--max-tokens', type=int, default=200, help='generate: at most so many new tokens (default: 200)')
     parser.add_argument('--temperature', type=float, default=0.8, help='generate: 0 takes the likeliest token (default: 0.8)')
-    parser.add_argument('--seed', type=int, default=0, help='generate: of the sampling (default: 0)')
+    parser.add_argument('--seed', type=int, default=0, help='of the sampling, of tokens or of chunks (default: 0)')
     args = parser.parse_args()
     if args.tau is not None and args.tau <= 0:
         raise SystemExit(f'--tau {args.tau} must be positive')

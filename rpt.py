@@ -33,12 +33,17 @@ Where we differ from the paper, and why
     Chunk i finds chunks up to i - w in training as at test time (official code: two other rules), all of its own document.
     The gate reads the neighbors of the last w chunks, so that streaming has a bounded state (paper: all chunks of the window's row).
     Scheduled sampling tosses a coin for each chunk (official code: one for a whole step).
-    AdamW instead of AdaBelief. The reference LM is trained here, by this file, on other documents than it scores (paper: Pythia 1.4B).
+    AdamW instead of AdaBelief. Dropout on what a layer adds, not on attention weights.
+    The reference LM is trained by this file on every second document and scores only the others, so half of the chunks have no scores
+    (paper: Pythia 1.4B, all); --score-every leaves out more. Their teacher is BM25, whatever the sign of s_t, and they have no L_ret.
+    RPT-Lex: of J candidates the one of rank r has s_t = 1 - r / J. RETRO's training neighbors have the idf of their own document.
+    From the official code, the paper being silent: W_Q, W_K have biases and a norm before them; the gate's attention is over the
+    places chunk · K + rank, pre-norm and residual, with a norm and a bias before σ; τ starts at 1.
+    σ(w · ĉ / C) hardly leaves 1/2 in a short run: with ĉ of size sqrt(C), w has to grow for long before it matters.
 
     $ python rpt.py                         a tour in ten seconds, on a CPU
     $ python train.py --model rpt           reference LM, scoring and RPT, one after the other
 """
-import copy
 import hashlib
 import json
 import math
@@ -85,8 +90,8 @@ class RPTConfig:
                 raise ValueError(f'{name} {getattr(self, name)} must be 1 or more')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}; RoPE turns pairs')
-        if self.block_size < self.chunk_size and self.retriever != 'none':
-            raise ValueError(f'block_size {self.block_size} is shorter than a chunk, chunk_size {self.chunk_size}')
+        if self.block_size < self.window + self.chunk_size and self.retriever != 'none':
+            raise ValueError(f'block_size {self.block_size}: no chunk of {self.chunk_size} tokens would ever leave the window of {self.window}')
         if self.window < 2 or self.window % (2 * self.chunk_size) and self.retriever != 'none' or self.window % 2:
             raise ValueError(f'window {self.window} is not a multiple of two chunks of {self.chunk_size} tokens')
         if self.retriever not in ('sem', 'lex', 'bm25', 'none'):
@@ -351,7 +356,8 @@ class NeighborEncoder(nn.Module):
         """
         y, turns = self.norm3(pooled), turns_of(self.config, places)
         c = pooled + self.gate_attention(y, turns, self.gate_attention.keys_values(y, turns), seen[:, None])
-        z = fp32(self.gate(self.norm_gate(c)))[..., 0] / self.config.n_embd
+        with torch.autocast(c.device.type, enabled=False):
+            z = self.gate(self.norm_gate(fp32(c)))[..., 0] / self.config.n_embd
         return z.sigmoid().clamp(min=self.config.eta)
 
 
@@ -416,7 +422,7 @@ def ranking_loss(scores, permitted, candidates, target_scores, tau):
 
     scores, permitted   (B, N, N)  s_q of chunk i for chunk k; which k chunk i may find
     candidates          (B, N, J)  -1: none      target_scores (B, N, J)  s_t, nan: not scored
-    returns             the mean over the chunks that have a positive, and their NDCG@20; both () and 0 if there are none
+    returns             the mean over the chunks that have a positive, their NDCG@20, and how many these are; all () and 0 if there are none
     """
     (B, N, _), J = scores.shape, candidates.size(2)
     s_t = target_scores.nan_to_num(-math.inf).masked_fill(candidates < 0, -math.inf)       # (B, N, J)
@@ -437,10 +443,10 @@ def ranking_loss(scores, permitted, candidates, target_scores, tau):
     lam = (gain[..., None] - all_gain[:, :, None, :]).abs() * (discount.gather(2, there)[..., None] - discount[:, :, None, :]).abs()
     hinge = (tau - (scores.gather(2, there)[..., None] - scores[:, :, None, :])).clamp(min=0)
     asked = positive.any(2)
-    n = asked.sum().clamp(min=1)
+    n = asked.sum()
     loss = (lam * hinge * worse).sum((2, 3)) / ideal                        # (B, N)
     dcg, best20 = (all_gain * discount * (rank <= 20)).sum(2), best[..., :20].sum(2).clamp(min=1e-9)
-    return (loss * asked).sum() / n, (dcg / best20 * asked).sum() / n
+    return (loss * asked).sum() / n.clamp(min=1), (dcg / best20 * asked).sum() / n.clamp(min=1), n.to(scores)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -497,30 +503,38 @@ def target_scores(reference, chunks, candidates, pairs=64):
     return log_p[:, 1:] - log_p[:, :1]
 
 
-def open_reference(path, tokenizer, device='cpu'):
+def must_hold(window, m):
+    if window < 4 * m:
+        raise SystemExit(f'the reference LM reads four chunks, {4 * m} tokens, and sees {window}: --window {4 * m}, a smaller --chunk-size, or another --reference')
+
+
+def open_reference(path, tokenizer, m, device='cpu'):
     """
     A frozen reference LM: a checkpoint of this file with retriever none, or a GPT-2 of the library transformers (a name or a folder)
     where that is installed and the tokenizer is gpt2.
-    returns it; a hash of its weights; the fold of documents that it was trained on, -1: unknown
+    m           it has to hold four chunks
+    returns     it; a hash of its weights; the fold of documents that it was trained on, -1: all, and of which corpus (fingerprint)
     """
     if not str(path).endswith('.pt') and not (Path(path) / 'ckpt.pt').exists() and tokenizer.name == 'gpt2':
-        reference, fold = GPT2(path), -1
+        reference, fold, corpus = GPT2(path), -1, ''
+        must_hold(reference.window, m)
     else:
         path = Path(path) / 'ckpt.pt' if Path(path).is_dir() else Path(path)
         try:
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-            config, name, fold = RPTConfig(**checkpoint['config']), checkpoint['model_name'], checkpoint['fold']
+            config, name, fold, corpus = RPTConfig(**checkpoint['config']), checkpoint['model_name'], checkpoint['fold'], checkpoint['corpus']
             fits = name == 'rpt' and config.retriever == 'none' and checkpoint['tokenizer'] == tokenizer.to_dict()
         except Exception as e:
             raise SystemExit(f'--reference {path}: no checkpoint of this house ({" ".join(str(e).split())[:200]})')
         if not fits:
             raise SystemExit(f'--reference {path}: a checkpoint of `train.py --model rpt --retriever none` on the same tokenizer is needed')
+        must_hold(config.window, m)
         reference = RPT(config)
         reference.load_state_dict(checkpoint['model'])
     digest = hashlib.sha256()
     for p in reference.parameters():
         digest.update(p.detach().float().numpy().tobytes())
-    return reference.to(device).eval().requires_grad_(False), digest.hexdigest()[:16], fold
+    return reference.to(device).eval().requires_grad_(False), digest.hexdigest()[:16], fold, corpus
 
 
 class GPT2(nn.Module):
@@ -529,16 +543,17 @@ class GPT2(nn.Module):
     def __init__(self, name):
         super().__init__()
         try:
-            from transformers import AutoModelForCausalLM
-            self.model = AutoModelForCausalLM.from_pretrained(name)
+            from transformers import AutoModelForCausalLM, DynamicCache
+            self.model, self.new_past = AutoModelForCausalLM.from_pretrained(name), DynamicCache
+            self.window = self.model.config.max_position_embeddings
         except (ImportError, OSError) as e:
             raise SystemExit(f'--reference {name}: neither a checkpoint of this house nor a model that transformers can load ({" ".join(str(e).split())[:200]})')
 
     def read(self, tokens, past=None, rows=None):
-        if past is not None:
-            past = copy.deepcopy(past)                                      # it would grow
-            past.batch_select_indices(rows)
-        out = self.model.base_model(tokens, past_key_values=past, use_cache=True)
+        kv = self.new_past()                                                # it grows, so it is always a new one
+        for i, layer in enumerate(past.layers if past is not None else ()):
+            kv.update(layer.keys[rows], layer.values[rows], i)
+        out = self.model.base_model(tokens, past_key_values=kv, use_cache=True)
         return out.last_hidden_state, out.past_key_values
 
     def log_p(self, f, tokens):
@@ -615,10 +630,7 @@ def prepare(config, folder, key, texts, rows, reference=None, held_out=None, aut
     """
     N, m, w = config.block_size // config.chunk_size, config.chunk_size, config.window // config.chunk_size
     scored = config.retriever == 'sem'
-    if scored and isinstance(reference, RPT) and reference.config.window < 4 * m:
-        raise SystemExit(f'the reference LM has a window of {reference.config.window} tokens and reads four chunks, {4 * m} tokens: '
-                         f'--window {4 * m}, a smaller --chunk-size, or another --reference')
-    facts = [key, 'bm25 lucene 1.2 0.75', config.block_size, m, w, config.n_candidates, texts.n_rows, config.score_every if scored else 0]
+    facts = [key, 'bm25 lucene 1.2 0.75', config.block_size, m, w, config.n_candidates, texts.n_rows, texts.fold, config.score_every if scored else 0]
     path = Path(folder) / f'candidates-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}'
     if rank == 0:
         Supervision(path, texts.n_rows, N, config.n_candidates, scored)
@@ -645,6 +657,8 @@ def prepare(config, folder, key, texts, rows, reference=None, held_out=None, aut
             scores = scores.float().cpu().numpy()
         result.put(row, found, scores)
     barrier()
+    if scored and all(np.isnan(result.scores[row]).all() for row in rows):
+        raise SystemExit('no chunk has a score, so nothing would teach the retriever: documents are too short, or the reference LM was trained on all of them')
     return result
 
 
@@ -667,7 +681,7 @@ class RPT(nn.Module):
         self.norm = RMSNorm(C)
         self.register_buffer('idf', torch.zeros(config.vocab_size) if config.retriever == 'bm25' else None)      # corpus_idf
         self.n_neighbors = config.n_neighbors   # at test time any number
-        self.reads = 'own'                      # eval.py tries others: shuffled (of another sequence of the batch), none
+        self.reads = 'own'                      # eval.py tries others: shuffled (of the next sequence of the batch), none
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02)
@@ -680,7 +694,7 @@ class RPT(nn.Module):
         return torch.where((docs == docs[..., -1:]).all(2), docs[..., -1], -1)
 
     def permitted(self, chunk_doc):
-        """Chunk i may find chunk k (B, N, N): k <= i - w, so that what follows k has left the window too, in the same document."""
+        """Chunk i may find chunk k (B, N, N): k <= i - w, w chunks being a window, in the same document; so k + 1 < i, as w > 1."""
         w, i = self.config.window // self.config.chunk_size, torch.arange(chunk_doc.size(1), device=chunk_doc.device)
         same = (chunk_doc[:, :, None] == chunk_doc[:, None, :]) & (chunk_doc >= 0)[:, :, None]
         return same & (i[None, :] <= i[:, None] - w)
@@ -757,7 +771,9 @@ class RPT(nn.Module):
                 if use is not None:
                     found = torch.where(use[..., None], given, found)
             if self.reads == 'shuffled':
-                E = E.roll(1, 0)
+                if len(E) == 1:
+                    raise ValueError('reads shuffled: the neighbors come from the next sequence of the batch, and there is only one')
+                E = E.roll(-1, 0)
             neighbors, valid = self.neighbors(chunks, E, found, chunk_doc), found >= 0
             after = F.pad(doc[:, m - 1:], (0, (N + 1) * m - 1 - T), value=-1).unflatten(1, (N, m))       # of the tokens that read
             reads = after == chunk_doc[..., None]                           # (B, N, m) those of another document do not
@@ -821,15 +837,15 @@ class RPT(nn.Module):
             given = candidates.gather(2, top.indices).masked_fill(top.values == -math.inf, -1)          # (B, N, K)
             if config.retriever != 'bm25':
                 use = torch.rand(given.shape[:2], device=given.device, generator=generator) < p_ss
-        elif config.retriever == 'bm25':
+        elif config.retriever == 'bm25' and self.reads != 'none':
             given = self.found_by_bm25(batch.tokens, batch.doc)
         f, scores, found = self.encode(batch.tokens, batch.doc, given, use)
         n = (batch.targets >= 0).sum().clamp(min=1)
         loss, log = self.nll(f, batch.targets) / n, {}
         if self.training and self.retriever:
             permitted = self.permitted(self.chunk_doc(batch.doc, scores.size(1)))
-            ranking, ndcg = ranking_loss(scores, permitted, candidates, s_t, tau)
-            log = {'lm_loss': loss.detach(), 'ret_loss': ranking.detach(), 'ndcg': ndcg}
+            ranking, ndcg, ranked = ranking_loss(scores, permitted, candidates, s_t, tau)
+            log = {'lm_loss': loss.detach(), 'ret_loss': ranking.detach(), 'ndcg': ndcg, 'ranked': ranked}
             loss = loss + alpha * ranking
         return loss, log
 
@@ -884,7 +900,8 @@ class RPT(nn.Module):
                 x, state.past[i] = block(x, turns, state.past[i])
             if config.retriever != 'none':
                 chunk = x if state.chunk is None else torch.cat([state.chunk, x], dim=1)                # (B, s, C)
-                state.ids = torch.cat([state.ids, now], dim=1)
+                if not self.retriever:                                      # BM25 reads tokens
+                    state.ids = torch.cat([state.ids, now], dim=1)
                 if place == 0:                                              # the first token completes a chunk
                     self.remember(state, chunk[:, :m])
                     chunk = chunk[:, m:]

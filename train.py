@@ -321,8 +321,8 @@ def main(argv=None):
         dist.destroy_process_group()
 
 
-def train(module, model_config, config, run, device, sample=True):
-    """One run, from its flags to its folder; what was there is gone on from. RPT's calls it once more, for its reference LM."""
+def train(module, model_config, config, run, device, corpus=None):
+    """One run, from its flags to its folder; what was there is gone on from. RPT's calls it once more, with its corpus, for its reference LM."""
     name = module.__name__
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     accumulate = accumulation(model_config.micro_batch, model_config.block_size, config.tokens_per_step, world)
@@ -337,7 +337,8 @@ def train(module, model_config, config, run, device, sample=True):
     shared = world if getattr(model_config, 'gather_memory', False) else 1
     if world > 1 and rank > 0:
         dist.barrier()                                              # the first process prepares, and packs
-    corpus = data.load(config.data, config.tokenizer, model_config.vocab_size, quiet=rank > 0)
+    own = corpus is None
+    corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size, quiet=rank > 0)
     kind = module.batches(model_config)
     train_batches = data.Batches(corpus.train, kind, model_config.block_size, shared * model_config.micro_batch, config.seed,
                                  cache=corpus.folder, documents=getattr(model_config, 'same_document', True), fold=config.fold)
@@ -357,9 +358,9 @@ def train(module, model_config, config, run, device, sample=True):
         say(f'{out} holds this run, finished after {checkpoint["step"]} steps. Look at it: python eval.py {out}. '
             f'To train it once more: --out {free(out)}')
         return
-    supervision = None
+    supervision = reference = None
     if name == 'rpt' and model_config.retriever != 'none':
-        supervision = supervise(module, model_config, config, run, device, corpus, train_batches, out, accumulate, autocast)
+        supervision, reference = supervise(module, model_config, config, run, device, corpus, train_batches, out, accumulate, autocast)
 
     # model and optimizer
     torch.manual_seed(config.seed)
@@ -398,6 +399,8 @@ def train(module, model_config, config, run, device, sample=True):
         about = dict(command=' '.join(sys.argv), commit=commit(), python=platform.python_version(),
                      torch=torch.__version__, device=str(device), processes=world, machine=platform.processor() or platform.machine(),
                      corpus_name=corpus.name, corpus_folder=str(corpus.folder))
+        if supervision:
+            about.update(supervision=supervision.folder.name, reference=reference)
         write(out / 'config.json', lambda f: f.write(json.dumps({**configuration, **about}, indent=1).encode()))
         log_path.unlink(missing_ok=True)
     n_params = sum(p.numel() for p in parameters)
@@ -515,7 +518,7 @@ def train(module, model_config, config, run, device, sample=True):
         say(f'\nvalidation, all {n:,} tokens: loss {loss:.4f}, perplexity {math.exp(loss):.2f}, '
             f'{loss / math.log(2) * n / corpus.val.n_bytes:.3f} bits per byte')
         evaluation.plot([out], out / 'loss.png')
-    if rank == 0 and sample:
+    if rank == 0 and own:
         model.eval()
         say('\nit writes:\n' + '-' * 80)
         for text in evaluation.generate(model, corpus.tokenizer, max_tokens=150):
@@ -526,42 +529,48 @@ def train(module, model_config, config, run, device, sample=True):
 
 def supervise(module, model_config, config, run, device, corpus, texts, out, accumulate, autocast):
     """
-    What RPT's teacher knows about the sequences that this run will visit: a rpt.Supervision. For retriever sem the reference LM is
-    --reference, or is trained first: half as deep, half as long, on every second document where there are enough, so that it scores
-    only documents that it has never seen.
+    What RPT's teacher knows about the sequences that this run will visit: a rpt.Supervision, and the reference LM's path. For retriever
+    sem that is --reference, or that of the run that is gone on with, or it is trained first: half as deep, half as long, on every second
+    document where there are enough, so that it scores only documents that it has never seen.
     """
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     say = print if rank == 0 else lambda *_, **__: None
-    reference, key, held_out = None, corpus.fingerprint, None
+    before = json.loads((out / 'config.json').read_text()) if (out / 'config.json').exists() else {}
+    path, reference, key, held_out = run.reference or before.get('reference') or '', None, corpus.fingerprint, None
     if model_config.retriever == 'sem':
-        path = Path(run.reference)
-        if not run.reference:
+        if not path:
+            module.must_hold(model_config.window, model_config.chunk_size)
             sizes = np.diff(corpus.train.offsets)
-            fold = 0 if 0.2 < sizes[::2].sum() / sizes.sum() < 0.8 else -1
+            fold = 1 - config.fold if config.fold >= 0 else 0 if 0.2 < sizes[::2].sum() / sizes.sum() < 0.8 else -1
             if fold < 0:
                 say('too few documents to keep half of them from the reference LM: it scores what it was trained on')
             smaller = dataclasses.replace(model_config, retriever='none', n_layer=max(1, model_config.n_layer // 2))
             shorter = dataclasses.replace(config, max_steps=max(1, config.max_steps // 2), fold=fold, init='')
-            path = next(path for n in range(1, 10 ** 6) if fits(path := Path(f'{out}-reference' + f'-{n}' * (n > 1)), smaller, shorter, corpus))
-            say(f'\n1 of 3: the reference LM, in {path}')
-            train(module, smaller, shorter, dataclasses.replace(run, out=str(path), resume='auto'), device, sample=False)
+            folder = next(folder for n in range(1, 10 ** 6) if fits(folder := Path(f'{out}-reference' + f'-{n}' * (n > 1)), smaller, shorter, corpus))
+            say(f'\n1 of 3: the reference LM, in {folder}')
+            train(module, smaller, shorter, dataclasses.replace(run, out=str(folder), resume='auto'), device, corpus)
             if world > 1:
                 dist.barrier()                                      # the first process has written it
-            path = path / 'ckpt.pt'
-        say('\n2 of 3: the reference LM scores what BM25 found')
-        reference, key, fold = module.open_reference(path, corpus.tokenizer, device)
-        if fold >= 0:
+            path = str(folder / 'ckpt.pt')
+        say(f'\n2 of 3: the reference LM, {path}, scores what BM25 found')
+        reference, weights, fold, its_corpus = module.open_reference(path, corpus.tokenizer, model_config.chunk_size, device)
+        if its_corpus == corpus.fingerprint and fold >= 0:
             held_out = lambda doc: doc % 2 != fold
-        key = [corpus.fingerprint, key, fold]
+        elif its_corpus == corpus.fingerprint and run.reference:
+            say('it was trained on all documents of this corpus, and may know by heart what it scores; --fold 0 keeps half of them from it')
+        key = [corpus.fingerprint, weights, fold]
     visited = (row for g in range(config.max_steps * accumulate * world) for row in texts.rows(g).tolist())
     try:
         supervision = module.prepare(model_config, corpus.folder, key, texts, visited, reference, held_out, autocast, device, rank, world,
                                      dist.barrier if world > 1 else lambda: None, data.progress, say)
     except KeyboardInterrupt:
-        raise SystemExit('stopped; what was prepared is kept, and the same command goes on from there')
+        say('stopped; what was prepared is kept, and the same command goes on from there')
+        raise SystemExit(128 + signal.SIGINT)
+    if before.get('supervision', supervision.folder.name) != supervision.folder.name:
+        raise SystemExit(f'{out} was trained with another teacher, {before["reference"] or "BM25"}. To keep both: --out {free(out)}')
     if reference:
         say('\n3 of 3: RPT')
-    return supervision
+    return supervision, path
 
 
 def fits(out, model_config, config, corpus):

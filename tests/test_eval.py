@@ -459,8 +459,24 @@ def test_rpt_by_length(trained_rpt, monkeypatch, capsys):
         best = torch.load(f'{path}/best.pt', weights_only=True)['step'] == last['step']
         assert not best or rows[f'{name} 70']['loss'] == pytest.approx(last['val_loss_all'], abs=1e-5)
         if name == 'on':
-            assert len({rows[f'{how} 280']['loss'] for how in ('on', 'shuffled', 'off')}) == 3
-            assert rows['on 8']['loss'] == rows['off 8']['loss'] == rows['shuffled 8']['loss']      # two chunks: nothing to find
+            assert len({rows[f'{how} 70']['loss'] for how in ('on', 'shuffled', 'off')}) == 3
+            assert rows['shuffled 280'] is None                             # some documents have no others without padding beside them
+            assert rows['on 8']['loss'] == rows['off 8']['loss'] == pytest.approx(rows['shuffled 8']['loss'], abs=1e-5)     # two chunks: nothing to find
+    model = evaluation.load('out/rpt')[0]                                    # shuffled: each beside another document's, which does not count
+    corpus = data.load('many', 'bytes', quiet=True)
+    pieces = data.Batches(corpus.val, 'documents', 70, 2, seed=0)
+    beside = evaluation.BesideOthers(pieces)
+    total = n = 0
+    for row in range(len(beside)):
+        batch, own = beside.take(np.array([row]), 0), pieces.take(np.array([row]), 0)
+        assert torch.equal(batch.tokens[0], own.tokens[0]) and (batch.targets[1] == -1).all() and (batch.doc[1] >= 0).all()
+        assert not set(batch.doc[0].tolist()) & set(batch.doc[1].tolist())
+        model.reads = 'shuffled'
+        log_probs = model.say(model.encode(batch.tokens, batch.doc)[0])[0]
+        total, n = total - log_probs.gather(1, batch.targets[0].clamp(min=0)[:, None])[:, 0][batch.targets[0] >= 0].sum().item(), n + (batch.targets[0] >= 0).sum().item()
+    assert runs['out/rpt']['rows']['shuffled 70']['loss'] == pytest.approx(total / n, abs=1e-4) and n == runs['out/rpt']['rows']['on 70']['tokens']
+    with pytest.raises(ValueError, match='only one'):
+        model.encode(batch.tokens[:1])
     more = runs['out/rpt']['rows']['on 280']['loss']
     command(monkeypatch, 'out/rpt', '--n-neighbors', '4', '--json', 'figures.json')
     assert json.loads(Path('figures.json').read_text())['runs']['out/rpt']['rows']['on 280']['loss'] != more
@@ -496,9 +512,9 @@ def test_ranks(trained_rpt, monkeypatch, capsys):
     corpus = data.load('many', 'bytes', quiet=True)
     pieces = data.Batches(corpus.val, 'documents', 70, 1, seed=0)
     model, plain = evaluation.load('out/rpt')[0], evaluation.load('out/plain')[0]
-    reference, _, fold = rpt.open_reference('out/rpt-reference', evaluation.load('out/rpt')[1])
+    reference, _, fold, _ = rpt.open_reference('out/rpt-reference', evaluation.load('out/rpt')[1], 4)
     assert fold == 0
-    P, R, G, gains, right, overlap, best = [], [], [], [], [], [], []
+    P, R, G, gains, right, overlap, best, on_target = [], [], [], [], [], [], [], []
     for row in np.linspace(0, pieces.n_rows - 1, 3).round().astype(int):
         batch = pieces.take(np.array([row]), 0)
         chunks, docs = batch.tokens[0, :68].view(17, 4), batch.doc[0, :68].view(17, 4)
@@ -507,7 +523,7 @@ def test_ranks(trained_rpt, monkeypatch, capsys):
         for i in range(16):
             whole = lambda c: docs[c].unique().tolist() == [docs[i, -1].item()]
             allowed = [k for k in range(i - 3) if whole(i) and whole(k)]
-            if not allowed or not whole(i + 1):
+            if not allowed or not whole(i + 1) or docs[i, -1] < 0:
                 continue
             s_t = {}
             for k in [i - 2, *allowed]:
@@ -517,6 +533,7 @@ def test_ranks(trained_rpt, monkeypatch, capsys):
             order = sorted(allowed, key=lambda k: -scores[0, i, k].item())
             positive = [k for k in allowed if s_t[k] > 0]
             gains.append((own - none)[4 * i + 3:4 * i + 7].mean().item())
+            on_target.append(own[4 * i + 3:4 * i + 7].mean().item())
             right.append(any(k in positive for k in found[0, i].tolist()))
             overlap.append(len(set(chunks[order[0]].tolist()) & set(chunks[i + 1].tolist())))
             mined = rpt.mine(chunks.numpy(), np.zeros(17, int), 4, 20)[i] if whole(0) else None
@@ -532,11 +549,15 @@ def test_ranks(trained_rpt, monkeypatch, capsys):
     expected = dict(precision_2=np.mean(P), recall_10=np.mean(R), ndcg_20=np.mean(G), gain=np.mean(gains), overlap_target=np.mean(overlap), right=sum(right),
                     gain_right=np.mean([g for g, r in zip(gains, right) if r]), gain_wrong=np.mean([g for g, r in zip(gains, right) if not r] or [math.nan]))
     for name, value in expected.items():
-        assert y[name] == pytest.approx(value, abs=1e-4, nan_ok=True), name      # s_t is tiny here, in fp32
+        assert y[name] == pytest.approx(value, abs=1e-3, nan_ok=True), name      # s_t is tiny here, in fp32
     assert x['largest_by_k'] == sorted(x['largest_by_k']) and f'{len(gains)} chunks' in screen and f'{y["ndcg_20"]:.1%}' in screen
-    assert x['retrievers']['BM25']['precision_2'] == x['retrievers']['out/retro']['precision_2']
-    with pytest.raises(SystemExit, match='no checkpoint of this house'):
-        command(monkeypatch, 'out/retro', '--task', 'ranks')
+    assert x['retrievers']['BM25']['precision_2'] == x['retrievers']['out/retro']['precision_2'] and 'upper bound' in screen
+    assert y['ppl'] == pytest.approx(math.exp(-np.mean(on_target)), rel=1e-4) and y['ppl_oracle'] > 1
+    for flags in (['out/retro'], ['out/plain', 'out/retro']):
+        with pytest.raises(SystemExit, match='--reference CKPT'):
+            command(monkeypatch, *flags, '--task', 'ranks')
+    command(monkeypatch, 'out/retro', '--task', 'ranks', '--reference', 'out/rpt-reference', '--sequences', '2', '--n-neighbors', '4', '--json', 'four.json')
+    assert 'NaN' not in Path('four.json').read_text() + Path('ranks.json').read_text()
     with pytest.raises(SystemExit, match='--offload says nothing to rpt'):
         command(monkeypatch, 'out/rpt', '--offload')
 

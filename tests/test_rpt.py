@@ -1,5 +1,6 @@
 """RPT against its definitions. Run: pytest tests/test_rpt.py; it learns: pytest -m slow tests/test_rpt.py"""
 import copy
+import dataclasses
 import inspect
 import math
 import threading
@@ -549,9 +550,10 @@ def ranking_case(seed=0, n=9, J=4, w=2, b=B):
 def test_ranking_loss_is_the_papers(n, J, tau):
     """T6, T7. Against loops that change places; J may exceed the number of chunks, and more than 20 of them be ranked."""
     scores, permitted, candidates, s_t = case = ranking_case(n=n, J=J)
-    loss, ndcg = ranking_loss(*case, tau)
+    loss, ndcg, n = ranking_loss(*case, tau)
     losses, ndcgs = zip(*(ranking_by_definition(scores[b], permitted[b], candidates[b], s_t[b], tau) for b in range(B)))
     losses, ndcgs = sum(losses, []), sum(ndcgs, [])
+    assert n == len(losses)
     assert loss.item() == pytest.approx((sum(losses) / len(losses)).item(), abs=EPS) and ndcg.item() == pytest.approx(sum(ndcgs) / len(ndcgs), abs=EPS)
     assert loss > 0 and 0 < ndcg < 1 and len(losses) < B * (n - 3)
 
@@ -574,7 +576,7 @@ def test_a_met_margin_costs_nothing():
     known = s_t.nan_to_num(-math.inf)
     for b, i, j in (candidates >= 0).nonzero().tolist():
         scores[b, i, candidates[b, i, j]] = 3.0 * (known[b, i] < known[b, i, j]).sum()
-    loss, ndcg = ranking_loss(scores, permitted, candidates, s_t, 2.99)
+    loss, ndcg, _ = ranking_loss(scores, permitted, candidates, s_t, 2.99)
     assert loss == 0 and ndcg.item() == pytest.approx(1)
     assert ranking_loss(scores, permitted, candidates, s_t, 3.01)[0] > 0
 
@@ -595,9 +597,9 @@ def test_nothing_to_rank():
     scores.requires_grad_()
     for some in ((permitted, candidates, -s_t.abs()), (permitted, candidates, s_t * math.nan), (permitted & False, candidates.clamp(max=-1), s_t),
                  (permitted, candidates.clamp(max=-1), s_t), (permitted, candidates, s_t * 0)):
-        loss, ndcg = ranking_loss(scores, *some, 3.0)
+        loss, ndcg, n = ranking_loss(scores, *some, 3.0)
         grad, = torch.autograd.grad(loss, scores)
-        assert loss == 0 and ndcg == 0 and (grad == 0).all()
+        assert loss == 0 and ndcg == 0 and n == 0 and (grad == 0).all()
     alone = torch.where(torch.arange(9)[:, None] == 8 - 1, s_t, math.nan)
     losses, _ = zip(*(ranking_by_definition(scores[b], permitted[b], candidates[b], alone[b], 3.0) for b in range(B)))
     assert 0 < len(sum(losses, [])) <= B
@@ -681,7 +683,7 @@ def test_target_scores(pairs, fp64):
 
 class Texts:
     """Stands for data.Batches: sequences by number, two in a micro-batch, the second of it padding when one is taken."""
-    n_rows, B = 7, 2
+    n_rows, B, fold = 7, 2, -1
 
     def __init__(self):
         self.taken = []
@@ -958,7 +960,7 @@ def test_which_loss_teaches_what():
     upper = {name for name in names if name.startswith(('upper', 'neighbor_encoder', 'norm.'))}
     assert len(scoring) == 6 and taught(model(batch, 0.5)[0]) == taught(model.train()(batch, 0)[0]) == names - scoring
     _, scores, _ = model.encode(batch.tokens, batch.doc)
-    ranking, _ = ranking_loss(scores, allowed(LONG[0], W).expand_as(scores), batch.candidates, batch.target_scores, 2.0)
+    ranking, _, _ = ranking_loss(scores, allowed(LONG[0], W).expand_as(scores), batch.candidates, batch.target_scores, 2.0)
     assert taught(ranking) == names - upper - {'retriever.key.bias'}        # which adds the same to all scores of a query
     assert taught(model(batch, 0.1)[0]) >= names - {'retriever.key.bias'}
 
@@ -983,7 +985,7 @@ def test_gradients_are_finite():
         loss, log = model(supervised(tokens_of(t=80), DOC), 0.3)
         loss.backward()
         assert loss.isfinite() and all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-        assert set(log) == ({'lm_loss', 'ret_loss', 'ndcg'} if model.retriever else set())
+        assert set(log) == ({'lm_loss', 'ret_loss', 'ndcg', 'ranked'} if model.retriever else set())
     model = small().train()
     model(supervised(tokens_of(t=80), docs_of(-80)), 0.3)[0].backward()     # nothing but padding
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
@@ -1217,7 +1219,7 @@ def test_a_reference_of_the_library_transformers(tmp_path):
     for p in gpt2.parameters():
         p.data += 0.1 * torch.randn_like(p)
     gpt2.save_pretrained(tmp_path)
-    reference, _, fold = rpt.open_reference(tmp_path, SimpleNamespace(name='gpt2'))
+    reference, _, fold, _ = rpt.open_reference(tmp_path, SimpleNamespace(name='gpt2'), 4)
     chunks = torch.randint(50257, (12, 4), generator=torch.Generator().manual_seed(0))
     candidates = torch.full((12, 2), -1)
     candidates[5], candidates[8] = torch.tensor([0, 2]), torch.tensor([4, -1])
@@ -1233,5 +1235,9 @@ def test_a_reference_of_the_library_transformers(tmp_path):
 
 def test_a_reference_with_a_short_window_is_refused(tmp_path):
     """It would score the end of the target without having read the candidate."""
-    with pytest.raises(SystemExit, match='--window 16'):
-        rpt.prepare(RPTConfig(chunk_size=4, window=8, n_embd=16, n_head=2), tmp_path, 'key', None, [0], RPT(RPTConfig(window=8, retriever='none', n_embd=16, n_head=2)))
+    model = small(retriever='none', window=2 * M)
+    tokenizer = SimpleNamespace(name='bytes', to_dict=lambda: 'bytes')
+    torch.save(dict(model=model.state_dict(), model_name='rpt', config=dataclasses.asdict(model.config), tokenizer='bytes', fold=0, corpus='c'), tmp_path / 'ckpt.pt')
+    assert rpt.open_reference(tmp_path, tokenizer, M // 2)[2:] == (0, 'c')
+    with pytest.raises(SystemExit, match=f'--window {4 * M}'):
+        rpt.open_reference(tmp_path / 'ckpt.pt', tokenizer, M)
