@@ -17,6 +17,12 @@ cache and kNN-LM). External memory makes a datastore of the training split in th
     $ python eval.py out/ext out/vanilla --task frequency --memory all          perplexity by frequency: Table 14
     $ python eval.py out/ext --task speed                       tokens per second, and what the search misses
 
+RPT and Transformer-XL (--retriever none):
+
+    $ python eval.py out/rpt out/xl                             perplexity at 1/8, 1, 2 and 4 times the training length, and of whole documents
+    $ python eval.py out/rpt out/xl --task ranks                Precision, Recall, nDCG beside BM25's: Table 3, Figures 4 to 6
+    $ python eval.py out/rpt --task trace                       what was fetched where it helped most
+
 DRT, and its base LM (--groups 0), which has neither memory nor anything to tune:
 
     $ python eval.py out/drt out/base                           perplexity at 1/8, 1, 2 and 4 times the training length
@@ -35,7 +41,8 @@ them. `loss`: nats per token. `ppl`: e^loss. `bits/byte`: total nats / ln 2 / by
 tokenizers. `word ppl`: e^(total nats / whitespace-separated words). `off`: the words alone, Eq. 1. `shuffled`: the same similarities, but each
 memory says the word of another one, far away: what is gained from any memory at all, whatever it holds. Temperatures, weights and
 sizes are tuned on the first 65,536 tokens of the validation split, from one pass over them, so its own rows flatter a little: --split test is the
-fair figure. All of this is in fp32. For DRT `random` is the control: chunks found by a random vector, read with its weights.
+fair figure. All of this is in fp32. For DRT `random` is the control: chunks found by a random vector, read with its weights; for RPT
+`shuffled`: the places of the own neighbors in the text of another document (`-` where some sequence has no other one beside it).
 """
 import argparse
 import hashlib
@@ -819,6 +826,53 @@ def trace(args, device, how_many=3):
     return result
 
 
+class Sampled(NamedTuple):
+    batch: data.Batch           # one sequence
+    chunks: torch.Tensor        # (N, m)
+    doc: torch.Tensor           # (1, N) RPT.chunk_doc
+    permitted: torch.Tensor     # (N, N) which k chunk i may find
+    some: list                  # the sampled i
+    s_t: torch.Tensor           # (N, N) by the reference LM, nan where not scored
+
+
+def sample_chunks(args, texts, model, reference, device):
+    """Random chunks of evenly spread sequences, with the scores of all that they may find. Says first what that costs."""
+    m, rng, sample, pairs = model.config.chunk_size, np.random.default_rng(args.seed), [], 0
+    N = texts.T // m
+    for row in np.linspace(0, texts.n_rows - 1, min(texts.n_rows, args.sequences)).round().astype(int):
+        batch = train.on(device, texts.take(np.array([row]), seed=0))
+        doc = model.chunk_doc(batch.doc, N)
+        permitted = model.permitted(doc)[0]
+        ask = permitted.any(1) & F.pad(doc[0, 1:] == doc[0, :-1], (0, 1))   # the target is of the same document
+        some = sorted(rng.permutation(ask.nonzero()[:, 0].tolist())[:args.chunks].tolist())
+        sample.append(Sampled(batch, batch.tokens[0, :N * m].view(N, m), doc, permitted, some, None))
+        pairs += permitted[some].sum().item()
+    n = sum(len(x.some) for x in sample)
+    if not n:
+        raise SystemExit(f'{args.split} has no sequence in which a chunk may find another')
+    print(f'scoring every permitted chunk for {n:,} chunks of {len(sample)} sequences: {2 * m * (pairs + n + N * len(sample)) / 1e6:.1f}M tokens for the reference LM')
+    for i, x in enumerate(data.progress(sample, 'reference LM')):
+        wanted = torch.full((N, N), -1, device=device)
+        wanted[x.some] = torch.where(x.permitted[x.some], torch.arange(N, device=device), -1)
+        sample[i] = x._replace(s_t=rpt.target_scores(reference, x.chunks, wanted))
+    return sample
+
+
+def bm25_order(x, w, idf, **target):
+    """For each sampled chunk all that it may find, best first; those that share no term with it come last."""
+    found = rpt.mine(x.chunks.cpu().numpy(), x.doc[0].cpu().numpy(), w, len(x.chunks), idf=idf, **target)
+    return {i: np.concatenate([f := found[i][found[i] >= 0], np.setdiff1d(x.permitted[i].nonzero()[:, 0].cpu().numpy(), f)]) for i in x.some}
+
+
+def quality(order, s_t):
+    """Precision@2, Recall@10 and nDCG@20 of one chunk that has a positive: order (n,) what it may find, best first; s_t (N,)"""
+    gains = torch.exp2(s_t[order].clamp(min=0)) - 1                         # per token, as in training
+    discount = 1 / torch.log2(2 + torch.arange(len(order), device=gains.device))
+    positive, ideal = s_t[order] > 0, gains.sort(descending=True).values
+    return dict(precision_2=(positive[:2].sum() / 2).item(), recall_10=(positive[:10].sum() / positive.sum()).item(),
+                ndcg_20=((gains * discount)[:20].sum() / (ideal * discount)[:20].sum()).item())
+
+
 @torch.no_grad()
 def ranks(args, device):
     """
@@ -828,129 +882,77 @@ def ranks(args, device):
                 chunks or fewer are permitted, the recall is 1
       Figure 4  how many different tokens the top neighbor shares with the query and with the target
       Figure 5  the largest s_t, here the sum over the target, among the first k candidates of BM25 (query c_i and c_{i+1})
-      Figure 6  nats per token of the target that reading gains, over the first checkpoint that reads nothing (else over itself
-                without neighbors), where a positive was read and where none was; oracle: it reads what the reference LM likes best
+      Figure 6  nats per token of the target that reading gains over the first Transformer-XL among the checkpoints (over itself without
+                neighbors, if there is none), where a positive was read and where none was
+      oracle    it reads what the reference LM, which knows the target, likes best: an upper bound
     """
     runs = {str(path): open_run(path, args, device) for path in args.checkpoints}
-    checkpoint, first, tokenizer, corpus, split = next(iter(runs.values()))
-    config = first.config
-    m, w, T = config.chunk_size, config.window // config.chunk_size, config.block_size
-    alike = lambda c: (c.chunk_size, c.window, c.block_size, c.vocab_size)
-    if any(alike(model.config) != alike(config) for _, model, *_ in runs.values()):
+    models = {name: model for name, (_, model, *_) in runs.items()}
+    (_, first, tokenizer, corpus, split), *_ = runs.values()
+    m, w = first.config.chunk_size, first.config.window // first.config.chunk_size
+    if len({(c.chunk_size, c.window, c.block_size, c.vocab_size) for c in (model.config for model in models.values())}) > 1:
         raise SystemExit('the checkpoints have different chunks, windows or texts: one table needs the same')
-    configs = [path / 'config.json' for path in (Path(p) if Path(p).is_dir() else Path(p).parent for p in args.checkpoints)]
-    known = [x for path in configs if path.exists() and (x := json.loads(path.read_text()).get('reference'))]
+    about = [(Path(path) if Path(path).is_dir() else Path(path).parent) / 'config.json' for path in args.checkpoints]
+    known = [x for file in about if file.exists() and (x := json.loads(file.read_text()).get('reference'))]
     if not (args.reference or known):
         raise SystemExit('none of these runs says which reference LM taught it: --reference CKPT')
-    path = args.reference or known[0]
-    reference, *_ = rpt.open_reference(path, tokenizer, m, device)
-    if args.split == 'train':
-        print('the reference LM may have learned this split by heart', file=sys.stderr)
-    idf = next((model.idf for _, model, *_ in runs.values() if model.idf is not None), None)
+    idf = next((model.idf.double().cpu().numpy() for model in models.values() if model.idf is not None), None)
     if idf is None and corpus.train is None:
         raise SystemExit(f'{corpus.name} has no training split for the idf of BM25')
-    idf = rpt.corpus_idf(corpus.train.tokens, m, tokenizer.n_vocab) if idf is None else idf.double().cpu().numpy()
+    idf = rpt.corpus_idf(corpus.train.tokens, m, tokenizer.n_vocab) if idf is None else idf
+    reference, *_ = rpt.open_reference(args.reference or known[0], tokenizer, m, device)
+    sample = sample_chunks(args, data.Batches(split, 'documents', first.config.block_size, 1, seed=0), first, reference, device)
 
-    texts = data.Batches(split, 'documents', T, 1, seed=0)
-    N, rng = T // m, np.random.default_rng(args.seed)
-    numbers = np.linspace(0, texts.n_rows - 1, min(texts.n_rows, args.sequences)).round().astype(int)
-    sample = []                                                             # of each sequence: its batch, chunks (N, m), documents, sampled chunks
-    for row in numbers:
-        batch = train.on(device, texts.take(np.array([row]), seed=0))
-        chunk_doc = first.chunk_doc(batch.doc, N)
-        permitted = first.permitted(chunk_doc)[0]                           # (N, N)
-        ask = permitted.any(1).cpu().numpy()
-        ask[:-1] &= (chunk_doc[0, 1:] == chunk_doc[0, :-1]).cpu().numpy()   # the target is of the same document
-        ask[-1] = False
-        some = np.sort(rng.permutation(np.flatnonzero(ask))[:args.chunks])
-        sample.append((batch, batch.tokens[0, :N * m].view(N, m), chunk_doc, some, permitted))
-    n, pairs = sum(len(some) for *_, some, _ in sample), sum(int(permitted[some].sum()) for *_, some, permitted in sample)
-    if not n:
-        raise SystemExit(f'{args.split} has no sequence in which a chunk may find another')
-    print(f'scoring every permitted chunk for {n:,} chunks of {len(sample)} sequences: {2 * m * (pairs + n + N * len(sample)) / 1e6:.1f}M tokens for the reference LM {path}')
-    golds = []                                                              # (N, N): s_t of chunk k for chunk i, nan where not scored
-    for _, chunks, _, some, permitted in data.progress(sample, 'reference LM'):
-        wanted = torch.full((N, N), -1, device=device)
-        wanted[some] = torch.where(permitted[some], torch.arange(N, device=device), -1)
-        golds.append(rpt.target_scores(reference, chunks, wanted))
+    result = dict(split=args.split, chunks=sum(len(x.some) for x in sample), sequences=len(sample), reference=args.reference or known[0], retrievers={})
+    xl = next((model for model in models.values() if model.config.retriever == 'none'), None)
+    log_p = lambda model, x, given=None: log_p_of(model, model.encode(x.batch.tokens, x.batch.doc, given)[0][0], x.batch.targets[0])
+    for name, model in {'BM25': None, **models}.items():
+        if model is xl and xl:
+            continue
+        rows = []                                                           # of each sampled chunk what is known of it
+        for x in sample:
+            if model:
+                given = model.found_by_bm25(x.batch.tokens, x.batch.doc) if model.config.retriever == 'bm25' else None
+                _, scores, read = model.encode(x.batch.tokens, x.batch.doc, given)
+                top = x.s_t.masked_fill(~(x.s_t > 0), -math.inf).topk(model.n_neighbors, dim=1)
+                sampled = torch.zeros(len(x.chunks), 1, dtype=torch.bool, device=device)
+                sampled[x.some] = True
+                best = torch.where(sampled, top.indices.masked_fill(top.values == -math.inf, -1), read[0])[None]
+                own, oracle = log_p(model, x, read), log_p(model, x, best)
+                switch(model, 'none')
+                plain = log_p(xl or model, x)
+                switch(model, 'own')
+            if not model or model.config.retriever == 'bm25':
+                orders = bm25_order(x, w, idf, target=False)
+            else:
+                orders = {i: scores[0, i].masked_fill(~x.permitted[i], -math.inf).argsort(descending=True)[:x.permitted[i].sum()].cpu().numpy() for i in x.some}
+            for i in x.some:
+                order = torch.from_numpy(orders[i]).to(device)
+                found, query, says = (set(x.chunks[c].tolist()) for c in (order[0], i, i + 1))
+                row = dict(overlap_query=len(found & query), overlap_target=len(found & says))
+                if (x.s_t[i] > 0).any():
+                    row.update(quality(order, x.s_t[i]))
+                if model:
+                    of_target = lambda y: y[i * m + m - 1:i * m + 2 * m - 1].mean().item()
+                    right = any(k >= 0 and x.s_t[i, k] > 0 for k in read[0, i].tolist())
+                    row.update(nll=-of_target(own), nll_oracle=-of_target(oracle), gain=of_target(own) - of_target(plain), right=float(right))
+                    row['gain_right' if right else 'gain_wrong'] = row['gain']
+                rows.append(row)
+        columns = {key: [row[key] for row in rows if key in row] for row in rows for key in row}
+        result['retrievers'][name] = {key: float(np.mean(values)) for key, values in columns.items()}
+    result['with_a_positive'] = float(np.mean([(x.s_t[i] > 0).any().item() for x in sample for i in x.some]))
+    by_k = [[x.s_t[i, order[:k + 1]].max().item() * m for k in range(20)] for x in sample for i, order in bm25_order(x, w, None).items()]
+    result['largest_by_k'] = np.mean(by_k, axis=0).tolist()
 
-    def quality(order, s_t):
-        """P@2, R@10, nDCG@20 of one chunk: order: the permitted chunks, best first; s_t (N,)"""
-        gains = torch.exp2(s_t[order].clamp(min=0)) - 1                     # per token, as in training
-        discount = 1 / torch.log2(2 + torch.arange(len(order), device=gains.device))
-        ideal = (gains.sort(descending=True).values * discount)[:20].sum()
-        hit = s_t[order] > 0
-        return [hit[:2].sum() / 2, hit[:10].sum() / hit.sum(), (gains * discount)[:20].sum() / ideal]
-
-    result = dict(split=args.split, chunks=n, sequences=len(sample), reference=path, retrievers={})
-    plain = {}                                                              # log P of every target without neighbors
-    for name, (_, model, *_) in sorted(runs.items(), key=lambda run: run[1][1].config.retriever != 'none'):
-        if model.config.retriever == 'none':
-            plain = plain or {i: log_p_of(model, model.encode(b.tokens, b.doc)[0][0], b.targets[0]) for i, (b, *_) in enumerate(sample)}
-    positives = [bool((gold[i] > 0).any()) for (*_, some, _), gold in zip(sample, golds) for i in some]
-    for name in ['BM25', *[name for name, (_, model, *_) in runs.items() if model.config.retriever != 'none']]:
-        model = runs[name][1] if name != 'BM25' else None
-        rows, overlap, gain, gold_gain, other_gain, on_target, oracle_gain = [], [], [], [], [], [], []
-        for s, ((batch, chunks, chunk_doc, some, permitted), gold) in enumerate(zip(sample, golds)):
-            if model is None or model.config.retriever == 'bm25':
-                found = rpt.mine(chunks.cpu().numpy(), chunk_doc[0].cpu().numpy(), w, N, target=False, idf=idf)
-                orders = {i: np.concatenate([f := found[i][found[i] >= 0], np.setdiff1d(permitted[i].nonzero()[:, 0].cpu().numpy(), f)]) for i in some}
-            if model is not None:
-                given = model.found_by_bm25(batch.tokens, batch.doc) if model.config.retriever == 'bm25' else None
-                f, scores, read = model.encode(batch.tokens, batch.doc, given)
-                own = log_p_of(model, f[0], batch.targets[0])
-                if scores is not None:
-                    orders = {i: scores[0, i].masked_fill(~permitted[i], -math.inf).argsort(descending=True)[:permitted[i].sum()].cpu().numpy() for i in some}
-                best = gold.masked_fill(~(gold > 0), -math.inf).topk(model.n_neighbors, dim=1)
-                use = torch.zeros(N, dtype=torch.bool, device=device)
-                use[some] = True
-                best = torch.where(use[:, None], best.indices.masked_fill(best.values == -math.inf, -1), read[0])
-                oracle = log_p_of(model, model.encode(batch.tokens, batch.doc, best[None])[0][0], batch.targets[0])
-                if s not in plain or not any(r[1].config.retriever == 'none' for r in runs.values()):
-                    switch(model, 'none')
-                    plain[s] = log_p_of(model, model.encode(batch.tokens, batch.doc)[0][0], batch.targets[0])
-                    switch(model, 'own')
-            for i in some:
-                order, target = torch.from_numpy(orders[i]).to(device), slice(i * m + m - 1, i * m + 2 * m - 1)
-                if (gold[i] > 0).any():
-                    rows.append(torch.stack(quality(order, gold[i])))
-                top, query, says = (set(chunks[c].tolist()) for c in (order[0], i, i + 1))
-                overlap.append((len(top & query), len(top & says)))
-                if model is not None:
-                    gain.append((own[target] - plain[s][target]).mean().item())
-                    on_target.append(own[target].mean().item())
-                    right = any(k >= 0 and gold[i, k] > 0 for k in read[0, i].tolist())
-                    (gold_gain if right else other_gain).append(gain[-1])
-                    oracle_gain.append((oracle[target] - plain[s][target]).mean().item())
-        mean = lambda x: float(np.mean(x)) if len(x) else None                 # null in JSON
-        P, R, G = torch.stack(rows).mean(0).tolist() if rows else [None] * 3
-        result['retrievers'][name] = dict(precision_2=P, recall_10=R, ndcg_20=G, overlap_query=mean([q for q, _ in overlap]), overlap_target=mean([t for _, t in overlap]),
-                                          **(dict(gain=mean(gain), gain_right=mean(gold_gain), gain_wrong=mean(other_gain), right=len(gold_gain),
-                                               gain_oracle=mean(oracle_gain), ppl=math.exp(-mean(on_target)), ppl_oracle=math.exp(mean(gain) - mean(on_target) - mean(oracle_gain))) if model else {}))
-    by_k = []
-    for (_, chunks, chunk_doc, some, _), gold in zip(sample, golds):
-        found = rpt.mine(chunks.cpu().numpy(), chunk_doc[0].cpu().numpy(), w, 20)
-        for i in some:
-            values = [gold[i, k].item() * m for k in found[i] if k >= 0]
-            if values:
-                by_k.append([max(values[:k + 1]) for k in range(20)])
-    result['largest_by_k'] = np.mean(by_k, axis=0).tolist() if by_k else []
-    result['with_a_positive'] = mean(positives)
-
-    print(f'\n{result["with_a_positive"]:.0%} of the chunks have a positive; {"over the first run that reads nothing" if any(r[1].config.retriever == "none" for r in runs.values()) else "over itself without neighbors"}, gains in nats a token\n')
-    width = max(map(len, result['retrievers']))
-    text = lambda x, how: format(x, how) if x is not None else format('-', '>' + how.lstrip('>').split('.')[0])
-    print(f'{"":{width}}      P@2     R@10  nDCG@20  overlap with query, target     gain  a positive read (share)  none read       ppl  oracle: gain, ppl')
+    print(f'\n{result["with_a_positive"]:.0%} of {result["chunks"]} chunks have a positive; gains, in nats a token, over {"Transformer-XL" if xl else "itself without neighbors"}')
     for name, x in result['retrievers'].items():
-        line = f'{name:{width}} ' + ' '.join(text(x[what], '8.1%') for what in ('precision_2', 'recall_10', 'ndcg_20'))
-        line += f'  {text(x["overlap_query"], "18.2f")}, {text(x["overlap_target"], "6.2f")}'
-        if name != 'BM25':
-            line += f'  {text(x["gain"], "7.4f")}  {text(x["gain_right"], "15.4f")} ({x["right"] / n:5.0%})  {text(x["gain_wrong"], "9.4f")}'
-            line += f'  {x["ppl"]:8.2f}  {text(x["gain_oracle"], "12.4f")}, {x["ppl_oracle"]:8.2f}'
-        print(line)
-    print('ppl: of the sampled targets. oracle: it reads what the reference LM, which knows the target, likes best: an upper bound, no result of a model')
-    if by_k:
-        print('\nthe largest s_t (sum over the target) among the first k of BM25: ' + ', '.join(f'{k}: {result["largest_by_k"][k - 1]:.2f}' for k in (1, 2, 4, 8, 20)))
+        text = lambda key, how: format(x[key], how) if key in x else '-'
+        print(f'{name}: Precision@2 {text("precision_2", ".1%")}, Recall@10 {text("recall_10", ".1%")}, nDCG@20 {text("ndcg_20", ".1%")}; '
+              f'its first one shares {text("overlap_query", ".2f")} tokens with the query, {text("overlap_target", ".2f")} with the target')
+        if 'gain' in x:
+            print(f'    gain {text("gain", ".4f")}: {text("gain_right", ".4f")} in the {text("right", ".0%")} that read a positive, {text("gain_wrong", ".4f")} in the others; '
+                  f'perplexity of the targets {math.exp(x["nll"]):.2f}, by the oracle (an upper bound: it knows the target) {math.exp(x["nll_oracle"]):.2f}')
+    print('the largest s_t (sum over the target) among the first k of BM25: ' + ', '.join(f'{k}: {result["largest_by_k"][k - 1]:.2f}' for k in (1, 2, 4, 8, 20)))
     return result
 
 
