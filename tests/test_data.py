@@ -647,7 +647,7 @@ def test_every_token_is_predicted_once(kind, T, B):
     for epoch in range(2):
         inputs, predicted = [], []
         for g in range(epoch * len(batches), (epoch + 1) * len(batches)):
-            tokens, targets, doc, seed = batch = batches[g]
+            tokens, targets, doc, seed, *_ = batch = batches[g]
             for t in (tokens, targets, doc):
                 assert t.dtype == torch.int64 and t.shape == (B, T)
             i, o = places(batch)
@@ -660,6 +660,18 @@ def test_every_token_is_predicted_once(kind, T, B):
             assert (targets[has] == tokens[has] + 1).all()                      # the next token of the text
         assert sorted(predicted) == [p for p in range(n) if p not in first]
         assert len(set(inputs)) == len(inputs) == (n if kind == 'documents' else n - 1)
+
+
+@pytest.mark.parametrize('T', [7, 16])
+def test_folds_share_no_document(T):
+    """Even documents in the one, odd ones in the other, every token of theirs but the first is predicted."""
+    split = make_split()
+    for fold in (0, 1):
+        batches, predicted = Batches(split, 'documents', T, 2, seed=3, fold=fold), []
+        for batch in batches:
+            assert set((batch.doc[batch.doc >= 0] % 2).tolist()) <= {fold}
+            predicted += places(batch)[1].tolist()
+        assert sorted(predicted) == [p for d in range(fold, 7, 2) for p in range(split.offsets[d] + 1, split.offsets[d + 1])]
 
 
 @pytest.mark.parametrize('kind', Batches.KINDS)

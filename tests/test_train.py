@@ -86,14 +86,15 @@ def wait_for(condition, process, seconds=60):
 @pytest.mark.parametrize('how, small', [(signal.SIGKILL, SMALL), (signal.SIGTERM, SMALL), (signal.SIGINT, SMALL), (signal.SIGTERM, DRT), (signal.SIGTERM, RPT)])
 def test_stopped_and_gone_on_is_not_stopped(here, how, small, capsys):
     """Killed in the middle, or asked to leave, and started again by the same command: the same weights, moments and log."""
-    flags = ['--max-steps', '240', '--eval-every', '20']
+    steps = 240 if small is SMALL else 120
+    flags = ['--max-steps', str(steps), '--eval-every', '20']
     train.main(small + flags + ['--out', 'straight'])
     process = start(*flags, '--out', 'stopped', small=small)
     wait_for(lambda: Path('stopped/ckpt.pt').exists(), process)
     process.send_signal(how)
     printed = process.communicate(timeout=60)[0]
     stopped_at = torch.load('stopped/ckpt.pt', weights_only=True)['step']
-    assert stopped_at < 240
+    assert stopped_at < steps
     if how != signal.SIGKILL:
         assert process.returncode == 128 + how and f'stopped at step {stopped_at}' in printed
     with open('stopped/log.jsonl', 'a') as f:
