@@ -48,6 +48,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -571,19 +572,23 @@ class Supervision:
     def __init__(self, folder, rows, N, J, scored):
         self.folder, self.scored = Path(folder), scored
         files = dict(candidates=((rows, N, J), np.int16), scores=((rows, N, J) if scored else (1,), np.float16), done=((rows,), np.uint8))
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.folder.exists():                                        # made whole under another name; the first of several runs is kept
+            temporary = self.folder.with_name(f'{self.folder.name}.{os.getpid()}.tmp')
+            temporary.mkdir(parents=True)
+            for name, (shape, dtype) in files.items():
+                np.lib.format.open_memmap(temporary / f'{name}.npy', mode='w+', dtype=dtype, shape=shape).flush()
+            try:
+                os.rename(temporary, self.folder)
+            except OSError:
+                shutil.rmtree(temporary)
         for name, (shape, dtype) in files.items():
             path = self.folder / f'{name}.npy'
-            if not path.exists():                                           # made whole under another name
-                temporary = path.with_name(f'{name}.{os.getpid()}.tmp')
-                np.lib.format.open_memmap(temporary, mode='w+', dtype=dtype, shape=shape).flush()
-                os.replace(temporary, path)
             try:
                 np.load(path, mmap_mode='r')                                # in mode r+ NumPy fills up a file that is too short, with zeros
                 array = np.load(path, mmap_mode='r+')
                 if array.shape != shape or array.dtype != dtype:
                     raise ValueError(f'{array.dtype} {array.shape} instead of {np.dtype(dtype)} {shape}')
-            except (ValueError, EOFError) as error:
+            except (ValueError, EOFError, OSError) as error:
                 raise SystemExit(f'{path}: not readable ({error}); delete {self.folder} to make it anew')
             setattr(self, name, array)
 

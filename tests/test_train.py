@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -400,9 +401,7 @@ def test_scoring_goes_on_where_it_was_killed(here, monkeypatch):
     train.main(RPT + flags + ['--out', 'a'])
     (folder,) = Path('corpora').glob('many*/candidates-*')
     arrays = [np.load(folder / f'{name}.npy') for name in ('candidates', 'scores', 'done')]
-    for path in folder.iterdir():
-        path.unlink()
-    (folder / 'scores.npy.77.tmp').write_bytes(b'half')
+    shutil.rmtree(folder)
     Path('slow.py').write_text(f'import sys, time; sys.path.insert(0, {str(TRAIN.parent)!r}); import train, rpt; real = rpt.target_scores\n'
                                'rpt.target_scores = lambda *a: (time.sleep(0.2), real(*a))[1]\ntrain.main()')
     process = start(*flags, '--out', 'b', '--reference', 'a-reference', small=RPT, script='slow.py')
