@@ -66,7 +66,7 @@ from bm25 import BM25
 class RPTConfig:
     vocab_size: int = 4096        # ids of the tokenizer; for bpe, how many to learn (ours)
     block_size: int = 2048        # tokens of a training sequence, T (ours; paper: 16K)
-    micro_batch: int = 2          # sequences of a micro-batch, B (ours; paper: one for each host)
+    micro_batch: int = 1          # sequences of a micro-batch, B (paper: one for each host)
     n_layer: int = 4              # Transformer layers, the upper half of which read neighbors (ours; paper: 12)
     n_head: int = 4               # attention heads, H (ours; paper: 8)
     n_embd: int = 256             # width, C (ours; paper: 1,024)
@@ -109,7 +109,7 @@ class RPTConfig:
 
 # The paper's model, §3.4 and App. A: T, tokens_per_step (2^17), max_steps; lr for AdamW is ours. Its vocabulary has 50,277 ids (GPT-NeoX).
 PRESETS = {
-    'tiny': dict(tokens_per_step=4096, max_steps=300, n_candidates=4, score_every=2),       # minutes on two CPU cores
+    'tiny': dict(tokens_per_step=2048, max_steps=300, n_candidates=4, score_every=2),       # minutes on two CPU cores
     'paper': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_384, micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05,
                   window=2048, chunk_size=64, n_cca=5, tokens_per_step=131_072, max_steps=500_000, lr=5e-4, warmup=0.01,
                   weight_decay=0.01, eval_every=1000),
@@ -1009,7 +1009,7 @@ def tour():
     """What goes in, what comes out, and what retrieval costs: time beside multiply-adds."""
     torch.manual_seed(0)
     config = RPTConfig(n_candidates=4)
-    B, T, m = config.micro_batch, config.block_size, config.chunk_size
+    B, T, m = 2, config.block_size, config.chunk_size
     tokens = torch.randint(config.vocab_size, (B, T + 1))
     reference, w = RPT(RPTConfig(retriever='none', n_layer=2)), config.window // m
     for J in (20, 8, config.n_candidates):

@@ -530,8 +530,8 @@ def train(module, model_config, config, run, device, corpus=None):
 def supervise(module, model_config, config, run, device, corpus, texts, out, accumulate, autocast):
     """
     What RPT's teacher knows about the sequences that this run will visit: a rpt.Supervision, and the reference LM's path. For retriever
-    sem that is --reference, or that of the run that is gone on with, or it is trained first: half as deep, half as long, on every second
-    document where there are enough, so that it scores only documents that it has never seen.
+    sem that is --reference, or that of the run that is gone on with, or it is trained first: half as deep, on every second document where
+    there are enough, so that it scores only documents that it has never seen.
     """
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     say = print if rank == 0 else lambda *_, **__: None
@@ -545,10 +545,10 @@ def supervise(module, model_config, config, run, device, corpus, texts, out, acc
             if fold < 0:
                 say('too few documents to keep half of them from the reference LM: it scores what it was trained on')
             smaller = dataclasses.replace(model_config, retriever='none', n_layer=max(1, model_config.n_layer // 2))
-            shorter = dataclasses.replace(config, max_steps=max(1, config.max_steps // 2), fold=fold, init='')
-            folder = next(folder for n in range(1, 10 ** 6) if fits(folder := Path(f'{out}-reference' + f'-{n}' * (n > 1)), smaller, shorter, corpus))
+            its_config = dataclasses.replace(config, fold=fold, init='')
+            folder = next(folder for n in range(1, 10 ** 6) if fits(folder := Path(f'{out}-reference' + f'-{n}' * (n > 1)), smaller, its_config, corpus))
             say(f'\n1 of 3: the reference LM, in {folder}')
-            train(module, smaller, shorter, dataclasses.replace(run, out=str(folder), resume='auto'), device, corpus)
+            train(module, smaller, its_config, dataclasses.replace(run, out=str(folder), resume='auto'), device, corpus)
             if world > 1:
                 dist.barrier()                                      # the first process has written it
             path = str(folder / 'ckpt.pt')

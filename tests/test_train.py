@@ -363,7 +363,7 @@ def test_rpt_is_one_command(here, capsys):
     assert log[9]['loss'] == pytest.approx(log[9]['lm_loss'] + 0.005 * log[9]['ret_loss'], rel=1e-4) and 0 < log[9]['ndcg'] <= 1
     reference = json.loads(Path('a-reference/config.json').read_text())
     assert (reference['model_config']['retriever'], reference['model_config']['n_layer'], reference['train_config']['fold']) == ('none', 1, 0)
-    assert reference['train_config']['max_steps'] == 15
+    assert reference['train_config']['max_steps'] == 30
 
     corpus = data.load('many', 'bytes', quiet=True)
     (folder,) = corpus.folder.glob('candidates-*')
