@@ -523,6 +523,7 @@ def facts(n, generator, alike=0):
     return x.flatten(1), answers.flatten(1), asked
 
 
+@pytest.mark.slow
 def test_retrieval_is_learned_from_the_loss_alone():
     """Facts that only retrieval can know: found by key and read, though nothing says which chunk is right. By random chunks, or none, they are not."""
     torch.manual_seed(0)
