@@ -265,6 +265,7 @@ def test_all_memories_in_one_table(run, monkeypatch, capsys):
             command(monkeypatch, 'out/trime', '--memory', 'ext', '--split', 'train', *source)
 
 
+@pytest.mark.slow
 def test_the_analyses(run, monkeypatch, capsys):
     """Frequency, retrieval, sweep: their numbers are the table's, cut another way."""
     flags = ['out/trime', '--n-neighbors', '20', '--long', '600', '--json', 'a.json']
