@@ -754,6 +754,8 @@ class Batches:
         self.epoch = None, None                         # the latest epoch and its order, remembered
         if min(block_size, micro_batch) < 1:
             raise DataError(f'--block-size {block_size} and --micro-batch {micro_batch} must be 1 or more')
+        if fold >= 0 and kind != 'documents':
+            raise DataError(f'--fold {fold} chooses documents, and batches of the kind {kind} have none to choose')
         n_tokens, T = len(split.tokens), block_size
         if kind == 'documents':
             lengths = np.diff(split.offsets)

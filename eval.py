@@ -807,8 +807,8 @@ def trace(args, device, how_many=3):
         gains = torch.stack([part.sum() for part in F.pad(gain, (0, 0) if drt else (1, 0)).split(n)])       # (N,) nats, of the chunks
         beyond = -(-config.window // config.chunk_size)                     # chunks that the window holds
         chunks = torch.arange(len(found[0][1][0]), device=device)[:, None]
-        far = [(((idx[0] >= 0) * w[0] * (chunks - idx[0] > beyond)).sum() / w.sum().clamp(min=1e-9)).item() for w, idx in found] if drt else [1.0]
-        result[path] = dict(gain=gain.mean().item(), beyond_the_window=far, chunks=[])
+        far = [(((idx[0] >= 0) * w[0] * (chunks - idx[0] > beyond)).sum() / w.sum().clamp(min=1e-9)).item() for w, idx in found] if drt else None
+        result[path] = dict(gain=gain.mean().item(), chunks=[], **(dict(beyond_the_window=far) if drt else {}))     # RPT's are all beyond it
         print(f'\n{path}: {len(tokens):,} tokens of {args.split}; retrieval gains {result[path]["gain"]:.4f} nats a token'
               + (f'; {", ".join(f"{x:.0%}" for x in far)} of the weight lies on chunks beyond the window' if drt else ''))
         text = lambda c, more=1: tokenizer.decode(tokens[c * n:(c + more) * n].tolist())
@@ -907,7 +907,7 @@ def ranks(args, device):
     xl = next((model for model in models.values() if model.config.retriever == 'none'), None)
     log_p = lambda model, x, given=None: log_p_of(model, model.encode(x.batch.tokens, x.batch.doc, given)[0][0], x.batch.targets[0])
     for name, model in {'BM25': None, **models}.items():
-        if model is xl and xl:
+        if model and model.config.retriever == 'none':
             continue
         rows = []                                                           # of each sampled chunk what is known of it
         for x in sample:
@@ -1016,7 +1016,7 @@ def main():
     parser.add_argument('--datastore-from', default='', metavar='CORPUS', help='external memory of another corpus; default: the training split')
     parser.add_argument('--p-ext', action='store_true', help="Eq. 8 over the external memory alone, as in the official code; the paper: over all")
     parser.add_argument('--retriever', default='', choices=('learned', 'random', 'off'), help='generate, drt: what it retrieves by (default: as trained)')
-    parser.add_argument('--reference', default='', help='ranks: the reference LM (default: the folder of the first run, and -reference)')
+    parser.add_argument('--reference', default='', help='ranks: the reference LM (default: the one that taught the runs)')
     parser.add_argument('--sequences', type=int, default=16, help='ranks: of the split (default: 16)')
     parser.add_argument('--chunks', type=int, default=16, help='ranks: sampled in each sequence (default: 16)')
     parser.add_argument('--offload', action='store_true', help="generate, drt: keep the chunks' keys and values in the CPU's memory")

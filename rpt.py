@@ -28,8 +28,9 @@ Where we differ from the paper, and why
     Scores are divided by sqrt(C): the paper's formula leaves it out, its margins are tuned with it (official code).
     A chunk without neighbors gets exactly 0 from cross-attention; there are no learned null keys (official code: there are).
     s_t is the mean over the tokens of the target, not the sum: the same sign and order, and gains 2^s_t - 1 that do not explode.
-    L_ret is the mean over the query chunks that have a positive; at ten times its weight it takes the gradient's norm, which is
-    clipped, from the language model's loss (paper: 1e-9 for a sum that it does not give). |Δ NDCG| is of 1 / log2(1 + rank) (official code: of log2(1 + rank), which hardly prefers the top).
+    L_ret is the mean over the query chunks that have a positive; with ten times its weight the language model learned more slowly
+    (paper: 1e-9, for a sum that it does not give). |Δ NDCG| is of 1 / log2(1 + rank) (official code: of log2(1 + rank), which hardly
+    prefers the top).
     Chunk i finds chunks up to i - w in training as at test time (official code: two other rules), all of its own document.
     The gate reads the neighbors of the last w chunks, so that streaming has a bounded state (paper: all chunks of the window's row).
     Scheduled sampling tosses a coin for each chunk (official code: one for a whole step).
@@ -41,7 +42,7 @@ Where we differ from the paper, and why
     places chunk · K + rank, pre-norm and residual, with a norm and a bias before σ; τ starts at 1.
     σ(w · ĉ / C) hardly leaves 1/2 in a short run: with ĉ of size sqrt(C), w has to grow for long before it matters.
 
-    $ python rpt.py                         a tour in ten seconds, on a CPU
+    $ python rpt.py                         a tour and the cost of retrieval, on a CPU
     $ python train.py --model rpt           reference LM, scoring and RPT, one after the other
 """
 import hashlib
@@ -109,7 +110,7 @@ class RPTConfig:
 
 # The paper's model, §3.4 and App. A: T, tokens_per_step (2^17), max_steps; lr for AdamW is ours. Its vocabulary has 50,277 ids (GPT-NeoX).
 PRESETS = {
-    'tiny': dict(tokens_per_step=2048, max_steps=300, n_candidates=8),      # minutes on two CPU cores
+    'tiny': dict(tokens_per_step=2048, max_steps=300, n_candidates=4, score_every=2),       # minutes on two CPU cores
     'paper': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_384, micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05,
                   window=2048, chunk_size=64, n_cca=5, tokens_per_step=131_072, max_steps=500_000, lr=5e-4, warmup=0.01,
                   weight_decay=0.01, eval_every=1000),
@@ -505,6 +506,7 @@ def target_scores(reference, chunks, candidates, pairs=64):
 
 
 def must_hold(window, m):
+    """Ends the program with one line where a reference LM would say the end of c_t without having read c_j."""
     if window < 4 * m:
         raise SystemExit(f'the reference LM reads four chunks, {4 * m} tokens, and sees {window}: --window {4 * m}, a smaller --chunk-size, or another --reference')
 

@@ -251,6 +251,7 @@ def commit():
 
 
 def free(out):
+    """A folder beside `out` that is not there yet."""
     return next(f'{out}-{n}' for n in range(2, 10 ** 6) if not Path(f'{out}-{n}').exists())
 
 

@@ -672,6 +672,8 @@ def test_folds_share_no_document(T):
             assert set((batch.doc[batch.doc >= 0] % 2).tolist()) <= {fold}
             predicted += places(batch)[1].tolist()
         assert sorted(predicted) == [p for d in range(fold, 7, 2) for p in range(split.offsets[d] + 1, split.offsets[d + 1])]
+    with pytest.raises(data.DataError, match='chooses documents'):
+        Batches(split, 'segments', T, 2, seed=3, fold=0)
 
 
 @pytest.mark.parametrize('kind', Batches.KINDS)

@@ -508,7 +508,7 @@ def test_rpt_trace(trained_rpt, monkeypatch, capsys):
 def test_ranks(trained_rpt, monkeypatch, capsys):
     """Every figure of the retrieval table once more, with loops, from every permitted chunk's score."""
     monkeypatch.chdir(trained_rpt)
-    command(monkeypatch, 'out/rpt', 'out/retro', 'out/plain', '--task', 'ranks', '--sequences', '3', '--chunks', '100', '--json', 'ranks.json')
+    command(monkeypatch, 'out/rpt', 'out/retro', 'out/plain', 'out/plain/ckpt.pt', '--task', 'ranks', '--sequences', '3', '--chunks', '100', '--json', 'ranks.json')
     screen, x = capsys.readouterr().out, json.loads(Path('ranks.json').read_text())
     corpus = data.load('many', 'bytes', quiet=True)
     pieces = data.Batches(corpus.val, 'documents', 70, 1, seed=0)

@@ -84,11 +84,10 @@ def wait_for(condition, process, seconds=60):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize('how, small', [(signal.SIGKILL, SMALL), pytest.param(signal.SIGINT, SMALL, marks=pytest.mark.slow),
-                                        pytest.param(signal.SIGTERM, DRT, marks=pytest.mark.slow), (signal.SIGTERM, RPT)])
+@pytest.mark.parametrize('how, small', [(signal.SIGKILL, SMALL), (signal.SIGINT, SMALL), (signal.SIGTERM, DRT), (signal.SIGTERM, RPT)])
 def test_stopped_and_gone_on_is_not_stopped(here, how, small, capsys):
     """Killed in the middle, or asked to leave, and started again by the same command: the same weights, moments and log."""
-    steps = 240 if small is SMALL else 80
+    steps = 120 if small is SMALL else 60
     flags = ['--max-steps', str(steps), '--eval-every', '20']
     train.main(small + flags + ['--out', 'straight'])
     process = start(*flags, '--out', 'stopped', small=small)
