@@ -154,6 +154,21 @@ def rotate(x, turns):
     return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
 
 
+def softmax_attention(q, k, v, mask=None):
+    """
+    softmax(q kᵀ / sqrt(D) + mask) v. mask broadcasts to (..., t, s): what to add, or True where to look. On a CPU in bf16 by the
+    definition: the fused kernel's way back takes 2 to 10 times as long there (python rpt.py).
+
+    q (..., t, D)   k, v (..., s, D) -> (..., t, D)
+    """
+    if q.device.type != 'cpu' or q.dtype != torch.bfloat16:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    z = q / math.sqrt(q.size(-1)) @ k.transpose(-2, -1)                     # (..., t, s)
+    if mask is not None:
+        z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
+    return z.softmax(-1) @ v
+
+
 def attend(q, k, v, block, window, slopes=None):
     """
     Causal attention in blocks: the queries of block n see the keys of blocks n-1 and n, none later, none `window` or
@@ -164,7 +179,7 @@ def attend(q, k, v, block, window, slopes=None):
     """
     T, P = q.size(1), k.size(1) - q.size(1)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)       # (B, H, T, D)
-    if P == 0 and T <= min(block, window) and slopes is None:
+    if P == 0 and T <= min(block, window) and slopes is None and q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
     def bias(i, j):
@@ -175,18 +190,16 @@ def attend(q, k, v, block, window, slopes=None):
 
     if P > 0 or T <= block:                                                 # one piece: by the definition
         j = torch.arange(P + T, device=q.device)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias(j[P:], j))
-        return y.transpose(1, 2)
+        return softmax_attention(q, k, v, bias(j[P:], j)).transpose(1, 2)
 
     B, H, _, D = q.shape
     N = -(-T // block)                                                      # blocks; the last is filled up with tokens
     q, k, v = (F.pad(t, (0, 0, 0, N * block - T)) for t in (q, k, v))       # that come after all others
     mask = bias(block + torch.arange(block, device=q.device), torch.arange(2 * block, device=q.device))
-    first = F.scaled_dot_product_attention(q[:, :, :block], k[:, :, :block], v[:, :, :block],
-                                           attn_mask=mask[..., block:])     # (B, H, block, D) has none before it
+    first = softmax_attention(q[:, :, :block], k[:, :, :block], v[:, :, :block], mask[..., block:])     # (B, H, block, D) has none before it
     blocks = lambda t: t.reshape(B, H, N, block, D).transpose(1, 2)         # (B, N, H, block, D)
     pairs = lambda t: torch.cat([blocks(t)[:, :-1], blocks(t)[:, 1:]], dim=3).flatten(0, 1)     # (B (N - 1), H, 2 block, D)
-    rest = F.scaled_dot_product_attention(blocks(q)[:, 1:].flatten(0, 1), pairs(k), pairs(v), attn_mask=mask)
+    rest = softmax_attention(blocks(q)[:, 1:].flatten(0, 1), pairs(k), pairs(v), mask)
     rest = rest.view(B, N - 1, H, block, D).transpose(1, 2).reshape(B, H, (N - 1) * block, D)
     return torch.cat([first, rest], dim=2)[:, :, :T].transpose(1, 2)
 
@@ -223,12 +236,13 @@ class Block(nn.Module):
 class CrossEntropy(torch.autograd.Function):
     """
     Σ -log P(w) with P = softmax(f Eᵀ), over the targets w >= 0. (n, V) is never held: tokens are taken in blocks of R, and as the
-    gradient of a block, P minus one at w, is known as soon as P is, it is computed right there, in the forward pass.
+    gradient of a block, P minus one at w, is known as soon as P is, it is computed right there, in the forward pass. Under
+    autocast the products of the gradient round to bf16, as all of the way back does; the logits do not.
 
     f (n, C)   E (V, C)   targets (n,), -1 does not count   with_grad: False where nobody will ask for gradients
     returns ()
     """
-    R = 1024
+    R = 512
 
     @staticmethod
     def forward(ctx, f, E, targets, with_grad):
@@ -237,12 +251,15 @@ class CrossEntropy(torch.autograd.Function):
         for a in range(0, len(f), CrossEntropy.R):
             rows = slice(a, a + CrossEntropy.R)
             counts, w = targets[rows, None] >= 0, targets[rows, None].clamp(min=0)      # (R, 1)
-            z = f[rows] @ E.T                                               # (R, V) the logits
-            log_z = z.logsumexp(1, keepdim=True)                            # (R, 1)
-            total += ((log_z - z.gather(1, w)) * counts).sum()
+            with torch.autocast(f.device.type, enabled=False):              # rounded inputs are fine, rounded logits are not
+                z = f[rows] @ E.T                                           # (R, V) the logits
+            z -= z.amax(1, keepdim=True)
+            right = z.gather(1, w)                                          # (R, 1)
+            Z = z.exp_().sum(1, keepdim=True)                               # z is e^z from here on, in the same memory
+            total += ((Z.log() - right) * counts).sum()
             if with_grad:
-                dz = z.sub_(log_z).exp_().scatter_add_(1, w, -torch.ones_like(log_z))       # P minus one at w
-                df[rows] = dz.mul_(counts) @ E
+                dz = z.mul_(counts / Z).scatter_add_(1, w, -counts.to(z))   # P minus one at w
+                df[rows] = (dz @ E).to(f)
                 dE += dz.T @ f[rows]
         ctx.grads = df, dE
         return total
@@ -301,7 +318,7 @@ class Attention(nn.Module):
     def forward(self, x, turns, kv, mask=None):
         """x (n, t, C), kv of the n groups, mask broadcast to (n, H, t, s): True where x may look -> (n, t, C)"""
         q = rotate(self.query(x).unflatten(-1, (self.n_head, -1)), turns).transpose(1, 2)   # (n, H, t, D)
-        return self.proj(F.scaled_dot_product_attention(q, *kv, attn_mask=mask).transpose(1, 2).flatten(-2))
+        return self.proj(softmax_attention(q, *kv, mask).transpose(1, 2).flatten(-2))
 
 
 class Retriever(nn.Module):
@@ -791,8 +808,7 @@ class RPT(nn.Module):
 
     def nll(self, f, targets):
         """The sum of -log P of targets (...), -1 does not count, after f (..., C)."""
-        with torch.autocast(f.device.type, enabled=False):                  # rounded inputs are fine, rounded logits are not
-            return CrossEntropy.apply(fp32(f).reshape(-1, f.size(-1)), fp32(self.embedding.weight), targets.reshape(-1), torch.is_grad_enabled())
+        return CrossEntropy.apply(fp32(f).reshape(-1, f.size(-1)), fp32(self.embedding.weight), targets.reshape(-1), torch.is_grad_enabled())
 
     def say(self, f):
         """log P of all words: f (..., C) -> (..., V) fp32"""
