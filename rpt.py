@@ -815,11 +815,16 @@ class RPT(nn.Module):
         with torch.autocast(f.device.type, enabled=False):
             return (fp32(f) @ fp32(self.embedding.weight).T).log_softmax(-1)
 
+    @torch.no_grad()
     def log_p(self, f, tokens):
-        """log P of tokens (...) after f (..., C)"""
+        """log P of tokens (...) after f (..., C); a few rows of logits at a time, for the cache."""
+        parts = []
         with torch.autocast(f.device.type, enabled=False):
-            z = fp32(f).reshape(-1, f.size(-1)) @ fp32(self.embedding.weight).T            # (n, V)
-        return (z.gather(1, tokens.reshape(-1, 1))[:, 0] - z.logsumexp(1)).view(tokens.shape)
+            for some, w in zip(fp32(f).reshape(-1, f.size(-1)).split(CrossEntropy.R), tokens.reshape(-1, 1).split(CrossEntropy.R)):
+                z = some @ fp32(self.embedding.weight).T                    # (R, V)
+                z -= z.amax(1, keepdim=True)
+                parts.append(z.gather(1, w)[:, 0] - z.exp_().sum(1).log())
+        return torch.cat(parts).view(tokens.shape)
 
     def check(self, tokens):
         """ValueError unless tokens are (B, t) ids of the tokenizer."""
@@ -1023,30 +1028,45 @@ def compare_scoring(reference, chunks, w, J):
     return candidates, results[target_scores]
 
 
+def compare_attention(config):
+    """softmax_attention on a CPU in bf16, by the definition, against the fused kernel, forward and back, at two sizes of the model."""
+    N, K, m, H, D = config.block_size // config.chunk_size, config.n_neighbors, config.chunk_size, config.n_head, config.n_embd // config.n_head
+    block = config.window // 2
+    for name, n, t, s in [('self-attention', config.block_size // block - 1, block, 2 * block), ('tokens of a neighbor', N * K, 2 * m, 2 * m)]:
+        q, k, v = (torch.randn(n, length, H, D, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for length in (t, s, s))
+        times = {softmax_attention: [], F.scaled_dot_product_attention: []}
+        for _ in range(7):
+            for f in times:
+                start = time.perf_counter()
+                f(q, k, v).sum().backward()
+                times[f].append(time.perf_counter() - start)
+        ratio = sorted(fused / ours for ours, fused in list(zip(*times.values()))[1:])[3]
+        print(f'bf16 attention, {name}, {tuple(q.shape)} to {s} keys, forward and back: the fused kernel takes x {ratio:.2f} the time')
+
+
 def tour():
     """What goes in, what comes out, and what retrieval costs: time beside multiply-adds."""
     torch.manual_seed(0)
     config = RPTConfig(n_candidates=4)
-    B, T, m = 2, config.block_size, config.chunk_size
-    tokens = torch.randint(config.vocab_size, (B, T + 1))
-    reference, w = RPT(RPTConfig(retriever='none', n_layer=2)), config.window // m
+    T, w = config.block_size, config.window // config.chunk_size
+    tokens = torch.randint(config.vocab_size, (1, T + 1))
+    reference = RPT(RPTConfig(retriever='none', n_layer=2))
     for J in (20, 8, config.n_candidates):
-        candidates, s_t = zip(*(compare_scoring(reference, text.view(-1, m), w, J) for text in tokens[:1, :T]))
-    candidates, s_t = (torch.cat([x[0][None]] * B) for x in (candidates, s_t))             # (B, N, J)
-    tokens = tokens[:1].expand(B, -1)
-    batch = SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], doc=torch.zeros(B, T, dtype=torch.long), seed=0,
-                            candidates=candidates, target_scores=s_t)
+        candidates, s_t = compare_scoring(reference, tokens[0, :T].view(-1, config.chunk_size), w, J)       # (N, J)
+    batch = SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], doc=torch.zeros(1, T, dtype=torch.long), seed=0,
+                            candidates=candidates[None], target_scores=s_t[None])
     model = RPT(config)
     f, scores, found = model.eval().encode(batch.tokens)
     print(f'RPT, {sum(p.numel() for p in model.parameters()):,} parameters; tokens {tuple(batch.tokens.shape)} -> scores {tuple(scores.shape)}, '
           f'neighbors {tuple(found.shape)}; chunk 40 reads {found[0, 40].tolist()} and what follows them')
-    some = batch.tokens[:1, :600]
+    some = batch.tokens[:, :600]
     log_probs, _ = model.stream(some)
     print(f'stream {tuple(log_probs.shape)}: {(log_probs - model.log_probs(some)).abs().max():.1e} from the full forward pass')
     loss, log = model.train()(batch, 0.5)
     print(f'loss {loss:.4f} on random tokens (ln V = {math.log(config.vocab_size):.4f}), ' + ', '.join(f'{k} {v:.3f}' for k, v in log.items()))
 
-    print(f'\na training step against Transformer-XL, {B} sequences of {T:,}, in turns')
+    compare_attention(config)
+    print(f'\na training step against Transformer-XL, a sequence of {T:,}, in turns')
     runs = {}
     for name, change in {'Transformer-XL': dict(retriever='none'), 'RETRO': dict(retriever='bm25'), 'RPT': dict(), 'RPT, 4 neighbors': dict(n_neighbors=4)}.items():
         model = RPT(RPTConfig(**{**dict(n_candidates=4), **change}))
@@ -1062,7 +1082,7 @@ def tour():
     for name, (model, _, times) in runs.items():
         ratios = sorted(y / x for x, y in zip(plain[1:], times[1:]))        # the first one warms up
         print(f'{name:20} time x {ratios[len(ratios) // 2]:.3f}, multiply-adds x {model.multiply_adds() / base.multiply_adds():.3f}   '
-              f'({B * T / min(times):,.0f} tokens/s)')
+              f'({T / min(times):,.0f} tokens/s)')
 
 
 if __name__ == '__main__':
