@@ -266,7 +266,7 @@ class CrossEntropy(torch.autograd.Function):
             total += ((Z.log() - right) * counts).sum()
             if with_grad:
                 dz = z.mul_(counts / Z).scatter_add_(1, w, -counts.to(z))   # P minus one at w
-                df[rows] = (dz @ E).to(f)
+                df[rows] = dz @ E
                 dE += dz.T @ f[rows]
         ctx.grads = df, dE
         return total

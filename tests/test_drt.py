@@ -382,9 +382,15 @@ def test_cross_entropy(monkeypatch):
     ours = CrossEntropy.apply(f, E, w, True)
     theirs = F.cross_entropy(f @ E.T, w, ignore_index=-1, reduction='sum')
     assert ours.item() == pytest.approx(theirs.item(), abs=EPS) and CrossEntropy.apply(f, E, w, False).item() == ours.item()
-    for a, b in zip(torch.autograd.grad(3 * ours, (f, E)), torch.autograd.grad(3 * theirs, (f, E))):
+    for a, b in zip(torch.autograd.grad(3 * ours, (f, E)), torch.autograd.grad(3 * theirs, (f, E), retain_graph=True)):
         torch.testing.assert_close(a, b)
     assert CrossEntropy.apply(f[:0], E, w[:0], False).item() == 0
+    f32, E32 = f.detach().float().requires_grad_(), E.detach().float().requires_grad_()
+    with torch.autocast('cpu', torch.bfloat16):                             # only the way back is rounded
+        half = CrossEntropy.apply(f32, E32, w, True)
+    assert half.item() == pytest.approx(theirs.item(), rel=1e-6)
+    for a, b in zip(torch.autograd.grad(3 * half, (f32, E32)), torch.autograd.grad(3 * theirs, (f, E), retain_graph=True)):
+        assert 0 < (a - b).norm() / b.norm() < 0.01
 
 
 def test_mlm(monkeypatch):

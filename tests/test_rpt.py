@@ -197,7 +197,7 @@ def test_the_model_is_the_papers(more, fp64, t=T - 3):
 
 def test_shared_definitions_are_the_same_text():
     """A fix made in one model file and forgotten in another shows up here."""
-    for name in ('RMSNorm', 'fp32', 'rope', 'rotate', 'attend', 'MLP', 'Block'):
+    for name in ('RMSNorm', 'fp32', 'rope', 'rotate', 'softmax_attention', 'attend', 'MLP', 'Block'):
         assert inspect.getsource(getattr(rpt, name)) == inspect.getsource(getattr(trime, name)), name
     assert inspect.getsource(rpt.CrossEntropy) == inspect.getsource(drt.CrossEntropy)
 

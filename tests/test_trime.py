@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import trime
-from trime import PRESETS, TRIME, Recipe, TRIMEConfig, TrimeLoss, accessible, attend, masses, mix, rope, rotate
+from trime import PRESETS, TRIME, Recipe, TRIMEConfig, TrimeLoss, accessible, attend, masses, mix, rope, rotate, softmax_attention
 
 torch.set_num_threads(1)                        # the models are tiny: two threads would wait for each other
 V, T, B = 23, 8, 3
@@ -575,6 +575,24 @@ def test_attention_by_its_definition(Tq, P, block, window, alibi):
                 s = s - slopes[h] * torch.tensor([at - j for j in seen])[:, None]
             want[:, i, h] = torch.einsum('sb,bsd->bd', s.softmax(0), v[:, seen, h])
     assert torch.allclose(attend(q, k, v, block, window, slopes), want, atol=1e-12)
+
+
+@pytest.mark.parametrize('kind', ['none', 'added', 'bool'])
+def test_attention_in_bf16_on_a_cpu(kind):
+    """Its own path: values and gradients are those of the fused kernel in fp64 but for rounding, with every kind of mask."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 8).bfloat16() for n in (5, 7, 7))
+    seen = torch.rand(5, 7) < 0.6
+    seen[:, 0], seen[:, 3] = True, False
+    mask = {'none': None, 'bool': seen, 'added': torch.randn(5, 7).double().masked_fill(~seen, float('-inf'))}[kind]
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        x = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        y = softmax_attention(*x, mask.to(dtype) if kind == 'added' else mask)
+        results.append([y, *torch.autograd.grad((y * torch.arange(8)).sum(), x)])
+    for exact, ours in zip(*results):
+        assert ours.dtype == torch.bfloat16 and (exact - ours).norm() < 0.02 * exact.norm()
+    assert kind == 'none' or (results[1][3][:, :, 3] == 0).all()       # nobody saw it
 
 
 def test_rotary_positions_are_relative():
