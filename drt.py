@@ -255,11 +255,12 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx, f, E, targets, with_grad):
         total = f.new_zeros(())
         df, dE = (torch.zeros_like(x) if with_grad else None for x in (f, E))
+        logits = f.new_empty(min(CrossEntropy.R, len(f)), len(E))           # the same memory for all blocks
         for a in range(0, len(f), CrossEntropy.R):
             rows = slice(a, a + CrossEntropy.R)
             counts, w = targets[rows, None] >= 0, targets[rows, None].clamp(min=0)      # (R, 1)
             with torch.autocast(f.device.type, enabled=False):              # rounded inputs are fine, rounded logits are not
-                z = f[rows] @ E.T                                           # (R, V) the logits
+                z = torch.mm(f[rows], E.T, out=logits[:len(f) - a])         # (R, V)
             z -= z.amax(1, keepdim=True)
             right = z.gather(1, w)                                          # (R, 1)
             Z = z.exp_().sum(1, keepdim=True)                               # z is e^z from here on, in the same memory
