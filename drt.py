@@ -143,7 +143,7 @@ def rotate(x, turns):
 def softmax_attention(q, k, v, mask=None):
     """
     softmax(q kᵀ / sqrt(D) + mask) v. mask broadcasts to (..., t, s): what to add, or True where to look. On a CPU in bf16 by the
-    definition: the fused kernel takes 2 to 4 times as long there, forward and back (torch 2.13; python rpt.py measures it).
+    definition: the fused kernel takes 1.4 to 4 times as long there, forward and back (torch 2.13; python rpt.py measures it).
 
     q (..., t, D)   k, v (..., s, D) -> (..., t, D)
     """

@@ -385,6 +385,8 @@ def test_cross_entropy(monkeypatch):
     for a, b in zip(torch.autograd.grad(3 * ours, (f, E)), torch.autograd.grad(3 * theirs, (f, E), retain_graph=True)):
         torch.testing.assert_close(a, b)
     assert CrossEntropy.apply(f[:0], E, w[:0], False).item() == 0
+    sure = [CrossEntropy.apply(1e4 * f, E, w, False), F.cross_entropy(1e4 * f @ E.T, w, ignore_index=-1, reduction='sum')]
+    assert sure[0].item() == pytest.approx(sure[1].item(), rel=1e-12)       # logits of tens of thousands do not overflow
     f32, E32 = f.detach().float().requires_grad_(), E.detach().float().requires_grad_()
     with torch.autocast('cpu', torch.bfloat16):                             # only the way back is rounded
         half = CrossEntropy.apply(f32, E32, w, True)

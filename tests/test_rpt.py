@@ -1121,6 +1121,15 @@ def test_cross_entropy(monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+def test_log_p(monkeypatch):
+    """In blocks, the last one shorter; logits of tens of thousands do not overflow."""
+    monkeypatch.setattr(rpt.CrossEntropy, 'R', 7)
+    model, targets, f = small(), tokens_of(5), torch.randn(B, T, 16, dtype=torch.float64)
+    for f in (f, 1e4 * f):
+        exact = (f @ model.embedding.weight.T).log_softmax(-1).gather(2, targets[..., None])[..., 0]
+        torch.testing.assert_close(model.log_p(f, targets), exact)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # it learns to retrieve
 
