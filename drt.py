@@ -56,13 +56,13 @@ from gca_kernel import gca, gca_plan
 @dataclass
 class DRTConfig:
     vocab_size: int = 4096        # ids of the tokenizer; for bpe, how many to learn (ours)
-    block_size: int = 1984        # tokens of a training sequence, T, landmarks not counted (ours; paper: 16K)
+    block_size: int = 992         # tokens of a training sequence, T, landmarks not counted (ours; paper: 16K)
     micro_batch: int = 2          # sequences of a micro-batch, B (ours; official code: 4)
     n_layer: int = 4              # Transformer layers, the upper half of which retrieve (ours; paper: 12)
     n_head: int = 4               # attention heads, H (ours; official code: 12)
-    n_embd: int = 256             # width, C (ours; official code: 768)
+    n_embd: int = 128             # width, C (ours; official code: 768)
     n_inner: int = 0              # width inside the MLP; 0 is 8/3 C, up to a multiple of 32 (official code: 2,048)
-    window: int = 256             # tokens that a token attends to, itself included, W (ours; paper: 512)
+    window: int = 128             # tokens that a token attends to, itself included, W (ours; paper: 512)
     chunk_size: int = 32          # positions of a chunk, S, its landmark included (ours; paper: 64)
     n_neighbors: int = 4          # chunks fetched for each chunk, K (ours; paper: 8, encoder-decoder 4)
     groups: int = 1               # groups of upper layers, G, each fetches anew; 0 is the base LM (paper: 1, 2)
@@ -96,7 +96,7 @@ class DRTConfig:
 # Its base LMs are --groups 0, with --window 768, or with --n-layer 14 --window 658; x2 is --groups 2; the encoder-decoder variant is
 # --encoder tokens --n-neighbors 4.
 PRESETS = {
-    'tiny': dict(tokens_per_step=3968, max_steps=300),      # the defaults: minutes on two CPU cores
+    'tiny': dict(tokens_per_step=1984, max_steps=1000),     # the defaults: minutes on two CPU cores
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4, n_layer=12, n_head=12, n_embd=768,
                  window=512, chunk_size=64, n_neighbors=8, tokens_per_step=524_160, max_steps=60_000, lr=2e-3, warmup=0.02,
                  weight_decay=0.001, eval_every=1000),

@@ -66,14 +66,14 @@ from bm25 import BM25
 @dataclass
 class RPTConfig:
     vocab_size: int = 4096        # ids of the tokenizer; for bpe, how many to learn (ours)
-    block_size: int = 2048        # tokens of a training sequence, T (ours; paper: 16K)
-    micro_batch: int = 1          # sequences of a micro-batch, B (paper: one for each host)
+    block_size: int = 1024        # tokens of a training sequence, T (ours; paper: 16K)
+    micro_batch: int = 2          # sequences of a micro-batch, B (ours; paper: one for each host)
     n_layer: int = 4              # Transformer layers, the upper half of which read neighbors (ours; paper: 12)
     n_head: int = 4               # attention heads, H (ours; paper: 8)
-    n_embd: int = 256             # width, C (ours; paper: 1,024)
+    n_embd: int = 128             # width, C (ours; paper: 1,024)
     n_inner: int = 0              # width inside the MLP; 0 is 4 C (paper)
     dropout: float = 0.0          # in the layers and on the embeddings (ours; paper: 0.05)
-    window: int = 256             # two blocks: a token attends to its own block and the whole one before it (ours; paper: 2,048)
+    window: int = 128             # two blocks: a token attends to its own block and the whole one before it (ours; paper: 2,048)
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
     n_neighbors: int = 2          # chunks that are fetched for each chunk, K (paper)
     n_cca: int = 0                # layers with cross-attention, the last ones; 0 is the whole upper half (ours; paper: 5 of 12)
@@ -110,7 +110,7 @@ class RPTConfig:
 
 # The paper's model, §3.4 and App. A: T, tokens_per_step (2^17), max_steps; lr for AdamW is ours. Its vocabulary has 50,277 ids (GPT-NeoX).
 PRESETS = {
-    'tiny': dict(tokens_per_step=2048, max_steps=300, n_candidates=4, score_every=2),       # minutes on two CPU cores
+    'tiny': dict(tokens_per_step=2048, max_steps=1000, n_candidates=4, score_every=2),       # minutes on two CPU cores
     'paper': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_384, micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05,
                   window=2048, chunk_size=64, n_cca=5, tokens_per_step=131_072, max_steps=500_000, lr=5e-4, warmup=0.01,
                   weight_decay=0.01, eval_every=1000),
@@ -1048,7 +1048,8 @@ def compare_attention(config):
 def tour():
     """What goes in, what comes out, and what retrieval costs: time beside multiply-adds."""
     torch.manual_seed(0)
-    config = RPTConfig(n_candidates=4)
+    sizes = dict(block_size=2048, micro_batch=1, n_candidates=4)
+    config = RPTConfig(**sizes)
     T, w = config.block_size, config.window // config.chunk_size
     tokens = torch.randint(config.vocab_size, (1, T + 1))
     reference = RPT(RPTConfig(retriever='none', n_layer=2))
@@ -1070,7 +1071,7 @@ def tour():
     print(f'\na training step against Transformer-XL, a sequence of {T:,}, in turns')
     runs = {}
     for name, change in {'Transformer-XL': dict(retriever='none'), 'RETRO': dict(retriever='bm25'), 'RPT': dict(), 'RPT, 4 neighbors': dict(n_neighbors=4)}.items():
-        model = RPT(RPTConfig(**{**dict(n_candidates=4), **change}))
+        model = RPT(RPTConfig(**sizes, **change))
         runs[name] = model, torch.optim.AdamW(model.parameters(), fused=True), []
     for _ in range(6):
         for model, optimizer, times in runs.values():
