@@ -1186,6 +1186,65 @@ def test_retrieval_is_learned_from_supervision():
     assert nats['own'] < 0.3 and min(nats['none'], nats['shuffled'], before[0]['own']) > 2.5, nats         # ln 16 = 2.77 is all that can be known
 
 
+@pytest.mark.slow
+def test_retrieval_is_learned_from_bm25_and_a_reference_lm():
+    """The whole way of §3.2: nobody says which chunk holds the fact. BM25 proposes, a reference LM that has only learned to repeat scores."""
+    torch.manual_seed(0)
+    generator, sizes = torch.Generator().manual_seed(0), dict(vocab_size=40, n_layer=2, n_head=4, n_embd=64, chunk_size=M)
+    reference = RPT(RPTConfig(**sizes, block_size=4 * M, window=4 * M, retriever='none'))
+
+    def short_texts(n):
+        """Four chunks each: a key, a value, and either both again or two others."""
+        keys, values = (torch.randint(16, (n, 2, M), generator=generator) + first for first in (0, 16))
+        again = torch.rand(n, generator=generator) < 0.5
+        keys[again, 1], values[again, 1] = keys[again, 0], values[again, 0]
+        return torch.stack([keys[:, 0], values[:, 0], keys[:, 1], values[:, 1]], dim=1).flatten(1)
+
+    def train(model, step, steps, batch):
+        optimizer.param_groups[0]['lr'] = 3e-3 * min(1, (step + 1) / 30)
+        model.train()(batch, step / steps)[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def start(model):
+        for p in model.parameters():
+            p.data *= 3 if p.dim() == 2 else 1                              # it learns sooner
+        return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+
+    optimizer = start(reference)
+    for step in range(400):
+        train(reference, step, 400, batch_of(short_texts(64), seed=step))
+    reference.eval()
+
+    def supervision(tokens, J=6):
+        chunks = tokens.unflatten(1, (-1, M))
+        candidates = torch.stack([torch.from_numpy(mine(text.numpy(), np.zeros(len(text), dtype=int), W, J)) for text in chunks])
+        return candidates, torch.stack([target_scores(reference, text, some) for text, some in zip(chunks, candidates)])
+
+    tokens, _, _, _, asked, at = facts(64, generator)
+    candidates, s_t = (x[:, at] for x in supervision(tokens))
+    best = candidates.gather(2, s_t.nan_to_num(-math.inf).argmax(2, keepdim=True))[..., 0]
+    assert (best == 2 * asked).float().mean() > 0.9 > 0.7 > (candidates[..., 0] == 2 * asked).float().mean()       # BM25 alone is no such teacher
+
+    model = RPT(RPTConfig(**sizes, block_size=28 * M, micro_batch=16, window=W * M, n_neighbors=1, n_candidates=6))
+    optimizer = start(model)
+    for step in range(300):
+        tokens, known, _, _, _, _ = facts(16, generator)
+        candidates, s_t = supervision(tokens)
+        batch = batch_of(tokens, seed=step, candidates=candidates, target_scores=s_t)
+        train(model, step, 300, batch._replace(targets=batch.targets.where(F.pad(known[:, 1:], (0, 1)), -1)))
+    tokens, known, _, _, asked, at = facts(64, generator)
+    nats = {}
+    with torch.no_grad():
+        for model.reads in ('none', 'shuffled', 'own'):
+            log_p = model.eval().log_probs(tokens)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
+            nats[model.reads] = -log_p[known[:, 1:]].mean().item()
+        right = (model.encode(tokens)[2][:, at, 0] == 2 * asked).float().mean().item()
+    print(right, nats)
+    assert right > 0.9 and nats['own'] < 0.5 and min(nats['none'], nats['shuffled']) > 2.5, (right, nats)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # what a run relies on
 
