@@ -1052,7 +1052,7 @@ def tour():
     config = RPTConfig(**sizes)
     T, w = config.block_size, config.window // config.chunk_size
     tokens = torch.randint(config.vocab_size, (1, T + 1))
-    reference = RPT(RPTConfig(retriever='none', n_layer=2))
+    reference = RPT(RPTConfig(**sizes, retriever='none', n_layer=2))
     for J in (20, 8, config.n_candidates):
         candidates, s_t = compare_scoring(reference, tokens[0, :T].view(-1, config.chunk_size), w, J)       # (N, J)
     batch = SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], doc=torch.zeros(1, T, dtype=torch.long), seed=0,

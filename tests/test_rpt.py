@@ -1241,7 +1241,6 @@ def test_retrieval_is_learned_from_bm25_and_a_reference_lm():
             log_p = model.eval().log_probs(tokens)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
             nats[model.reads] = -log_p[known[:, 1:]].mean().item()
         right = (model.encode(tokens)[2][:, at, 0] == 2 * asked).float().mean().item()
-    print(right, nats)
     assert right > 0.9 and nats['own'] < 0.5 and min(nats['none'], nats['shuffled']) > 2.5, (right, nats)
 
 
