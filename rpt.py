@@ -51,6 +51,7 @@ import math
 import os
 import shutil
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -696,6 +697,7 @@ class RPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        seed = torch.randint(2 ** 48, (), device='cpu').item()              # drawn first, so all settings of this file draw the same
         C, n_upper = config.n_embd, config.n_layer - config.n_layer // 2
         n_cca = 0 if config.retriever == 'none' else config.n_cca or n_upper
         self.embedding = nn.Embedding(config.vocab_size, C)                 # also the output embedding
@@ -709,6 +711,7 @@ class RPT(nn.Module):
         self.reads = 'own'                      # eval.py tries others: shuffled (of the next sequence of the batch), none
         for name, p in self.named_parameters():
             if p.dim() == 2:
+                torch.manual_seed(seed + zlib.crc32(name.encode()))         # of each name, so what two settings share begins alike
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)

@@ -245,6 +245,15 @@ def test_help_is_the_comments(capsys):
             assert ' '.join(train.comments(Config)[f.name].split()[:3]) in screen
 
 
+@pytest.mark.parametrize('about, faster', [('vendor_id : GenuineIntel\nflags : avx512_bf16 amx_bf16 amx_tile', True), ('vendor_id : AuthenticAMD\nflags : avx512_bf16', True),
+                                           ('vendor_id : GenuineIntel\nflags : avx512_bf16', False), ('vendor_id : AuthenticAMD\nflags : avx2', False)])
+def test_which_cpus_multiply_bf16(monkeypatch, about, faster):
+    """An Intel with AVX512-BF16 and no AMX took 1.4 times as long in bf16, and auto chose it."""
+    monkeypatch.setattr(Path, 'exists', lambda self: True)
+    monkeypatch.setattr(Path, 'read_text', lambda self: about)
+    assert train.multiplies_bf16(torch.device('cpu')) == faster and not train.multiplies_bf16(torch.device('mps'))
+
+
 def test_learning_rate():
     """Linear from lr/rise to lr, a cosine to lr/10; never zero, never above."""
     config = train.TrainConfig(max_steps=100, warmup=0.1, lr=1.0)
