@@ -798,8 +798,7 @@ def trace(args, device, how_many=3):
             if drt:
                 f, _, found = model.encode(batch.tokens, batch.doc)
             else:                                                           # what chunk c found is read while c + 1 is written
-                given = model.found_by_bm25(batch.tokens, batch.doc) if config.retriever == 'bm25' else None
-                f, s, idx = model.encode(batch.tokens, batch.doc, given)
+                f, s, idx = model.encode(batch.tokens, batch.doc)
                 s = torch.zeros(1, *[idx.size(1)] * 2, device=device) if s is None and idx is not None else s       # BM25's are not shown
                 found = [tuple(F.pad(x, (0, 0, 1, -1), value=-1) for x in (s.gather(2, idx.clamp(min=0)), idx))] if idx is not None else []
             log_p[how] = log_p_of(model, f[0], batch.targets[0]).cpu()
@@ -829,7 +828,7 @@ def trace(args, device, how_many=3):
 class Sampled(NamedTuple):
     batch: data.Batch           # one sequence
     chunks: torch.Tensor        # (N, m)
-    doc: torch.Tensor           # (1, N) RPT.chunk_doc
+    doc: torch.Tensor           # (1, N) rpt.doc_of_chunks
     permitted: torch.Tensor     # (N, N) which k chunk i may find
     some: list                  # the sampled i
     s_t: torch.Tensor           # (N, N) by the reference LM, nan where not scored
@@ -841,7 +840,7 @@ def sample_chunks(args, texts, model, reference, device):
     N = texts.T // m
     for row in np.linspace(0, texts.n_rows - 1, min(texts.n_rows, args.sequences)).round().astype(int):
         batch = train.on(device, texts.take(np.array([row]), seed=0))
-        doc = model.chunk_doc(batch.doc, N)
+        doc = rpt.doc_of_chunks(batch.doc, m)
         permitted = model.permitted(doc)[0]
         ask = permitted.any(1) & F.pad(doc[0, 1:] == doc[0, :-1], (0, 1))   # the target is of the same document
         some = sorted(rng.permutation(ask.nonzero()[:, 0].tolist())[:args.chunks].tolist())
@@ -912,8 +911,7 @@ def ranks(args, device):
         rows = []                                                           # of each sampled chunk what is known of it
         for x in sample:
             if model:
-                given = model.found_by_bm25(x.batch.tokens, x.batch.doc) if model.config.retriever == 'bm25' else None
-                _, scores, read = model.encode(x.batch.tokens, x.batch.doc, given)
+                _, scores, read = model.encode(x.batch.tokens, x.batch.doc)
                 top = x.s_t.masked_fill(~(x.s_t > 0), -math.inf).topk(model.n_neighbors, dim=1)
                 sampled = torch.zeros(len(x.chunks), 1, dtype=torch.bool, device=device)
                 sampled[x.some] = True

@@ -11,18 +11,20 @@ helped, and a ranking loss teaches the queries to agree with it.
 
 Where the paper is in this file (its equations have no numbers)
     §3    chunks; which of them may be found        RPT.permitted
-    §3.1  s_q(c) = <W_Q c_q, W_K c>                 Retriever
-    §3.1  neighbors, what follows them, the gate    NeighborEncoder, RPT.neighbors
+    §3.1  s_q(c) = <W_Q c_q, W_K c>; the top K      Retriever, RPT.scores, RPT.best
+    §3.1  neighbors, what follows them, the gate    NeighborEncoder, RPT.neighbors, RPT.gate_mask
     §3.1  chunked cross-attention                   ChunkedCrossAttention, UpperBlock
     §3.2  candidates by BM25; s_t, the target score mine, target_scores, prepare
     §3.3  L_ret, LambdaRank with a margin           ranking_loss
-    §3.3, §3.4  schedules, scheduled sampling       RPT.forward
-    §3.4  window of two blocks; inference           SelfAttention, RPT.stream
-    §4    Transformer-XL, RETRO, RPT-Lex, RPT-Sem   --retriever none, bm25, lex, sem
+    §3.3, §3.4  schedules, scheduled sampling       RPT.schedule, RPT.forward, RPT.encode
+    §3.4  window of two blocks; inference           SelfAttention, RPT.stream, RPT.remember
+    §5.1  Transformer-XL, RETRO, RPT-Lex, RPT-Sem   --retriever none, bm25, lex, sem
+    App. B  what it costs                           RPT.multiply_adds
 
 Letters used in the shape comments
     B sequences    T tokens    C width    H heads    D width of one head    V vocabulary
     N chunks       m tokens of a chunk    K neighbors of a chunk    J candidates    w chunks of a window
+    n sequences, chunks or pairs taken together    t, s tokens that look, that are looked at    L = N K neighbors in order
 
 Where we differ from the paper, and why
     Scores are divided by sqrt(C): the paper's formula leaves it out, its margins are tuned with it (official code).
@@ -32,11 +34,12 @@ Where we differ from the paper, and why
     (paper: 1e-9, for a sum that it does not give). |Δ NDCG| is of 1 / log2(1 + rank) (official code: of log2(1 + rank), which hardly
     prefers the top).
     Chunk i finds chunks up to i - w in training as at test time (official code: two other rules), all of its own document.
-    The gate reads the neighbors of the last w chunks, so that streaming has a bounded state (paper: all chunks of the window's row).
+    The gate reads the neighbors of the last w chunks, so that streaming has a bounded state (paper: those of all chunks before).
     Scheduled sampling tosses a coin for each chunk (official code: one for a whole step).
     AdamW instead of AdaBelief. Dropout on what a layer adds, not on attention weights.
     The reference LM is trained by this file on every second document and scores only the others, so half of the chunks have no scores
-    (paper: Pythia 1.4B, all); --score-every leaves out more. Their teacher is BM25, whatever the sign of s_t, and they have no L_ret.
+    (paper: Pythia 1.4B, all); --score-every leaves out more. A chunk without scores has BM25 for a teacher and no L_ret; one that has
+    scores, none of them positive, is taught to read nothing.
     RPT-Lex: of J candidates the one of rank r has s_t = 1 - r / J. RETRO's training neighbors have the idf of their own document.
     From the official code, the paper being silent: W_Q, W_K have biases and a norm before them; the gate's attention is over the
     places chunk · K + rank, pre-norm and residual, with a norm and a bias before σ; τ starts at 1.
@@ -52,6 +55,7 @@ import os
 import shutil
 import time
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +65,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bm25 import BM25
+from bm25 import BM25, count, idf_lucene
 
 
 @dataclass
@@ -83,7 +87,7 @@ class RPTConfig:
     eta: float = 0.1              # the least weight (paper)
     alpha: float = 0.005          # weight of the ranking loss, reached after a fifth of the steps (ours; paper: 1e-9, see above)
     tau: float = 4.0              # margin of the ranking loss at the end, from 1 at the start (paper: 2 to 128, by corpus)
-    teacher: str = 'annealed'     # who chooses neighbors in training: annealed from the teacher to the model (paper); always, never: the teacher
+    teacher: str = 'annealed'     # who chooses neighbors in training. annealed: the teacher, then more and more the model (paper); always: the teacher; never: the model
     n_candidates: int = 20        # candidates by BM25 for each chunk, J (paper)
     score_every: int = 1          # the reference LM scores every n-th chunk; the teacher of the others is BM25 (ours)
 
@@ -93,18 +97,22 @@ class RPTConfig:
                 raise ValueError(f'{name} {getattr(self, name)} must be 1 or more')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}; RoPE turns pairs')
-        if self.block_size < self.window + self.chunk_size and self.retriever != 'none':
-            raise ValueError(f'block_size {self.block_size}: no chunk of {self.chunk_size} tokens would ever leave the window of {self.window}')
-        if self.window < 2 or self.window % (2 * self.chunk_size) and self.retriever != 'none' or self.window % 2:
-            raise ValueError(f'window {self.window} is not a multiple of two chunks of {self.chunk_size} tokens')
         if self.retriever not in ('sem', 'lex', 'bm25', 'none'):
             raise ValueError(f'retriever {self.retriever!r} is not one of sem, lex, bm25, none')
         if self.teacher not in ('annealed', 'always', 'never'):
             raise ValueError(f'teacher {self.teacher!r} is not one of annealed, always, never')
-        if self.retriever != 'none' and (self.n_layer < 2 or not 0 <= self.n_cca <= self.n_layer - self.n_layer // 2):
-            raise ValueError(f'n_layer {self.n_layer} has an upper half of {self.n_layer - self.n_layer // 2}; n_cca {self.n_cca} of them read neighbors')
-        if self.n_candidates < self.n_neighbors:
-            raise ValueError(f'n_candidates {self.n_candidates} are fewer than n_neighbors {self.n_neighbors}')
+        if self.window < 2 or self.window % 2:
+            raise ValueError(f'window {self.window} is not two blocks')
+        if self.retriever != 'none':
+            if self.window % (2 * self.chunk_size):
+                raise ValueError(f'window {self.window} is not a multiple of two chunks of {self.chunk_size} tokens')
+            if self.block_size < self.window + 2 * self.chunk_size:
+                raise ValueError(f'block_size {self.block_size}: no chunk of {self.chunk_size} tokens would have a next one and find one that has left the window '
+                                 f'of {self.window}; {self.window + 2 * self.chunk_size} is the least')
+            if self.n_layer < 2 or not 0 <= self.n_cca <= self.n_layer - self.n_layer // 2:
+                raise ValueError(f'n_layer {self.n_layer} has an upper half of {self.n_layer - self.n_layer // 2}; n_cca {self.n_cca} of them read neighbors')
+            if self.n_candidates < self.n_neighbors:
+                raise ValueError(f'n_candidates {self.n_candidates} are fewer than n_neighbors {self.n_neighbors}')
         if not 0 <= self.eta <= 1 or not 0 <= self.dropout < 1 or self.n_inner < 0 or self.alpha < 0 or self.tau < 0:
             raise ValueError(f'eta {self.eta} and dropout {self.dropout} are shares; n_inner {self.n_inner}, alpha {self.alpha}, tau {self.tau} are 0 or more')
 
@@ -297,13 +305,8 @@ class SelfAttention(nn.Module):
         return self.proj(y.reshape(B, T, C)), (k[:, over:], v[:, over:])
 
 
-def turns_of(config, places):
-    """(n,) places -> the turns of rope, (n, 1, D/2)"""
-    return rope(places, config.n_embd // config.n_head)
-
-
 class Attention(nn.Module):
-    """Multi-head attention of the tokens of x over those of y, all of them, with rotary positions of their own."""
+    """Multi-head attention of the tokens of x over themselves or over other tokens y, all of them; `places` (tokens,) turn their keys and queries."""
 
     def __init__(self, config):
         super().__init__()
@@ -312,15 +315,17 @@ class Attention(nn.Module):
         self.kv = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def keys_values(self, y, turns):
+    def keys_values(self, y, places):
         """y (n, s, C) -> k, v (n, H, s, D)"""
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(2)     # 2 x (n, s, H, D)
-        return rotate(k, turns).transpose(1, 2), v.transpose(1, 2)
+        return rotate(k, rope(places, k.size(-1))).transpose(1, 2), v.transpose(1, 2)
 
-    def forward(self, x, turns, kv, mask=None):
-        """x (n, t, C), kv of the n groups, mask broadcast to (n, H, t, s): True where x may look -> (n, t, C)"""
-        q = rotate(self.query(x).unflatten(-1, (self.n_head, -1)), turns).transpose(1, 2)   # (n, H, t, D)
-        return self.proj(softmax_attention(q, *kv, mask).transpose(1, 2).flatten(-2))
+    def forward(self, x, places, kv=None, mask=None):
+        """x (n, t, C); kv of y, None: of x; mask broadcast to (n, H, t, s): True where x may look -> (n, t, C)"""
+        k, v = kv or self.keys_values(x, places)
+        q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, t, H, D)
+        q = rotate(q, rope(places, q.size(-1))).transpose(1, 2)
+        return self.proj(softmax_attention(q, k, v, mask).transpose(1, 2).flatten(-2))
 
 
 class Retriever(nn.Module):
@@ -331,15 +336,14 @@ class Retriever(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        C, self.config = config.n_embd, config
+        C = config.n_embd
         self.norm, self.attention = RMSNorm(C), Attention(config)
         self.norm_q, self.norm_k = RMSNorm(C), RMSNorm(C)
         self.query, self.key = nn.Linear(C, C), nn.Linear(C, C)             # W_Q, W_K
 
     def forward(self, x):
         """x (B, N, m, C), the chunks -> their tokens E (B, N, m, C), queries and keys (B, N, C)"""
-        y, turns = self.norm(x).flatten(0, 1), turns_of(self.config, torch.arange(x.size(2), device=x.device))
-        E = x + self.attention(y, turns, self.attention.keys_values(y, turns)).view_as(x)
+        E = x + self.attention(self.norm(x).flatten(0, 1), torch.arange(x.size(2), device=x.device)).view_as(x)
         c = E.mean(2)                                                       # (B, N, C)
         return E, self.query(self.norm_q(c)), self.key(self.norm_k(c))
 
@@ -348,7 +352,7 @@ class NeighborEncoder(nn.Module):
     """
     What is done to the neighbors before they are read (§3.1): the 2 m tokens of each look at each other and then at the chunk that
     asked; then the gate, one weight for each neighbor, max(η, σ(w · ĉ / C)) with ĉ the mean of its tokens, which has looked at
-    the better neighbors of the same chunk and at those of the last w chunks.
+    the better neighbors of the same chunk and at those of the w - 1 chunks before.
     """
 
     def __init__(self, config):
@@ -362,21 +366,16 @@ class NeighborEncoder(nn.Module):
 
     def augment(self, x, query_chunk):
         """x (n, K, 2m, C) the neighbors of n chunks, query_chunk (n, m, C) -> (n, K, 2m, C)"""
-        n, K, m2, C = x.shape
-        places = torch.arange(m2, device=x.device)
-        y, turns = self.norm1(x).flatten(0, 1), turns_of(self.config, places)
-        x = x + self.attention(y, turns, self.attention.keys_values(y, turns)).view_as(x)
-        kv = self.cross.keys_values(self.norm_query(query_chunk), turns[:m2 // 2])             # once for all K
-        y = self.cross(self.norm2(x).flatten(1, 2), turns.repeat(K, 1, 1), kv)
+        places = torch.arange(x.size(2), device=x.device)
+        x = x + self.attention(self.norm1(x).flatten(0, 1), places).view_as(x)
+        kv = self.cross.keys_values(self.norm_query(query_chunk), places[:query_chunk.size(1)])             # once for all K
+        y = self.cross(self.norm2(x).flatten(1, 2), places.repeat(x.size(1)), kv)
         return x + y.view_as(x)
 
-    def weigh(self, pooled, places, seen):
-        """
-        The gate of each neighbor. pooled (B, L, C): their means, in order of chunk and rank; places (L,): their numbers in the
-        document; seen (B, L, L): which may look at which. -> (B, L) fp32
-        """
-        y, turns = self.norm3(pooled), turns_of(self.config, places)
-        c = pooled + self.gate_attention(y, turns, self.gate_attention.keys_values(y, turns), seen[:, None])
+    def weigh(self, pooled, seen):
+        """The gate of each neighbor. pooled (B, L, C): their means, by chunk and rank; seen (B, L, L): which looks at which. -> (B, L) fp32"""
+        places = torch.arange(pooled.size(1), device=pooled.device)         # chunk · K + rank; only their differences count
+        c = pooled + self.gate_attention(self.norm3(pooled), places, mask=seen[:, None])
         with torch.autocast(c.device.type, enabled=False):
             z = self.gate(self.norm_gate(fp32(c)))[..., 0] / self.config.n_embd
         return z.sigmoid().clamp(min=self.config.eta)
@@ -391,41 +390,41 @@ class ChunkedCrossAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.m = config, config.chunk_size
+        self.m = config.chunk_size
         self.norm, self.attention = RMSNorm(config.n_embd), Attention(config)
 
     def keys_values(self, neighbors):
         """(n, K, 2m, C) -> k, v (n, H, K 2m, D)"""
         places = torch.arange(2 * self.m, device=neighbors.device).repeat(neighbors.size(1))
-        return self.attention.keys_values(neighbors.flatten(1, 2), turns_of(self.config, places))
+        return self.attention.keys_values(neighbors.flatten(1, 2), places)
 
     def read(self, x, first, kv, valid):
         """x (n, t, C) tokens of n groups that begin at place `first` of theirs; valid (n, K) -> (n, t, C), 0 where there is no neighbor"""
-        some = valid.any(1)[:, None, None]                                  # (n, 1, 1)
-        mask = (valid[:, None, None, :, None] | ~some[..., None, None]).expand(-1, 1, 1, -1, 2 * self.m).flatten(3)     # never all False
-        turns = turns_of(self.config, self.m - 1 + first + torch.arange(x.size(1), device=x.device))
-        return self.attention(self.norm(x), turns, kv, mask) * some
+        any_valid = valid.any(1)[:, None, None]                             # (n, 1, 1)
+        mask = (valid[:, None, None, :, None] | ~any_valid[..., None, None]).expand(-1, 1, 1, -1, 2 * self.m).flatten(3)     # never all False
+        places = self.m - 1 + first + torch.arange(x.size(1), device=x.device)
+        return self.attention(self.norm(x), places, kv, mask) * any_valid
 
-    def forward(self, x, neighbors, valid, reads):
-        """x (B, T, C), neighbors (B, N, K, 2m, C), valid (B, N, K), reads (B, N, m): which tokens may -> (B, T, C)"""
+    def forward(self, x, neighbors, valid, may_read):
+        """x (B, T, C), neighbors (B, N, K, 2m, C), valid (B, N, K), may_read (B, N, m): which tokens -> (B, T, C)"""
         B, T, C = x.shape
         groups = F.pad(x[:, self.m - 1:], (0, 0, 0, valid.size(1) * self.m - (T - self.m + 1))).view(-1, self.m, C)     # (B N, m, C)
         y = self.read(groups, 0, self.keys_values(neighbors.flatten(0, 1)), valid.flatten(0, 1))
-        y = (y.view(*reads.shape, C) * reads[..., None]).flatten(1, 2)[:, :T - self.m + 1]
+        y = (y.view(*may_read.shape, C) * may_read[..., None]).flatten(1, 2)[:, :T - self.m + 1]
         return F.pad(y, (0, 0, self.m - 1, 0))
 
 
 class UpperBlock(Block):
     """A layer of the upper half: self-attention, then cross-attention to the neighbors, then the MLP."""
 
-    def __init__(self, config):
+    def __init__(self, config, reads):
         super().__init__(config)
-        self.cca = ChunkedCrossAttention(config)
+        self.cca = ChunkedCrossAttention(config) if reads else None
 
     def forward(self, x, turns, past=None, read=None):
         y, kv = self.attention(self.norm1(x), turns, past)
         x = x + F.dropout(y, self.dropout, self.training)
-        if read:
+        if read and self.cca:
             x = x + F.dropout(read(self.cca, x), self.dropout, self.training)
         x = x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
         return x, kv
@@ -457,21 +456,27 @@ def ranking_loss(scores, permitted, candidates, target_scores, tau):
     ranks = torch.arange(1, N + 1, device=scores.device).to(scores)
     rank = torch.empty_like(scores).scatter(2, order, ranks.expand_as(scores))             # (B, N, N)
     discount = 1 / torch.log2(1 + rank)
-    best = gain.sort(2, descending=True).values[..., :N] / torch.log2(1 + ranks[:J])       # (B, N, J) at most N of them are there
+    best = gain.sort(2, descending=True).values / torch.log2(torch.arange(2, J + 2).to(scores))   # (B, N, J)
     ideal = best.sum(2).clamp(min=1e-9)                                     # (B, N) IDCG
 
     worse = positive[..., None] & permitted[:, :, None, :] & (s_t[..., None] > all_t[:, :, None, :])    # (B, N, J, N)
+    # λ but for IDCG, one number for each chunk, which divides below
     lam = (gain[..., None] - all_gain[:, :, None, :]).abs() * (discount.gather(2, there)[..., None] - discount[:, :, None, :]).abs()
     hinge = (tau - (scores.gather(2, there)[..., None] - scores[:, :, None, :])).clamp(min=0)
-    asked = positive.any(2)
-    n = asked.sum()
-    loss = (lam * hinge * worse).sum((2, 3)) / ideal                        # (B, N)
+    n = positive.any(2).sum()
+    loss = (lam * hinge * worse).sum((2, 3)) / ideal                        # (B, N), 0 without a positive; so is dcg
     dcg, best20 = (all_gain * discount * (rank <= 20)).sum(2), best[..., :20].sum(2).clamp(min=1e-9)
-    return (loss * asked).sum() / n.clamp(min=1), (dcg / best20 * asked).sum() / n.clamp(min=1), n.to(scores)
+    return loss.sum() / n.clamp(min=1), (dcg / best20).sum() / n.clamp(min=1), n.to(scores)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # supervision
+
+def doc_of_chunks(doc, m):
+    """doc (B, T) -> (B, N): the document that a chunk lies in as a whole; -1 where two share it, and at padding"""
+    docs = doc[:, :doc.size(1) // m * m].unflatten(1, (doc.size(1) // m, m))
+    return torch.where((docs == docs[..., -1:]).all(2), docs[..., -1], -1)
+
 
 def mine(chunks, chunk_doc, w, n, target=True, idf=None):
     """
@@ -479,7 +484,7 @@ def mine(chunks, chunk_doc, w, n, target=True, idf=None):
 
     chunks      (N, m) token ids     chunk_doc (N,) the document that a chunk lies in as a whole, else -1
     target      the query is (c_i, c_{i+1}), which knows the future; False: c_i alone
-    idf         (V,) from the training corpus; None: from this document
+    idf         (V,) from the training corpus; None: from this document, what comes later included
     returns     (N, n) int64, best first, -1 where there are no more
     """
     found = np.full((len(chunks), n), -1)
@@ -487,9 +492,8 @@ def mine(chunks, chunk_doc, w, n, target=True, idf=None):
         here, = np.nonzero(chunk_doc == doc)                                # they follow each other
         queries = [chunks[i:i + 1 + target].ravel() for i in here[:len(here) - target]]
         limit = np.maximum(0, np.arange(len(queries)) - w + 1)
-        if limit.any():
-            ids, _ = BM25(list(chunks[here]), idf=idf).search_many(queries, n, limit)
-            found[here[:len(queries)]] = np.where(ids >= 0, ids + here[0], -1)
+        ids, _ = BM25(list(chunks[here]), idf=idf).search_many(queries, n, limit)
+        found[here[:len(queries)]] = np.where(ids >= 0, ids + here[0], -1)
     return found
 
 
@@ -507,8 +511,8 @@ def target_scores(reference, chunks, candidates, pairs=64):
     chunks      (N, m) token ids; candidates (N, J), -1: none. returns (N, J) fp32, nan where there is none
     """
     N, m = chunks.shape
-    asked = (candidates >= 0).any(1, keepdim=True)                          # these have a target, and i >= w > 1
-    js = torch.cat([torch.where(asked, torch.arange(N, device=chunks.device)[:, None] - 2, -1), candidates], dim=1)    # (N, 1 + J)
+    has_any = (candidates >= 0).any(1, keepdim=True)                        # these have a target, and i >= w > 1
+    js = torch.cat([torch.where(has_any, torch.arange(N, device=chunks.device)[:, None] - 2, -1), candidates], dim=1)    # (N, 1 + J)
     i, slot = (js >= 0).nonzero(as_tuple=True)                              # (n,) all pairs
     needed, prefix = js[i, slot].unique(return_inverse=True)
     if len(i) == 0:
@@ -592,7 +596,7 @@ class Supervision:
 
     def __init__(self, folder, rows, N, J, scored):
         self.folder, self.scored = Path(folder), scored
-        files = dict(candidates=((rows, N, J), np.int16), scores=((rows, N, J) if scored else (1,), np.float16), done=((rows,), np.uint8))
+        files = dict(candidates=((rows, N, J), np.int32), scores=((rows, N, J) if scored else (1,), np.float16), done=((rows,), np.uint8))
         if not self.folder.exists():                                        # made whole under another name; the first of several runs is kept
             temporary = self.folder.with_name(f'{self.folder.name}.{os.getpid()}.tmp')
             temporary.mkdir(parents=True)
@@ -634,17 +638,14 @@ class Supervision:
 
 def corpus_idf(tokens, m, V):
     """idf (V,) of BM25 over all chunks of m tokens of a training split: nothing of the text that is read later is in it."""
-    n = len(tokens) // m
-    df = np.zeros(V)
-    for a in range(0, n, 2 ** 14):
-        chunks = np.sort(np.asarray(tokens[a * m:min(n, a + 2 ** 14) * m]).reshape(-1, m), axis=1)
-        first = np.ones_like(chunks, dtype=bool)
-        first[:, 1:] = chunks[:, 1:] != chunks[:, :-1]                      # each term once for each chunk
-        df += np.bincount(chunks[first], minlength=V)
-    return np.log1p((n - df + 0.5) / (df + 0.5))
+    n, df = len(tokens) // m, np.zeros(V)
+    for chunks in np.array_split(np.asarray(tokens[:n * m]).reshape(n, m), -(-n // 2 ** 14) or 1):
+        _, terms, _ = count(chunks.ravel().astype(np.int64), np.full(len(chunks), m))            # each term once for each chunk
+        df += np.bincount(terms, minlength=V)
+    return idf_lucene(n, df)
 
 
-def prepare(config, folder, key, texts, rows, reference=None, held_out=None, autocast=None, device='cpu', rank=0, world=1, barrier=lambda: None,
+def prepare(config, folder, key, texts, rows, reference=None, held_out=None, autocast=nullcontext, device='cpu', rank=0, world=1, barrier=lambda: None,
             progress=lambda items, *_, **__: items, say=print):
     """
     The supervision of those sequences that a run will visit: candidates by BM25, and for retriever sem the reference LM's scores.
@@ -671,15 +672,14 @@ def prepare(config, folder, key, texts, rows, reference=None, held_out=None, aut
             f'{len(todo) * chunks_each * 2 * m * (J + 2) / 1e6:,.1f}M tokens for the reference LM; kept in {path}')
     for row in progress(own, 'reference LM scores' if scored else 'candidates by BM25', quiet=rank > 0):
         batch = texts.take(np.array([row]), seed=0)
-        chunks, doc = (x[0, :N * m].view(N, m).numpy() for x in (batch.tokens, batch.doc))
-        chunk_doc = np.where((doc == doc[:, -1:]).all(1), doc[:, -1], -1)
+        chunks, chunk_doc = batch.tokens[0, :N * m].view(N, m).numpy(), doc_of_chunks(batch.doc[:1], m)[0].numpy()
         found, scores = mine(chunks, chunk_doc, w, J), None
         if scored:
-            ask = np.arange(N) % config.score_every == 0
+            to_score = np.arange(N) % config.score_every == 0
             if held_out:
-                ask &= np.array([d >= 0 and held_out(d) for d in chunk_doc])
-            with autocast() if autocast else torch.no_grad():
-                scores = target_scores(reference, torch.from_numpy(chunks).to(device), torch.from_numpy(np.where(ask[:, None], found, -1)).to(device))
+                to_score &= np.array([d >= 0 and held_out(d) for d in chunk_doc])
+            with autocast():
+                scores = target_scores(reference, torch.from_numpy(chunks).to(device), torch.from_numpy(np.where(to_score[:, None], found, -1)).to(device))
             scores = scores.float().cpu().numpy()
         result.put(row, found, scores)
     barrier()
@@ -696,13 +696,13 @@ class RPT(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config = config
+        self.config, self.D = config, config.n_embd // config.n_head
         seed = torch.randint(2 ** 48, (), device='cpu').item()              # drawn first, so all settings of this file draw the same
         C, n_upper = config.n_embd, config.n_layer - config.n_layer // 2
         n_cca = 0 if config.retriever == 'none' else config.n_cca or n_upper
         self.embedding = nn.Embedding(config.vocab_size, C)                 # also the output embedding
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - n_upper))
-        self.upper = nn.ModuleList((UpperBlock if i >= n_upper - n_cca else Block)(config) for i in range(n_upper))
+        self.upper = nn.ModuleList(UpperBlock(config, reads=i >= n_upper - n_cca) for i in range(n_upper))
         self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
         self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
         self.norm = RMSNorm(C)
@@ -715,11 +715,6 @@ class RPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
-
-    def chunk_doc(self, doc, N):
-        """doc (B, T) -> (B, N): the document that a chunk lies in as a whole; -1 where two share it, and at padding"""
-        docs = doc[:, :N * self.config.chunk_size].unflatten(1, (N, -1))
-        return torch.where((docs == docs[..., -1:]).all(2), docs[..., -1], -1)
 
     def permitted(self, chunk_doc):
         """Chunk i may find chunk k (B, N, N): k <= i - w, w chunks being a window, in the same document; so k + 1 < i, as w > 1."""
@@ -742,27 +737,26 @@ class RPT(nn.Module):
             raise ValueError('retriever bm25 has no idf yet: model.idf.copy_(corpus_idf(...)) of its training corpus')
         return self.idf.double().cpu().numpy()
 
+    @torch.compiler.disable
     def found_by_bm25(self, tokens, doc):
         """RETRO at test time: the K best chunks for c_i alone, idf from the training corpus. (B, T) twice -> (B, N, K)"""
         m, w = self.config.chunk_size, self.config.window // self.config.chunk_size
-        N, idf = tokens.size(1) // m, self.trained_idf()
-        found = [mine(t[:N * m].view(N, m).numpy(), d.numpy(), w, self.n_neighbors, target=False, idf=idf)
-                 for t, d in zip(tokens.cpu(), self.chunk_doc(doc, N).cpu())] if N else []
-        return torch.from_numpy(np.stack(found)).to(tokens.device) if N else tokens.new_zeros(len(tokens), 0, self.n_neighbors)
+        found = [mine(t[:len(t) // m * m].view(-1, m).numpy(), d.numpy(), w, self.n_neighbors, target=False, idf=self.trained_idf())
+                 for t, d in zip(tokens.cpu(), doc_of_chunks(doc, m).cpu())]
+        return torch.from_numpy(np.stack(found)).to(tokens.device)
 
     def neighbors(self, x, E, found, chunk_doc):
         """
-        What the chunks read: x (B, N, m, C) their tokens, E (B, M, m, C) the tokens that are fetched, found (B, N, K)
+        What the chunks read: x (B, N, m, C) their tokens, E (B, N, m, C) the tokens that are fetched, found (B, N, K)
         returns (B, N, K, 2m, C), gated: each chunk that was found, and the one after it
         """
-        (B, N, K), M, config = found.shape, E.size(1), self.config
-        k = found.clamp(min=0) + M * torch.arange(B, device=found.device)[:, None, None]
-        fetch = lambda k: E.flatten(0, 1).index_select(0, k.flatten())      # (B N K, m, C)
-        pairs = torch.cat([fetch(k), fetch((k + 1).clamp(max=B * M - 1))], dim=1).view(B * N, K, 2 * config.chunk_size, -1)
-        pairs = self.neighbor_encoder.augment(pairs, x.flatten(0, 1)).view(B, N, K, 2 * config.chunk_size, -1)
-        if not config.gate:
+        B, N, K = found.shape
+        k = torch.stack([found, found + 1], dim=-1).clamp(0, N - 1) + N * torch.arange(B, device=x.device)[:, None, None, None]
+        pairs = E.flatten(0, 1).index_select(0, k.flatten()).view(B * N, K, 2 * self.config.chunk_size, -1)
+        pairs = self.neighbor_encoder.augment(pairs, x.flatten(0, 1)).unflatten(0, (B, N))
+        if not self.config.gate:
             return pairs
-        g = self.neighbor_encoder.weigh(pairs.mean(3).flatten(1, 2), torch.arange(N * K, device=x.device), self.gate_mask(found, chunk_doc))
+        g = self.neighbor_encoder.weigh(pairs.mean(3).flatten(1, 2), self.gate_mask(found, chunk_doc))
         return pairs * g.view(B, N, K, 1, 1).to(pairs)
 
     def gate_mask(self, found, chunk_doc):
@@ -782,7 +776,7 @@ class RPT(nn.Module):
         returns f (B, T, C), the states that say the next token; s_q (B, N, N) or None; what was read (B, N, K) or None
         """
         config, T, m = self.config, tokens.size(1), self.config.chunk_size
-        N, turns = T // m, turns_of(config, torch.arange(T, device=tokens.device))
+        N, turns = T // m, rope(torch.arange(T, device=tokens.device), self.D)
         x = F.dropout(self.embedding(tokens), config.dropout, self.training)
         for block in self.lower:
             x, _ = block(x, turns)
@@ -790,7 +784,7 @@ class RPT(nn.Module):
         if config.retriever != 'none' and N and self.reads != 'none':
             chunks = x[:, :N * m].unflatten(1, (N, m))                      # (B, N, m, C)
             doc = torch.zeros_like(tokens) if doc is None else doc
-            chunk_doc, E, found = self.chunk_doc(doc, N), chunks, given
+            chunk_doc, E, found = doc_of_chunks(doc, m), chunks, given
             if self.retriever:
                 E, q, k = self.retriever(chunks)
                 scores = self.scores(q, k)
@@ -798,16 +792,18 @@ class RPT(nn.Module):
                     found = self.best(scores, self.permitted(chunk_doc))
                 if use is not None:
                     found = torch.where(use[..., None], given, found)
+            elif given is None:
+                found = self.found_by_bm25(tokens, doc)
             if self.reads == 'shuffled':
                 if len(E) == 1:
                     raise ValueError('reads shuffled: the neighbors come from the next sequence of the batch, and there is only one')
                 E = E.roll(-1, 0)
             neighbors, valid = self.neighbors(chunks, E, found, chunk_doc), found >= 0
-            after = F.pad(doc[:, m - 1:], (0, (N + 1) * m - 1 - T), value=-1).unflatten(1, (N, m))       # of the tokens that read
-            reads = after == chunk_doc[..., None]                           # (B, N, m) those of another document do not
-            read = lambda cca, x: cca(x, neighbors, valid, reads)
+            after = F.pad(doc[:, m - 1:], (0, (N + 1) * m - 1 - T), value=-1).unflatten(1, (N, m))       # (B, N, m) documents of those that read
+            may_read = after == chunk_doc[..., None]                        # those of another document may not
+            read = lambda cca, x: cca(x, neighbors, valid, may_read)
         for block in self.upper:
-            x, _ = block(x, turns, read=read) if isinstance(block, UpperBlock) else block(x, turns)
+            x, _ = block(x, turns, read=read)
         return self.norm(x), scores, found
 
     def nll(self, f, targets):
@@ -856,26 +852,25 @@ class RPT(nn.Module):
         if self.training and config.dropout:
             torch.manual_seed(batch.seed)
         if self.training and config.retriever != 'none':
-            if getattr(batch, 'candidates', None) is None:
+            if batch.candidates is None:
                 raise ValueError(f'retriever {config.retriever} trains on batches with candidates: prepare and Supervision.attach make them')
             generator = torch.Generator(batch.tokens.device).manual_seed(batch.seed)
             p_ss, alpha, tau = self.schedule(progress)
             candidates, s_t = batch.candidates, batch.target_scores
             by_rank = -torch.arange(candidates.size(2), device=s_t.device).to(s_t)         # as BM25 has them
             if config.retriever == 'lex':                                   # RPT-Lex: all candidates are positives, the better the higher
-                s_t = (1 + by_rank / candidates.size(2)).expand_as(s_t).masked_fill(candidates < 0, math.nan)
+                s_t = (1 + by_rank / candidates.size(2)).expand_as(s_t)
+            # §3.4: the teacher gives the K best positives, or as many as there are; where nothing was scored, BM25's first K
             wanted = torch.where(s_t.isnan(), by_rank, s_t.masked_fill(s_t <= 0, -math.inf)).masked_fill(candidates < 0, -math.inf)
             top = wanted.topk(self.n_neighbors, dim=2)
             given = candidates.gather(2, top.indices).masked_fill(top.values == -math.inf, -1)          # (B, N, K)
             if config.retriever != 'bm25':
                 use = torch.rand(given.shape[:2], device=given.device, generator=generator) < p_ss
-        elif config.retriever == 'bm25' and self.reads != 'none':
-            given = self.found_by_bm25(batch.tokens, batch.doc)
         f, scores, found = self.encode(batch.tokens, batch.doc, given, use)
         n = (batch.targets >= 0).sum().clamp(min=1)
         loss, log = self.nll(f, batch.targets) / n, {}
         if self.training and self.retriever:
-            permitted = self.permitted(self.chunk_doc(batch.doc, scores.size(1)))
+            permitted = self.permitted(doc_of_chunks(batch.doc, config.chunk_size))
             ranking, ndcg, ranked = ranking_loss(scores, permitted, candidates, s_t, tau)
             log = {'lm_loss': loss.detach(), 'ret_loss': ranking.detach(), 'ndcg': ndcg, 'ranked': ranked}
             loss = loss + alpha * ranking
@@ -888,8 +883,7 @@ class RPT(nn.Module):
         returns (B, t, V) fp32, each row sums to one
         """
         self.check(tokens)
-        given = self.found_by_bm25(tokens, torch.zeros_like(tokens)) if self.config.retriever == 'bm25' else None
-        return self.say(self.encode(tokens, given=given)[0])
+        return self.say(self.encode(tokens)[0])
 
     def read(self, tokens, past=None, rows=None):
         """
@@ -899,7 +893,7 @@ class RPT(nn.Module):
         start, kvs = (0, [None] * self.config.n_layer) if past is None else past
         if rows is not None:
             kvs = [(k[rows], v[rows]) for k, v in kvs]
-        x, turns, kept = self.embedding(tokens), turns_of(self.config, start + torch.arange(tokens.size(1), device=tokens.device)), []
+        x, turns, kept = self.embedding(tokens), rope(start + torch.arange(tokens.size(1), device=tokens.device), self.D), []
         for block, kv in zip([*self.lower, *self.upper], kvs):
             x, kv = block(x, turns, kv)
             kept.append(kv)
@@ -927,7 +921,7 @@ class RPT(nn.Module):
             place = (state.n + 1) % m                                       # in the group that reads together
             step = m - place if config.retriever != 'none' else config.window // 2
             now, tokens = tokens[:, :step], tokens[:, step:]
-            x, turns = self.embedding(now), turns_of(config, state.n + torch.arange(now.size(1), device=now.device))
+            x, turns = self.embedding(now), rope(state.n + torch.arange(now.size(1), device=now.device), self.D)
             for i, block in enumerate(self.lower):
                 x, state.past[i] = block(x, turns, state.past[i])
             if config.retriever != 'none':
@@ -938,13 +932,10 @@ class RPT(nn.Module):
                     self.remember(state, chunk[:, :m])
                     chunk = chunk[:, m:]
                 state.chunk = chunk
+            reading = None if self.reads == 'none' else state.reading
             for i, block in enumerate(self.upper):
-                read = None
-                if state.reading and isinstance(block, UpperBlock) and self.reads != 'none':
-                    kv, valid = state.reading[i]
-                    read = lambda cca, x: cca.read(x, place, kv, valid)
-                more = dict(read=read) if read else {}
-                x, state.past[len(self.lower) + i] = block(x, turns, state.past[len(self.lower) + i], **more)
+                read = reading and (lambda cca, x: cca.read(x, place, *reading[i]))
+                x, state.past[len(self.lower) + i] = block(x, turns, state.past[len(self.lower) + i], read)
             state.n += now.size(1)
             parts.append(self.say(self.norm(x)))
         return torch.cat(parts, dim=1), state
@@ -966,22 +957,22 @@ class RPT(nn.Module):
             found = [BM25(list(text[:M]), idf=idf).search_many(text[i:], K)[0] for text in texts]
             found = torch.from_numpy(np.concatenate(found)).to(chunk.device)
         state.store.append(E.cpu())
-        fetch = lambda b, k: torch.cat([state.store[k][b], state.store[min(k + 1, i)][b]])              # (2m, C)
-        pairs = torch.stack([torch.stack([fetch(b, k) for k in some]) for b, some in enumerate(found.clamp(min=0).tolist())]).to(chunk.device)
-        pairs = self.neighbor_encoder.augment(pairs, chunk)                 # (B, K, 2m, C)
+        two = lambda b, k: torch.cat([state.store[k][b], state.store[min(k + 1, i)][b]])                # (2m, C)
+        pairs = torch.stack([two(b, k) for b, ks in enumerate(found.clamp(min=0).tolist()) for k in ks]).unflatten(0, (B, K))
+        pairs = self.neighbor_encoder.augment(pairs.to(chunk.device), chunk)                            # (B, K, 2m, C)
         if self.config.gate:
-            add = lambda old, new, n: (new if old is None else torch.cat([old, new], dim=1))[:, -n:]
-            state.pooled, state.found = add(state.pooled, pairs.mean(2), w * K), add(state.found, found[:, None], w)
+            last = lambda n, old, new: (new if old is None else torch.cat([old, new], dim=1))[:, -n:]
+            state.pooled, state.found = last(w * K, state.pooled, pairs.mean(2)), last(w, state.found, found[:, None])
             mask = self.gate_mask(state.found, found.new_zeros(state.found.shape[:2]))
-            g = self.neighbor_encoder.weigh(state.pooled, torch.arange(mask.size(1), device=chunk.device), mask)[:, -K:]
+            g = self.neighbor_encoder.weigh(state.pooled, mask)[:, -K:]
             pairs = pairs * g[..., None, None].to(pairs)
-        state.reading = [(block.cca.keys_values(pairs), found >= 0) if isinstance(block, UpperBlock) else None for block in self.upper]
+        state.reading = [(block.cca.keys_values(pairs), found >= 0) if block.cca else None for block in self.upper]
 
     def multiply_adds(self):
         """Multiply-adds of a training step per token: what the definitions need, thrice for the way back."""
         c, C, m, T = self.config, self.config.n_embd, self.config.chunk_size, self.config.block_size
-        block, n_cca = c.window // 2, sum(isinstance(b, UpperBlock) for b in self.upper)
-        inner = self.lower[0].mlp.proj.in_features if len(self.lower) else self.upper[0].mlp.proj.in_features
+        block, n_cca = c.window // 2, sum(b.cca is not None for b in self.upper)
+        inner = self.upper[0].mlp.proj.in_features
         seen = sum(block * min(n, 1) + (min(block, T - n * block) + 1) / 2 for n in range(-(-T // block))) / -(-T // block)
         macs = c.n_layer * (4 * C * C + 2 * C * inner + 2 * C * seen)       # the matrices, and attention's two products
         if c.retriever != 'none':
@@ -1033,7 +1024,7 @@ def compare_scoring(reference, chunks, w, J):
 
 
 def compare_attention(config):
-    """softmax_attention on a CPU in bf16, by the definition, against the fused kernel, forward and back, at two sizes of the model."""
+    """softmax_attention on a CPU in bf16, by the definition, against the fused kernel, forward and back, for two attentions of the model."""
     N, K, m, H, D = config.block_size // config.chunk_size, config.n_neighbors, config.chunk_size, config.n_head, config.n_embd // config.n_head
     block = config.window // 2
     for name, n, t, s in [('self-attention', config.block_size // block - 1, block, 2 * block), ('tokens of a neighbor', N * K, 2 * m, 2 * m)]:

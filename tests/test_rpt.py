@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import drt
 import rpt
 import trime
-from rpt import PRESETS, RPT, ChunkedCrossAttention, RPTConfig, UpperBlock, corpus_idf, mine, prepare, ranking_loss, target_scores
+from rpt import PRESETS, RPT, ChunkedCrossAttention, RPTConfig, corpus_idf, doc_of_chunks, mine, prepare, ranking_loss, target_scores
 
 torch.set_num_threads(1)                        # the models are tiny: two threads would wait for each other
 V, M, W, K = 23, 4, 2, 2                        # words, tokens of a chunk, chunks of a window, neighbors
@@ -66,7 +66,7 @@ def supervised(tokens, doc=None, J=4, seed=0):
     """A batch with candidates as BM25 finds them and scores of either sign; nothing is scored for every third chunk."""
     n, generator = tokens.size(1) // M, torch.Generator().manual_seed(seed)
     doc = torch.zeros_like(tokens) if doc is None else doc
-    chunk_doc = small(retriever='none').chunk_doc(doc, n)
+    chunk_doc = doc_of_chunks(doc, M)
     candidates = torch.stack([torch.from_numpy(mine(t[:n * M].view(n, M).numpy(), d.numpy(), W, J)) for t, d in zip(tokens, chunk_doc)])
     scores = torch.randn(candidates.shape, generator=generator, dtype=torch.float64).masked_fill(candidates < 0, math.nan)
     scores[:, 2::3] = math.nan
@@ -317,7 +317,7 @@ def test_what_may_be_found(w, doc):
     """T2. Against brute force; and what is found is what may be found and scores best, best first, all of it if there are fewer than K."""
     model, tokens = small(window=w * M, n_neighbors=3), tokens_of(t=80)
     may = allowed(doc[0], w)
-    assert torch.equal(model.permitted(model.chunk_doc(doc, 20)), may.expand(B, 20, 20))
+    assert torch.equal(model.permitted(doc_of_chunks(doc, M)), may.expand(B, 20, 20))
     _, scores, found = model.encode(tokens, doc)
     for b in range(B):
         for i in range(20):
@@ -354,7 +354,7 @@ def test_documents_are_not_crossed(retriever, fp64):
         b = torch.where(DOC == d, tokens_of(5, 80), a)
         after, _, again = encode(b)
         assert torch.equal(after[DOC != d], before[DOC != d]) and not torch.equal(after[DOC == d], before[DOC == d])
-        others = model.chunk_doc(DOC, 20) != d
+        others = doc_of_chunks(DOC, M) != d
         assert torch.equal(again[others], found[others])
     for start, n in ((0, 14), (32, 22)):                                    # those that begin with a chunk are read as they would be alone
         alone = a[:, start:start + n]
@@ -634,7 +634,7 @@ def test_mine(w, target, own):
     """Against BM25 in loops: of each document alone, only what may be found, the last chunk of a document has no target."""
     tokens, doc = tokens_of(3, 120)[0].numpy(), docs_of(34, 41, 2, 29, -14)[0]
     chunks, may = tokens.reshape(-1, M), allowed(doc, w)
-    chunk_doc = small(retriever='none').chunk_doc(doc[None], 30)[0].numpy()
+    chunk_doc = doc_of_chunks(doc[None], M)[0].numpy()
     idf = None if own else corpus_idf(tokens_of(4, 90)[0].numpy() % (V - 3), M, V - 3)           # the last three words are not in it: they count 0
     found = mine(chunks, chunk_doc, w, 5, target, idf)
     assert found.shape == (30, 5) and found.dtype == np.int64 and (found >= 0).any()
@@ -714,7 +714,7 @@ def test_prepare(tmp_path):
     made = prepared(tmp_path, texts=texts)
     assert texts.taken == [3, 0, 6] and made.done.tolist() == [1, 0, 0, 1, 0, 0, 1]
     batch = texts.take(np.array([3]), 0)
-    chunks, chunk_doc = batch.tokens[0].view(N, M), small(retriever='none').chunk_doc(batch.doc, N)[0]
+    chunks, chunk_doc = batch.tokens[0].view(N, M), doc_of_chunks(batch.doc, M)[0]
     candidates = mine(chunks.numpy(), chunk_doc.numpy(), W, 4)
     assert np.array_equal(made.candidates[3], candidates) and (candidates >= 0).any()
     s_t = target_scores(reference, chunks, torch.from_numpy(candidates)).half()
@@ -768,7 +768,7 @@ def test_what_is_not_scored(tmp_path):
     whole, some = prepared(tmp_path), prepared(tmp_path / 'some', held_out=lambda d: d % 2 == 1)
     half = prepared(tmp_path / 'half', score_every=2)
     assert np.array_equal(whole.candidates, some.candidates) and np.array_equal(whole.candidates, half.candidates)
-    chunk_doc = small(retriever='none').chunk_doc(Texts().take(np.array([3]), 0).doc, N)[0].numpy()
+    chunk_doc = doc_of_chunks(Texts().take(np.array([3]), 0).doc, M)[0].numpy()
     odd, every = (chunk_doc % 2 == 1)[:, None], (np.arange(N) % 2 == 0)[:, None]
     there = whole.candidates[3] >= 0
     assert (there & odd).any() and (there & ~odd & (chunk_doc >= 0)[:, None]).any() and (there & every).any()
@@ -797,7 +797,7 @@ def test_supervision_is_attached(tmp_path):
 
 @pytest.mark.parametrize('name', ['candidates', 'scores', 'done'])
 @pytest.mark.parametrize('damage', [lambda b: b'', lambda b: b[:100], lambda b: b'x' * len(b), lambda b: b.replace(b'(7,', b'(5,'),
-                                    lambda b: b.replace(b"<i2'", b"<i4'").replace(b"<f2'", b"<f4'").replace(b"|u1'", b"|i1'")])
+                                    lambda b: b.replace(b"<i4'", b"<i8'").replace(b"<f2'", b"<f4'").replace(b"|u1'", b"|i1'")])
 def test_a_damaged_file_is_refused(tmp_path, name, damage):
     """Half written, empty, of another size or kind: one line that names it and says what to do."""
     path = prepared(tmp_path).folder / f'{name}.npy'
@@ -878,7 +878,7 @@ def test_retro_reads_candidates_in_training_and_its_own_find_at_test_time():
     model.eval()(batch, 0.5)
     assert torch.equal(calls[0][2], batch.candidates[..., :K])
     for b in range(B):
-        chunk_doc = model.chunk_doc(batch.doc, 20)[b].numpy()
+        chunk_doc = doc_of_chunks(batch.doc, M)[b].numpy()
         wanted = mine(batch.tokens[b].view(20, M).numpy(), chunk_doc, W, K, target=False, idf=model.idf.numpy())
         assert np.array_equal(calls[1][2][b], wanted) and not np.array_equal(wanted, batch.candidates[b, :, :K])
 
@@ -1059,7 +1059,7 @@ def test_parameter_counts_of_the_paper(more, millions):
     with torch.device('meta'):
         model = RPT(RPTConfig(**{**sizes, 'vocab_size': 50_277, **more}))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
-    assert more.get('retriever') == 'none' or sum(isinstance(block, UpperBlock) for block in model.upper) == 5
+    assert more.get('retriever') == 'none' or sum(block.cca is not None for block in model.upper) == 5
 
 
 def test_equal_seeds_give_equal_initial_weights():
@@ -1092,7 +1092,7 @@ def test_multiply_adds_count_every_matrix(more):
         if model.retriever:
             pairs += 12 * M * M                                             # within chunks
         pairs += 12 * k * (2 * M * 2 * M + 2 * M * M)                       # within neighbors, of these to the chunk
-        pairs += sum(isinstance(block, UpperBlock) for block in model.upper) * 12 * M * k * 2 * M
+        pairs += sum(block.cca is not None for block in model.upper) * 12 * M * k * 2 * M
         if model.config.gate:
             pairs += 12 * k * k * w
             macs -= 12 * k * C                                              # w · c is not worth counting
@@ -1102,12 +1102,20 @@ def test_multiply_adds_count_every_matrix(more):
 @pytest.mark.parametrize('more, message', [
     (dict(n_neighbors=0), 'n_neighbors 0'), (dict(vocab_size=0), 'vocab_size 0'), (dict(chunk_size=0), 'chunk_size 0'), (dict(score_every=0), 'score_every 0'),
     (dict(n_embd=18, n_head=4), 'RoPE'), (dict(window=96), 'window 96 is not a multiple of two chunks'), (dict(window=32), 'window 32'),
-    (dict(window=3, retriever='none'), 'window 3'), (dict(retriever='dpr'), "'dpr' is not one of sem, lex, bm25, none"), (dict(teacher='ever'), "'ever' is not one of"),
+    (dict(window=3, retriever='none'), 'window 3 is not two blocks'), (dict(block_size=191), 'block_size 191.*192 is the least'), (dict(retriever='dpr'), "'dpr' is not one of sem, lex, bm25, none"), (dict(teacher='ever'), "'ever' is not one of"),
     (dict(n_layer=1), 'upper half'), (dict(n_cca=3), 'n_cca 3'), (dict(n_cca=-1), 'n_cca -1'), (dict(n_candidates=1), 'n_candidates 1 are fewer'),
     (dict(eta=1.1), 'eta 1.1'), (dict(dropout=1.0), 'dropout 1.0'), (dict(n_inner=-5), 'n_inner -5'), (dict(alpha=-1.0), 'alpha -1'), (dict(tau=-1.0), 'tau -1')])
 def test_bad_configurations_are_refused(more, message):
     with pytest.raises(ValueError, match=message):
         RPTConfig(**more)
+
+
+def test_in_the_shortest_sequence_one_chunk_is_taught():
+    """With a chunk less, which was accepted, the only chunk that finds something has no next one: nothing would teach the retriever."""
+    config = RPTConfig(block_size=192)
+    m, w = config.chunk_size, config.window // config.chunk_size
+    found = lambda T: mine(np.random.default_rng(0).integers(0, 5, (T // m, m)), np.zeros(T // m, dtype=int), w, 2).max()
+    assert found(config.block_size) >= 0 and found(config.block_size - m) == -1
 
 
 @pytest.mark.parametrize('preset', PRESETS)
