@@ -17,24 +17,11 @@ cache and kNN-LM). External memory makes a datastore of the training split in th
     $ python eval.py out/ext out/vanilla --task frequency --memory all          perplexity by frequency: Table 14
     $ python eval.py out/ext --task speed                       tokens per second, and what the search misses
 
-RPT and Transformer-XL (--retriever none):
+RPT, DRT and their baselines (--retriever none, --groups 0), which have nothing to tune:
 
-    $ python eval.py out/rpt out/xl                             perplexity at 1/8, 1, 2 and 4 times the training length, and of whole documents
-    $ python eval.py out/rpt out/xl --task ranks                Precision, Recall, nDCG beside BM25's: Table 3, Figures 4 to 6
-    $ python eval.py out/rpt --task trace                       what was fetched where it helped most
-
-DRT, and its base LM (--groups 0), which has neither memory nor anything to tune:
-
-    $ python eval.py out/drt out/base                           perplexity at 1/8, 1, 2 and 4 times the training length
+    $ python eval.py out/rpt out/xl                             perplexity at 1/8, 1, 2 and 4 times the training length; RPT's: of whole documents too
     $ python eval.py out/drt --task trace                       what was fetched where it helped most
-
-In a notebook:
-
-    import eval
-    model, tokenizer = eval.load('out/trime')
-    tokens = torch.tensor([tokenizer.encode('import os, sys').tolist()])
-    model.log_probs(tokens)                                     # (1, t, V), memory included
-    print(''.join(eval.generate(model, tokenizer, 'import ')))
+    $ python eval.py out/rpt out/xl --task ranks                Precision, Recall, nDCG beside BM25's: Table 3, Figures 4 to 6
 
 What the table shows. `tokens`: how many were scored, each once, with at least T - stride tokens before it where the text has
 them. `loss`: nats per token. `ppl`: e^loss. `bits/byte`: total nats / ln 2 / bytes of the text; comparable between
@@ -53,6 +40,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -90,64 +78,58 @@ def read(path, device='cpu'):
         raise SystemExit(f'{path} is no checkpoint of this house: {" ".join(str(e).split())[:200]}')
 
 
-def build(checkpoint, device='cpu'):
-    """The model of a checkpoint, in eval mode."""
-    module = importlib.import_module(checkpoint['model_name'])
-    name = checkpoint['model_name'].upper()
+def load(path, device='cpu', checkpoint=None):
+    """-> (model, tokenizer) of a run's folder or a .pt file, ready for log_probs, stream and generate. checkpoint: if it is already read"""
+    checkpoint = checkpoint or read(path, device)
+    module, name = importlib.import_module(checkpoint['model_name']), checkpoint['model_name'].upper()
     model = getattr(module, name)(getattr(module, name + 'Config')(**checkpoint['config']))
     model.load_state_dict(checkpoint['model'])
-    return model.to(device).eval()
-
-
-def load(path, device='cpu'):
-    """-> (model, tokenizer) of a run's folder or a .pt file, ready for log_probs, stream and generate."""
-    checkpoint = read(path, device)
-    model = build(checkpoint, device)
-    found = tuned(path, checkpoint).get('local')
+    found = read_tuned(path, checkpoint).get('local')
     if found and not found['linear']:                                       # what an earlier evaluation of it found on val
         model.recipe = Recipe(('local',), found['tau'])
-    return model, data.Tokenizer.from_dict(checkpoint['tokenizer'])
+    return model.to(device).eval(), data.Tokenizer.from_dict(checkpoint['tokenizer'])
 
 
-def tuned(path, checkpoint):
+def read_tuned(path, checkpoint):
     """What earlier evaluations of just this checkpoint found on val: combination of memories, as local,ext -> parameters."""
     file = Path(path) / 'tuned.json'
-    there = json.loads(file.read_text()) if file.exists() else {}
-    return there['memory'] if there.get('weights') == weights_hash(checkpoint) else {}
+    there = json.loads(file.read_text()) if file.exists() else None
+    return there['memory'] if there and there['weights'] == weights_hash(checkpoint) else {}
 
 
-def remember(e, args):
+def save_tuned(e, args):
     """Writes what was tuned beside the checkpoint, for generate and neighbors."""
     if Path(e.path).is_dir() and args.tau is None and not (args.data or args.stride or args.datastore_from):
         found = {','.join(c): dict(x, linear=e.linear, p_ext=args.p_ext) for c, x in e.found.items() if c}
-        content = dict(weights=weights_hash(e.checkpoint), memory={**tuned(e.path, e.checkpoint), **found})
+        content = dict(weights=weights_hash(e.checkpoint), memory={**read_tuned(e.path, e.checkpoint), **found})
         train.write(Path(e.path) / 'tuned.json', lambda f: f.write(json.dumps(content, indent=1).encode()))
 
 
 def equip(path, args, device):
     """
     A model with the memories that --memory asks for, as they were tuned.
-    -> model, tokenizer, the source of its datastore, size (memory -> how many of it count), tokens that begin a text
+    -> model, tokenizer, size (memory -> how many of it count), tokens that begin a text
     """
-    model, tokenizer = load(path, device)
     checkpoint = read(path, device)
+    model, tokenizer = load(path, device, checkpoint)
     wanted = args.memory[0] if args.memory else 'local'
     names = tuple(name for name in ('local', 'long', 'ext') if name in wanted.split(','))
-    x, source, size = tuned(path, checkpoint).get(','.join(names)), None, {'local': EVERY, 'long': 0}
-    if x is None and args.memory not in ([], ['none']):
-        raise SystemExit(f'{path}: these memories are not tuned yet. First: python eval.py {path} --memory {wanted}')
-    if x is not None:
+    x, size = read_tuned(path, checkpoint).get(','.join(names)), {'local': EVERY, 'long': 0}
+    if x:
         model.recipe, size = recipe_of(names, x['linear'], x, x['p_ext'])
         model.long, model.n_neighbors = size['long'] or 0, size['ext'] or 0
-    if args.memory == ['none']:
+    elif args.memory == ['none']:
         model.recipe = Recipe()
+    elif args.memory:
+        folder = path if Path(path).is_dir() else Path(path).parent            # what was tuned is kept there, for its ckpt.pt
+        raise SystemExit(f'{path}: these memories are not tuned yet. First: python eval.py {folder} --memory {wanted}; then with {folder}')
     if checkpoint['model_name'] == 'drt':
         model.retriever, model.offload = args.retriever or model.retriever, args.offload
     if checkpoint['model_name'] == 'rpt':
         model.n_neighbors = args.n_neighbors or model.n_neighbors
     if 'ext' in names:
-        model.store, source = open_store(path, checkpoint, model, tokenizer, args)
-    return model, tokenizer, source, size, [tokenizer.eot] if tokenizer.eot is not None else []
+        model.store = open_store(path, checkpoint, model, tokenizer, args)
+    return model, tokenizer, size, [tokenizer.eot] if tokenizer.eot is not None else []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -159,18 +141,14 @@ def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, seed=
     temperature 0 takes the likeliest token each time.
     """
     ids = tokenizer.encode(prompt).tolist()
-    start = ids or [tokenizer.eot] if tokenizer.eot is not None else ids or tokenizer.encode('\n').tolist()    # a new text
-    generator, shown = torch.Generator().manual_seed(seed), tokenizer.decode(ids)
+    start = ids or ([tokenizer.eot] if tokenizer.eot is not None else tokenizer.encode('\n').tolist())         # a new text
+    generator, shown, device, state = torch.Generator().manual_seed(seed), tokenizer.decode(ids), next(model.parameters()).device, None
     yield shown
-    state = None
-    for piece in torch.tensor([start], device=next(model.parameters()).device).split(1024, dim=1):      # log_probs of all are never held
+    for piece in torch.tensor([start], device=device).split(1024, dim=1):   # log_probs of all are never held
         log_probs, state = model.stream(piece, state)
     for _ in range(max_tokens):
         last = log_probs[0, -1].float().cpu()                               # (V,)
-        if temperature > 0:
-            token = torch.multinomial((last / temperature).softmax(-1), 1, generator=generator)
-        else:
-            token = last.argmax(-1, keepdim=True)
+        token = torch.multinomial((last / temperature).softmax(-1), 1, generator=generator) if temperature > 0 else last.argmax(-1, keepdim=True)
         if token.item() == tokenizer.eot:
             break
         ids.append(token.item())
@@ -178,7 +156,7 @@ def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, seed=
         if not text.endswith('\ufffd'):                                     # the bytes of a character come one by one
             yield text[len(shown):]
             shown = text
-        log_probs, state = model.stream(token[None].to(next(model.parameters()).device), state)
+        log_probs, state = model.stream(token[None].to(device), state)
     yield tokenizer.decode(ids)[len(shown):]
 
 
@@ -288,7 +266,7 @@ def log_p(stats, recipe, size, shuffled=False):
     return mix(stats.log_words, stats.log_w, memory, recipe)
 
 
-def grid(names, linear, sizes, tau=None):
+def grid(names, linear, sizes):
     """
     What is tuned for a combination of memories: parameter -> the values to try. linear: continuous cache and kNN-LM, for
     language models that were trained without memory; else Eq. 6, and with ext Eq. 8 and 9.
@@ -297,7 +275,7 @@ def grid(names, linear, sizes, tau=None):
     if linear:
         chosen = {**({'tau_cache': TAUS, 'lambda_cache': LAMBDAS} if past else {}), **({'tau_knn': TAUS, 'lambda_knn': LAMBDAS} if ext else {})}
     else:
-        chosen = {**({'tau': [tau] if tau else TAUS} if names else {}), **({"tau'": TAUS, 'lambda': LAMBDAS} if ext else {})}
+        chosen = {**({'tau': TAUS} if names else {}), **({"tau'": TAUS, 'lambda': LAMBDAS} if ext else {})}
     return {**chosen, **({'long': sizes['long']} if 'long' in names else {}), **({'K': sizes['knn' if linear else 'ext']} if ext else {})}
 
 
@@ -311,12 +289,12 @@ def recipe_of(names, linear, x, p_ext=False):
     return Recipe(tuple(names), x.get('tau', 1.0), tuple(mixes)), size
 
 
-def tune(stats, names, linear, tau=None, p_ext=False, **fixed):
+def tune(stats, names, linear, p_ext=False, **fixed):
     """
     The parameters of the highest mean log P: one after the other, all values of each, until none changes any more; from several
     starts, since few sharp memories and many flat ones are good for different temperatures.
     """
-    values = {key: [fixed[key]] if key in fixed else v for key, v in grid(names, linear, stats.sizes, tau).items()}
+    values = {key: [fixed[key]] if fixed.get(key) else v for key, v in grid(names, linear, stats.sizes).items()}
     score = lambda x: log_p(stats, *recipe_of(names, linear, x, p_ext)).mean().item()
     results = []
     for K in values.get('K', [None])[::2]:
@@ -334,11 +312,6 @@ def tune(stats, names, linear, tau=None, p_ext=False, **fixed):
     return max(results, key=lambda r: r[0])[1]
 
 
-def at_an_end(x):
-    """The temperatures that are the first or the last of those tried: the best may lie beyond."""
-    return [key for key, value in x.items() if key.startswith('tau') and value in (TAUS[0], TAUS[-1])]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # TRIME: one checkpoint, its memories tuned on the validation split and scored on another
 
@@ -352,7 +325,6 @@ class Evaluation(NamedTuple):
     split: data.Split
     linear: bool                # continuous cache and kNN-LM, not Eq. 6
     combinations: list          # tuples of memories
-    source: tuple               # of the datastore: name of the corpus, split
     found: dict                 # combination -> its tuned parameters
     val: Stats                  # of the validation split
     stats: Stats                # of the split
@@ -369,7 +341,7 @@ def weights_hash(checkpoint):
 def open_store(path, checkpoint, model, tokenizer, args):
     """
     The datastore of a checkpoint and the training split of a corpus, in the run's folder; built, or gone on with, where it is
-    not complete. -> Datastore, (the corpus's name, the split)
+    not complete. -> Datastore; .source: the corpus's name, the split
     """
     corpus = data.load(args.datastore_from or args.data or checkpoint['data'], tokenizer)
     if args.split == 'train' and corpus.fingerprint == data.load(args.data or checkpoint['data'], tokenizer, quiet=True).fingerprint:
@@ -383,7 +355,8 @@ def open_store(path, checkpoint, model, tokenizer, args):
         store = Datastore.build(folder, lambda start: trime_entries(model, tokens, start), len(tokens) - 1, model.config.n_embd, about)
     except ValueError as e:
         raise SystemExit(f'datastore: {e}')
-    return store, (corpus.name, corpus.train)
+    store.source = corpus.name, corpus.train
+    return store
 
 
 def found_of_all(model, split, K, metric):
@@ -396,14 +369,15 @@ def first_tokens(split, n, tokenizer):
     """The first n tokens of a split, or all if there are fewer."""
     if len(split.tokens) <= n:
         return split
-    text = tokenizer.decode(np.asarray(split.tokens[:n]).tolist())
+    kept = np.asarray(split.tokens[:n])
+    text = tokenizer.decode(kept[kept != tokenizer.eot].tolist())           # the ends of documents are no text
     return data.Split(split.name, split.tokens[:n], np.append(split.offsets[split.offsets < n], n), len(text.encode()), len(text.split()))
 
 
 def open_run(path, args, device):
     """-> checkpoint, model, tokenizer, corpus, and its split (the first --at-most tokens of it) that the model is evaluated on"""
     checkpoint = read(path, device)
-    model, tokenizer = build(checkpoint, device), data.Tokenizer.from_dict(checkpoint['tokenizer'])
+    model, tokenizer = load(path, device, checkpoint)
     corpus = data.load(args.data or checkpoint['data'], tokenizer)
     split = getattr(corpus, args.split)
     if split is None:
@@ -436,33 +410,26 @@ def evaluate(path, args, device, wanted=()):
     path, checkpoint, model, tokenizer, corpus, split, linear, combinations = parts = prepare(path, args, device, wanted)
     ext = 'knn' if linear else 'ext'
     names = [ext if name == 'ext' else name for name in ('local', 'long', 'ext') if any(name in c for c in combinations)]
-    source = None
     if ext in names:
-        model.store, source = open_store(path, checkpoint, model, tokenizer, args)
+        model.store = open_store(path, checkpoint, model, tokenizer, args)
         print('of the true nearest {} its search finds {:.1%}, which hold {:.1%} of their softmax (256 contexts of val)'.format(
             args.n_neighbors, *found_of_all(model, corpus.val, args.n_neighbors, METRIC[ext])))
-    sizes = {'local': [EVERY], 'long': sizes_up_to(args.long, 256, 2), ext: sizes_up_to(args.n_neighbors, 1, 8)}
+    up_to = lambda most, sizes: [size for size in sizes if size < most] + [most]
+    sizes = {'local': [EVERY], 'long': up_to(args.long, [256 * 2 ** i for i in range(40)]), ext: up_to(args.n_neighbors, [8 ** i for i in range(20)])}
     taus = sorted({*TAUS, args.tau or 1.0})
     val = trime_stats(model, first_tokens(corpus.val, TUNE, tokenizer), names, taus, sizes)
-    found = {c: tune(val, c, linear, args.tau, args.p_ext) for c in combinations}
+    found = {c: tune(val, c, linear, args.p_ext, tau=args.tau) for c in combinations}
     if args.split == 'val' and len(split.tokens) == min(TUNE, len(corpus.val.tokens)):
-        return Evaluation(*parts, source, found, val, val)
+        return Evaluation(*parts, found, val, val)
     if args.task != 'sweep':
         taus = sorted({1.0, *(tau for x in found.values() for key, tau in x.items() if key.startswith('tau'))})
-    return Evaluation(*parts, source, found, val, trime_stats(model, split, names, taus, sizes))
-
-
-def sizes_up_to(largest, smallest, step):
-    """smallest, smallest * step, ... below the largest, and the largest"""
-    return [smallest * step ** i for i in range(40) if smallest * step ** i < largest] + [largest]
+    return Evaluation(*parts, found, val, trime_stats(model, split, names, taus, sizes))
 
 
 def rows_of(e, args, stats=None, shuffled=False):
     """name -> log P of each token by that combination of memories, off first; shuffled last, if there is but one."""
     stats, only = stats or e.stats, e.combinations[0] if len(e.combinations) == 1 else ()
-    rows = {'off': log_p(stats, Recipe(), {})}
-    for c in filter(None, e.combinations):
-        rows[','.join(c)] = log_p(stats, *recipe_of(c, e.linear, e.found[c], args.p_ext))
+    rows = {','.join(c) or 'off': log_p(stats, *recipe_of(c, e.linear, e.found.get(c, {}), args.p_ext)) for c in ((), *e.combinations)}
     reach = e.model.config.block_size + (e.found[only].get('long', 0) if only else 0)
     if shuffled and only and len(e.split.tokens) // 2 > reach:              # else a shuffled memory may hold the answer
         rows['shuffled'] = log_p(stats, *recipe_of(only, e.linear, e.found[only], args.p_ext), shuffled=True)
@@ -482,10 +449,9 @@ def remembered(model, tokens, t, recipe, size, doc_start=0):
     words = torch.from_numpy(tokens.astype(np.int64)).to(device)
     s = next(s for s, new, e in reversed(windows(t + 2, T, model.stride)) if new <= t < e)
     lo = min(s, max(doc_start, s - (size.get('long') or 0) if 'long' in recipe.names else s))
-    earlier = [w for w in windows(s + 1, T, model.stride) if w[2] > lo] if lo < s else []
-    old = [g[max(new, lo) - a:] for (a, new, _), (_, g, _) in zip(earlier, trime_inputs(model, tokens, earlier))]
+    old = [keys for keys, _ in trime_entries(model, tokens[:s + 1], lo, quiet=True)]
     f, g, _ = model.encode(words[None, s:t + 1])
-    old, places = torch.cat(old)[None] if old else g[:, :0], torch.arange(t + 1, device=device)[None]
+    old, places = torch.cat(old)[None].to(device) if old else g[:, :0], torch.arange(t + 1, device=device)[None]
     memories = model.recall(g[:, -1:], g, places[:, s:], old, places[:, lo:s], names=recipe.names & {'local', 'long'})
     held = {name: (sim, place, words[place + 1]) for name, (sim, place) in memories.items()}
     for name in recipe.names & METRIC.keys():
@@ -506,39 +472,36 @@ def remembered(model, tokens, t, recipe, size, doc_start=0):
     return off.log_softmax(-1), on, sorted(found, reverse=True)
 
 
-def trime_helped(e, rows, args, how_many=3, shown=3):
+def trime_helped(e, rows, args):
     """
     The tokens that the memory helped most: dicts with position, context, token, probability off and on, and the memories
     that weighed most among those that were followed by the same token. At most one token of each stretch of T, and of each token.
     """
     c, tokens, T = e.combinations[0], np.asarray(e.split.tokens), e.model.config.block_size
     recipe, size = recipe_of(c, e.linear, e.found[c], args.p_ext)
-    off, on, stretches, words, found = rows['off'], rows[','.join(c)], set(), set(), []
+    off, on, picked, found = rows['off'], rows[','.join(c)], [], []
     for t in np.argsort(off - on, kind='stable').tolist():                  # on[t] is about token t + 1
-        w = int(tokens[t + 1])
-        if t // T in stretches or w in words:
-            continue
-        stretches.add(t // T), words.add(w)
-        doc = int(e.split.doc_of(np.array([t]))[0])
+        if len(picked) < 3 and all(t // T != p // T and tokens[t + 1] != tokens[p + 1] for p in picked):
+            picked.append(t)
+    for t in picked:
+        w, doc = int(tokens[t + 1]), int(e.split.doc_of(np.array([t]))[0])
         start = int(e.split.offsets[doc]) if e.model.config.same_document else 0
-        memories = [m for m in remembered(e.model, tokens, t, recipe, size, start)[2] if m[3] == w][:shown]
+        memories = [m for m in remembered(e.model, tokens, t, recipe, size, start)[2] if m[3] == w][:3]
         found.append(dict(position=t + 1, document=doc, context=show(e.tokenizer, tokens, t + 1), token=e.tokenizer.decode([w]),
                           p_off=float(np.exp(off[t])), p_on=float(np.exp(on[t])),
-                          memories=[about_memory(e.tokenizer, tokens, e.model.store, e.source, t, *m) for m in memories]))
-        if len(found) == how_many:
-            break
+                          memories=[about_memory(e.tokenizer, tokens, e.model.store, t, *m) for m in memories]))
     return found
 
 
-def show(tokenizer, tokens, end, n=12):
-    """The text of the n tokens before position `end`."""
-    return tokenizer.decode(np.asarray(tokens[max(0, end - n):end]).tolist())
+def show(tokenizer, tokens, end):
+    """The text of the 12 tokens before position `end`."""
+    return tokenizer.decode(np.asarray(tokens[max(0, end - 12):end]).tolist())
 
 
-def about_memory(tokenizer, tokens, store, source, t, share, name, place, word):
+def about_memory(tokenizer, tokens, store, t, share, name, place, word):
     """One memory as a dict: its share of the probability, where it stands, its context, and the word that followed."""
     if name in METRIC:
-        corpus, split = source
+        corpus, split = store.source
         place = int(store.positions[place])
         where, context = f'{corpus}, document {int(split.doc_of(np.array([place]))[0])}, token {place:,}', show(tokenizer, split.tokens, place + 1)
     else:
@@ -549,22 +512,17 @@ def about_memory(tokenizer, tokens, store, source, t, share, name, place, word):
 # ----------------------------------------------------------------------------------------------------------------------
 # the tables
 
-def figures(log_p, split):
-    """Loss, perplexity and so on of a split from log P (nats) of each of its tokens but the first."""
-    return summary(-float(log_p.astype(np.float64).sum()), len(log_p), split)
-
-
-def summary(total, n, split):
-    """The same from the sum of -log P over n tokens."""
+def figures(total, n, split):
+    """Loss, perplexity and so on of a split from the sum of -log P (nats) over n tokens."""
     return dict(tokens=n, loss=total / n, ppl=math.exp(total / n), bits_per_byte=total / math.log(2) / split.n_bytes,
                 word_ppl=math.exp(min(700, total / max(1, split.n_words))))
 
 
 def described(x, linear):
-    """Tuned parameters in words."""
-    text = ', '.join(f'{key} = {value:g}' for key, value in x.items()).replace('tau', 'τ').replace('lambda', 'λ')
-    end = f' ({" and ".join(at_an_end(x))} at an end of what was tried)'.replace('tau', 'τ') if at_an_end(x) else ''
-    return f'{"linear interpolation" if linear else "Eq. 6"}{" to 9" if "λ" in text and not linear else ""}: {text}{end}'
+    """Tuned parameters in words. A temperature that is the first or the last of those tried is named: the best may lie beyond."""
+    ends = [key for key, value in x.items() if key.startswith('tau') and value in (TAUS[0], TAUS[-1])]
+    text = ', '.join(f'{key} = {value:g}' for key, value in x.items()) + f' ({" and ".join(ends)} at an end of what was tried)' * bool(ends)
+    return f'{"linear interpolation" if linear else "Eq. 6 to 9" if "lambda" in text else "Eq. 6"}: {text}'.replace('tau', 'τ').replace('lambda', 'λ')
 
 
 def table(args, device):
@@ -573,12 +531,12 @@ def table(args, device):
     for path in args.checkpoints:
         e = evaluate(path, args, device)
         rows = rows_of(e, args, shuffled=True)
-        remember(e, args)
+        save_tuned(e, args)
         helped = trime_helped(e, rows, args) if len(e.combinations) == 1 and e.combinations[0] else []
         result['runs'][e.path] = dict(
             corpus=e.corpus.name, bytes=e.split.n_bytes, words=e.split.n_words, step=e.checkpoint['step'], stride=e.model.stride,
             parameters=sum(p.numel() for p in e.model.parameters()), block_size=e.model.config.block_size, linear=e.linear,
-            tuned={','.join(c): x for c, x in e.found.items()}, memory={name: figures(x, e.split) for name, x in rows.items()}, helped=helped,
+            tuned={','.join(c): x for c, x in e.found.items()}, memory={name: figures(-float(x.sum(dtype=np.float64)), len(x), e.split) for name, x in rows.items()}, helped=helped,
             val_ppl={name: math.exp(-x.astype(np.float64).mean()) for name, x in rows_of(e, args, e.val).items()})
 
     runs, width = result['runs'], max(len(path) for path in result['runs'])
@@ -638,22 +596,19 @@ def sweep(args, device):
     result = {}
     for path in args.checkpoints:
         e = evaluate(path, args, device, wanted=['local,long'])
-        local = tune(e.val, ('local',), e.linear, args.tau)
-        result[e.path] = {0: figures(log_p(e.stats, *recipe_of(('local',), e.linear, local)).numpy(), e.split)['ppl']}
-        for size in e.stats.sizes['long']:
-            x = tune(e.val, ('local', 'long'), e.linear, args.tau, long=size)
-            result[e.path][size] = figures(log_p(e.stats, *recipe_of(('local', 'long'), e.linear, x)).numpy(), e.split)['ppl']
+        result[e.path] = {}
+        for size in (0, *e.stats.sizes['long']):
+            names = ('local', 'long') if size else ('local',)
+            x = tune(e.val, names, e.linear, tau=args.tau, long=size)
+            result[e.path][size] = math.exp(-log_p(e.stats, *recipe_of(names, e.linear, x)).double().mean())
     width = max(map(len, result))
     print('\n' + ' ' * width + ''.join(f'{size:9,}' for size in next(iter(result.values()))))
     for path, x in result.items():
         print(f'{path:{width}}' + ''.join(f'{ppl:9.2f}' for ppl in x.values()))
-    axes = canvas('tokens of long memory', f'perplexity, {args.split}')
-    if axes:
-        for path, x in result.items():
-            axes.plot(list(x), list(x.values()), marker='o', markersize=3, label=path)
-        axes.set_xscale('symlog', base=2, linthresh=256)
-        first = Path(args.checkpoints[0])
-        picture(axes, (first if first.is_dir() else first.parent) / 'sweep.png')
+    first = Path(args.checkpoints[0])
+    curves = [(list(x), list(x.values()), dict(marker='o', markersize=3, label=path)) for path, x in result.items()]
+    draw((first if first.is_dir() else first.parent) / 'sweep.png', 'tokens of long memory', f'perplexity, {args.split}', curves,
+         'symlog', base=2, linthresh=256)
     return result
 
 
@@ -661,13 +616,13 @@ def neighbors(args, device):
     """What a model remembers at the end of a text: its next words without and with memory, and the contexts, with their sources."""
     result = {}
     for path in args.checkpoints:
-        model, tokenizer, source, size, start = equip(path, args, device)
+        model, tokenizer, size, start = equip(path, args, device)
         tokens = np.concatenate([start, tokenizer.encode(args.prompt)]).astype(np.int64)
         if not len(tokens):
             raise SystemExit('--task neighbors needs a text: --prompt "..."')
         off, on, found = remembered(model, tokens, len(tokens) - 1, model.recipe, size)
         words = [dict(token=tokenizer.decode([w]), off=off[w].exp().item(), on=on[w].exp().item()) for w in on.topk(8).indices.tolist()]
-        memories = [about_memory(tokenizer, tokens, model.store, source, len(tokens) - 1, *m) for m in found[:args.shown]]
+        memories = [about_memory(tokenizer, tokens, model.store, len(tokens) - 1, *m) for m in found[:args.shown]]
         result[str(path)] = dict(words=words, memories=memories, share=sum(m[0] for m in found))
         print(f'\n{path}: {result[str(path)]["share"]:.1%} of the probability lies on {len(found):,} memories\n')
         print(f'  {"next":20} {"without":>9} {"with memory":>12}')
@@ -681,7 +636,7 @@ def neighbors(args, device):
 
 def speed(args, device):
     """Tokens per second: plain evaluation; building a datastore of a million entries; scoring with K of them for each token."""
-    path, checkpoint, model, tokenizer, corpus, split, linear, _ = prepare(args.checkpoints[0], args, device, ['ext'])
+    path, checkpoint, model, tokenizer, corpus, split, linear, _ = prepare(args.checkpoints[0], args, device)
     tokens, some = np.asarray(corpus.train.tokens)[:1_000_001], first_tokens(split, 65_536, tokenizer)
     name, n = 'knn' if linear else 'ext', len(tokens) - 1
 
@@ -714,11 +669,15 @@ def speed(args, device):
 # RPT and DRT
 
 def switch(model, how=None):
-    """Sets what the model reads: DRT learned, random or off; RPT own, shuffled or none. -> what it could be, as it was trained first"""
+    """
+    Makes the model read one of its ways, None: as it was trained. -> all of its ways, as it was trained first, nothing last:
+    DRT learned or random, random, off; RPT own, shuffled, none.
+    """
     drt = type(model).__name__ == 'DRT'
     setattr(model, 'retriever' if drt else 'reads', how or (model.config.retriever if drt else 'own'))
     ways = (model.config.retriever, 'random', 'off') if drt else ('own', 'shuffled', 'none')
-    return list(dict.fromkeys(ways)) if (model.config.groups if drt else model.config.retriever != 'none') else ways[2:]
+    reads = model.config.groups and model.config.retriever != 'off' if drt else model.config.retriever != 'none'
+    return list(dict.fromkeys(ways)) if reads else ways[2:]
 
 
 def by_length(args, device):
@@ -731,19 +690,19 @@ def by_length(args, device):
     for path in map(str, args.checkpoints):
         _, model, _, _, split = open_run(path, args, device)
         T, rows = model.config.block_size, {}
-        whole = [int(np.diff(split.offsets).max())] if type(model).__name__ == 'RPT' else []        # memory from a document's beginning (§3.4)
+        longest = int(np.diff(split.offsets).max()) if type(model).__name__ == 'RPT' else 0         # memory from a document's beginning (RPT §3.4)
+        lengths = [L for L in (T // 8, T, 2 * T, 4 * T, *[longest] * (longest > 4 * T)) if 0 < L <= len(split.tokens)]
+        if not lengths:
+            raise SystemExit(f'{path}: {len(split.tokens)} tokens of {args.split} are fewer than an eighth of the training length, {T // 8}')
         for how in switch(model):
             switch(model, how)
             name = dict(learned='on', own='on', none='off').get(how, how)
-            for L in (T // 8, T, 2 * T, 4 * T, *(L for L in whole if L > 4 * T)):
-                if (name, L) not in rows and 0 < L < len(split.tokens):
-                    texts = data.Batches(split, 'documents', L, max(1, 2 * T // L), seed=0)
-                    texts = BesideOthers(texts) if how == 'shuffled' else texts
-                    loss, n = train.validate(model, texts, device, autocast, 1.0)
-                    rows[name, L] = summary(loss * n, n, split) if n else None
+            for L in lengths:
+                texts = data.Batches(split, 'documents', L, max(1, 2 * T // L), seed=0)
+                loss, n = train.validate(model, BesideOthers(texts) if how == 'shuffled' else texts, device, autocast, 1.0)
+                rows[name, L] = figures(loss * n, n, split) if n else None
         result['runs'][path] = dict(parameters=sum(p.numel() for p in model.parameters()), block_size=T, bytes=split.n_bytes,
                                     rows={f'{name} {L}': x for (name, L), x in rows.items()})
-        lengths = sorted({L for _, L in rows})
         print(f'\n{path}: {result["runs"][path]["parameters"]:,} parameters, trained on T = {T:,}; {args.split}, perplexity (bits/byte) at\n'
               f'{"retrieval":10}' + ''.join(f'{f"{L:,} tokens":>20}' for L in lengths))
         for name in dict.fromkeys(name for name, _ in rows):
@@ -756,14 +715,14 @@ class BesideOthers:
     The sequences of data.Batches, each in a batch with one of other documents and without padding, from which a model that reads
     `shuffled` takes its neighbors; what is predicted there does not count. None at all if some sequence finds no such companion.
     """
-    kind, B = 'documents', 1
+    kind = 'documents'
 
     def __init__(self, texts):
-        self.texts, self.T = texts, texts.T
-        docs = [set(texts.take(np.array([row]), 0).doc[0].tolist()) for row in range(texts.n_rows)]
-        order = [[(row + texts.n_rows // 2 + i) % texts.n_rows for i in range(texts.n_rows)] for row in range(texts.n_rows)]
-        self.other = [next((r for r in some if -1 not in docs[r] and not docs[r] & docs[row]), None) for row, some in enumerate(order)]
-        self.n_rows = texts.n_rows if None not in self.other else 0
+        self.texts, n = texts, texts.n_rows
+        docs = [set(texts.take(np.array([row]), 0).doc[0].tolist()) for row in range(n)]
+        fits = lambda r, row: -1 not in docs[r] and not docs[r] & docs[row]
+        self.other = [next((r % n for r in range(row + n // 2, row + n // 2 + n) if fits(r % n, row)), None) for row in range(n)]
+        self.n_rows = n if None not in self.other else 0
 
     def __len__(self):
         return self.n_rows
@@ -780,15 +739,15 @@ def log_p_of(model, f, targets):
 
 
 @torch.no_grad()
-def trace(args, device, how_many=3):
+def trace(args, device):
     """What was fetched, and with which weights, for the chunks of a text that retrieval helped most; how far back it reaches."""
     result = {}
     for path in map(str, args.checkpoints):
         _, model, tokenizer, _, split = open_run(path, args, device)
         config, drt = model.config, type(model).__name__ == 'DRT'
-        n, ways = config.chunk_size - drt, switch(model)                    # tokens of a chunk
+        n, ways = config.chunk_size - drt, switch(model)                    # tokens of a chunk without its landmark
         if len(ways) == 1:
-            raise SystemExit(f'{path} is a {"base LM" if drt else "Transformer-XL"}: it retrieves nothing')
+            raise SystemExit(f'{path} was trained without retrieval: it fetches nothing')
         texts = data.Batches(split, 'documents', min(4 * config.block_size, len(split.tokens) - 1), 1, seed=0)
         batch = train.on(device, texts.take(np.array([0]), seed=0))
         tokens = batch.tokens[0].cpu().numpy()
@@ -802,19 +761,19 @@ def trace(args, device, how_many=3):
                 s = torch.zeros(1, *[idx.size(1)] * 2, device=device) if s is None and idx is not None else s       # BM25's are not shown
                 found = [tuple(F.pad(x, (0, 0, 1, -1), value=-1) for x in (s.gather(2, idx.clamp(min=0)), idx))] if idx is not None else []
             log_p[how] = log_p_of(model, f[0], batch.targets[0]).cpu()
+        if not found or not (found[0][1][0] >= 0).any():
+            raise SystemExit(f'{path}: {len(tokens)} tokens are too few for one chunk to find another; take a longer text')
         gain = log_p[ways[0]] - log_p[ways[-1]]                             # (T,) of the token after each
         gains = torch.stack([part.sum() for part in F.pad(gain, (0, 0) if drt else (1, 0)).split(n)])       # (N,) nats, of the chunks
         beyond = -(-config.window // config.chunk_size)                     # chunks that the window holds
         chunks = torch.arange(len(found[0][1][0]), device=device)[:, None]
         far = [(((idx[0] >= 0) * w[0] * (chunks - idx[0] > beyond)).sum() / w.sum().clamp(min=1e-9)).item() for w, idx in found] if drt else None
-        result[path] = dict(gain=gain.mean().item(), chunks=[], **(dict(beyond_the_window=far) if drt else {}))     # RPT's are all beyond it
+        result[path] = dict(gain=(gain.sum() / (batch.targets[0] >= 0).sum().cpu()).item(), chunks=[], **(dict(beyond_the_window=far) if drt else {}))     # RPT's are all beyond it
         print(f'\n{path}: {len(tokens):,} tokens of {args.split}; retrieval gains {result[path]["gain"]:.4f} nats a token'
               + (f'; {", ".join(f"{x:.0%}" for x in far)} of the weight lies on chunks beyond the window' if drt else ''))
         text = lambda c, more=1: tokenizer.decode(tokens[c * n:(c + more) * n].tolist())
         able = (found[0][1][0] >= 0).any(1).nonzero()[:, 0].cpu()           # chunks that read something
-        if not len(able):
-            raise SystemExit(f'{path}: {len(tokens)} tokens are {len(gains)} chunks, too few for one to find another; take a longer text')
-        for c in able[gains[able].argsort(descending=True)[:how_many]].tolist():
+        for c in able[gains[able].argsort(descending=True)[:3]].tolist():
             about = dict(chunk=c, gain=gains[c].item(), text=text(c), found=[[(i, w, text(i, 1 if drt else 2)) for i, w in zip(idx[0, c].tolist(), w[0, c].tolist()) if i >= 0] for w, idx in found])
             result[path]['chunks'].append(about)
             print(f'\nchunk {c} gains {about["gain"]:.2f} nats:\n    {about["text"]!r}\n  after chunk {c - 1}:\n    {text(c - 1)!r}')
@@ -825,18 +784,12 @@ def trace(args, device, how_many=3):
     return result
 
 
-class Sampled(NamedTuple):
-    batch: data.Batch           # one sequence
-    chunks: torch.Tensor        # (N, m)
-    doc: torch.Tensor           # (1, N) rpt.doc_of_chunks
-    permitted: torch.Tensor     # (N, N) which k chunk i may find
-    some: list                  # the sampled i
-    s_t: torch.Tensor           # (N, N) by the reference LM, nan where not scored
-
-
 def sample_chunks(args, texts, model, reference, device):
-    """Random chunks of evenly spread sequences, with the scores of all that they may find. Says first what that costs."""
-    m, rng, sample, pairs = model.config.chunk_size, np.random.default_rng(args.seed), [], 0
+    """
+    Random chunks of evenly spread sequences, and what the reference LM says of all that they may find. Says first what that costs.
+    -> for each sequence: batch; chunks (N, m); doc (1, N); permitted (N, N); some, the i sampled; s_t (N, N), nan where not scored
+    """
+    m, rng, sample = model.config.chunk_size, np.random.default_rng(args.seed), []
     N = texts.T // m
     for row in np.linspace(0, texts.n_rows - 1, min(texts.n_rows, args.sequences)).round().astype(int):
         batch = train.on(device, texts.take(np.array([row]), seed=0))
@@ -844,16 +797,15 @@ def sample_chunks(args, texts, model, reference, device):
         permitted = model.permitted(doc)[0]
         ask = permitted.any(1) & F.pad(doc[0, 1:] == doc[0, :-1], (0, 1))   # the target is of the same document
         some = sorted(rng.permutation(ask.nonzero()[:, 0].tolist())[:args.chunks].tolist())
-        sample.append(Sampled(batch, batch.tokens[0, :N * m].view(N, m), doc, permitted, some, None))
-        pairs += permitted[some].sum().item()
-    n = sum(len(x.some) for x in sample)
+        sample.append(SimpleNamespace(batch=batch, chunks=batch.tokens[0, :N * m].view(N, m), doc=doc, permitted=permitted, some=some))
+    n, pairs = sum(len(x.some) for x in sample), sum(x.permitted[x.some].sum().item() for x in sample)
     if not n:
         raise SystemExit(f'{args.split} has no sequence in which a chunk may find another')
     print(f'scoring every permitted chunk for {n:,} chunks of {len(sample)} sequences: {2 * m * (pairs + n + N * len(sample)) / 1e6:.1f}M tokens for the reference LM')
-    for i, x in enumerate(data.progress(sample, 'reference LM')):
+    for x in data.progress(sample, 'reference LM'):
         wanted = torch.full((N, N), -1, device=device)
         wanted[x.some] = torch.where(x.permitted[x.some], torch.arange(N, device=device), -1)
-        sample[i] = x._replace(s_t=rpt.target_scores(reference, x.chunks, wanted))
+        x.s_t = rpt.target_scores(reference, x.chunks, wanted)
     return sample
 
 
@@ -889,15 +841,14 @@ def ranks(args, device):
     models = {name: model for name, (_, model, *_) in runs.items()}
     (_, first, tokenizer, corpus, split), *_ = runs.values()
     m, w = first.config.chunk_size, first.config.window // first.config.chunk_size
-    if len({(c.chunk_size, c.window, c.block_size, c.vocab_size) for c in (model.config for model in models.values())}) > 1:
-        raise SystemExit('the checkpoints have different chunks, windows or texts: one table needs the same')
+    alike = lambda model, tokenizer: (model.config.chunk_size, model.config.window, model.config.block_size, tokenizer.to_dict())
+    if any(alike(model, t) != alike(first, tokenizer) for _, model, t, *_ in runs.values()):
+        raise SystemExit('the checkpoints have different chunks, windows, lengths or tokenizers: one table needs the same')
     about = [(Path(path) if Path(path).is_dir() else Path(path).parent) / 'config.json' for path in args.checkpoints]
     known = [x for file in about if file.exists() and (x := json.loads(file.read_text()).get('reference'))]
     if not (args.reference or known):
         raise SystemExit('none of these runs says which reference LM taught it: --reference CKPT')
     idf = next((model.idf.double().cpu().numpy() for model in models.values() if model.idf is not None), None)
-    if idf is None and corpus.train is None:
-        raise SystemExit(f'{corpus.name} has no training split for the idf of BM25')
     idf = rpt.corpus_idf(corpus.train.tokens, m, tokenizer.n_vocab) if idf is None else idf
     reference, *_ = rpt.open_reference(args.reference or known[0], tokenizer, m, device)
     sample = sample_chunks(args, data.Batches(split, 'documents', first.config.block_size, 1, seed=0), first, reference, device)
@@ -911,12 +862,10 @@ def ranks(args, device):
         rows = []                                                           # of each sampled chunk what is known of it
         for x in sample:
             if model:
-                _, scores, read = model.encode(x.batch.tokens, x.batch.doc)
-                top = x.s_t.masked_fill(~(x.s_t > 0), -math.inf).topk(model.n_neighbors, dim=1)
-                sampled = torch.zeros(len(x.chunks), 1, dtype=torch.bool, device=device)
-                sampled[x.some] = True
-                best = torch.where(sampled, top.indices.masked_fill(top.values == -math.inf, -1), read[0])[None]
-                own, oracle = log_p(model, x, read), log_p(model, x, best)
+                f, scores, read = model.encode(x.batch.tokens, x.batch.doc)
+                best = read.clone()
+                best[0, x.some] = model.best(x.s_t[None], x.s_t[None] > 0)[0, x.some]
+                own, oracle = log_p_of(model, f[0], x.batch.targets[0]), log_p(model, x, best)
                 switch(model, 'none')
                 plain = log_p(xl or model, x)
                 switch(model, 'own')
@@ -936,7 +885,7 @@ def ranks(args, device):
                     row.update(nll=-of_target(own), nll_oracle=-of_target(oracle), gain=of_target(own) - of_target(plain), right=float(right))
                     row['gain_right' if right else 'gain_wrong'] = row['gain']
                 rows.append(row)
-        columns = {key: [row[key] for row in rows if key in row] for row in rows for key in row}
+        columns = {key: [row[key] for row in rows if key in row] for key in dict.fromkeys(key for row in rows for key in row)}
         result['retrievers'][name] = {key: float(np.mean(values)) for key, values in columns.items()}
     result['with_a_positive'] = float(np.mean([(x.s_t[i] > 0).any().item() for x in sample for i in x.some]))
     by_k = [[x.s_t[i, order[:k + 1]].max().item() * m for k in range(20)] for x in sample for i, order in bm25_order(x, w, None).items()]
@@ -957,40 +906,34 @@ def ranks(args, device):
 # ----------------------------------------------------------------------------------------------------------------------
 # pictures
 
-def canvas(x, y):
-    """Axes to draw on, or None without matplotlib."""
+def draw(path, xlabel, ylabel, curves, scale='linear', **about_scale):
+    """A picture of curves (x, y, their looks), or a line on stderr where matplotlib is not installed."""
     try:
-        import matplotlib
-        matplotlib.use('Agg')
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure                                # pyplot would want a screen, and would keep what it drew
     except ImportError:
         print('no plot: matplotlib is not installed (pip install matplotlib)', file=sys.stderr)
-        return None
-    _, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
-    axes.set(xlabel=x, ylabel=y)
-    return axes
-
-
-def picture(axes, path):
-    import matplotlib.pyplot as plt
+        return
+    axes = Figure(figsize=(7, 4.2), constrained_layout=True).subplots()
+    for x, y, looks in curves:
+        axes.plot(x, y, **looks)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.set_xscale(scale, **about_scale)
     axes.grid(alpha=0.3)
     axes.legend()
     axes.figure.savefig(path, dpi=110)
-    plt.close(axes.figure)
     print(f'\ndrawn: {path}')
 
 
 def plot(runs, path):
-    """Training and validation loss of one or several runs against tokens, from their log.jsonl. Needs matplotlib."""
-    axes = canvas('training tokens', 'loss, nats per token (pale: training)')
-    for run in runs if axes else ():
+    """Training and validation loss of one or several runs against tokens, from their log.jsonl."""
+    curves = []
+    for i, run in enumerate(runs):
         log = [json.loads(line) for line in (Path(run) / 'log.jsonl').read_text().splitlines()]
-        line, = axes.plot([x['tokens'] for x in log], [x['loss'] for x in log], alpha=0.3, linewidth=1)
+        curves.append(([x['tokens'] for x in log], [x['loss'] for x in log], dict(color=f'C{i}', alpha=0.3, linewidth=1)))
         val = [(x['tokens'], x['val_loss']) for x in log if 'val_loss' in x]
         if val:
-            axes.plot(*zip(*val), color=line.get_color(), marker='o', markersize=3, label=f'{run}: validation {val[-1][1]:.3f}')
-    if axes:
-        picture(axes, path)
+            curves.append((*zip(*val), dict(color=f'C{i}', marker='o', markersize=3, label=f'{run}: validation {val[-1][1]:.3f}')))
+    draw(path, 'training tokens', 'loss, nats per token (pale: training)', curves)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -998,7 +941,7 @@ def plot(runs, path):
 def main():
     parser = argparse.ArgumentParser(description='Evaluates one or several checkpoints.', allow_abbrev=False)
     parser.add_argument('checkpoints', nargs='+', metavar='CKPT', help="a run's folder, or a .pt file")
-    parser.add_argument('--task', default='table', choices=('table', *[task for tasks in TASKS.values() for task in tasks], 'generate'), help='(default: table)')
+    parser.add_argument('--task', default='table', choices=list(dict.fromkeys(('table', *[task for tasks in TASKS.values() for task in tasks], 'generate'))), help='(default: table)')
     parser.add_argument('--data', default='', help='another corpus than the one of training')
     parser.add_argument('--split', default='val', choices=('train', 'val', 'test'), help='(default: val)')
     parser.add_argument('--at-most', type=int, default=0, metavar='N', help='only the first N tokens of the split')
@@ -1036,7 +979,7 @@ def main():
         raise SystemExit(f'--task {args.task} has one text and one set of memories: --memory local,long,ext or fewer')
     if min(args.long, args.sequences, args.chunks) < 1 or args.n_neighbors < 0 or args.at_most < 0 or args.at_most == 1:
         raise SystemExit(f'--long {args.long}, --sequences {args.sequences} and --chunks {args.chunks} must be 1 or more, '
-                         f'--n-neighbors {args.n_neighbors} too, --at-most {args.at_most} 2 or more')
+                         f'--n-neighbors {args.n_neighbors} 0 (the default) or more, --at-most {args.at_most} 2 or more')
     device = train.hardware(args.device)
     kinds = {read(path)['model_name'] for path in args.checkpoints}
     kind = kinds.pop()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import data
+import drt
 import eval as evaluation
 import rpt
 import train
@@ -176,8 +177,24 @@ def test_remembered_shares(recipe):
 def test_figures():
     """Two tokens at 1/4 and 1/2 in a text of 3 bytes and 2 words: 3 bits."""
     split = data.Split('val', np.zeros(3, np.uint16), np.array([0, 3]), 3, 2)
-    x = evaluation.figures(np.log(np.array([0.25, 0.5])), split)
+    x = evaluation.figures(-np.log(0.25) - np.log(0.5), 2, split)
     assert x == pytest.approx(dict(tokens=2, loss=1.5 * np.log(2), ppl=2 ** 1.5, bits_per_byte=1.0, word_ppl=2 ** 1.5))
+
+
+def test_the_ends_of_documents_are_no_text():
+    """--at-most counts bytes and words as data.py does: an end of document, 13 bytes when decoded, made bits per byte too small."""
+    tokenizer = data.Tokenizer.from_dict(dict(name='bytes'))
+    tokens = np.array([*b'ab c', tokenizer.eot, *b'de', tokenizer.eot, *b'fg'], dtype=np.uint16)
+    part = evaluation.first_tokens(data.Split('val', tokens, np.array([0, 5, 8, 10]), 8, 4), 9, tokenizer)
+    assert (len(part.tokens), part.n_bytes, part.offsets.tolist()) == (9, 7, [0, 5, 8, 9])
+
+
+@pytest.mark.parametrize('settings, ways', [(dict(), ['learned', 'random', 'off']), (dict(retriever='random'), ['random', 'off']), (dict(retriever='off'), ['off']),
+                                            (dict(groups=0), ['off'])])
+def test_the_ways_of_reading(settings, ways):
+    """One trained without retrieval has one way: trace told what random chunks `gain` for it."""
+    model = drt.DRT(drt.DRTConfig(vocab_size=9, n_embd=16, **settings))
+    assert list(evaluation.switch(model)) == ways and model.retriever == model.config.retriever
 
 
 @pytest.fixture(scope='session')
@@ -416,7 +433,7 @@ def test_trace(trained_drt, monkeypatch, capsys):
             assert about['gain'] == pytest.approx(own.sum().item(), abs=1e-4)
         assert about['text'] == tokenizer.decode(tokens[7 * c:7 * c + 7].tolist()) and repr(about['text']) in screen
         assert [(i, pytest.approx(p, abs=1e-5)) for i, p, _ in about['found'][0]] == [(i, p) for i, p in zip(idx[0, c].tolist(), w[0, c].tolist()) if i >= 0]
-    with pytest.raises(SystemExit, match='base LM'):
+    with pytest.raises(SystemExit, match='without retrieval'):
         command(monkeypatch, 'out/base', '--task', 'trace')
 
 
@@ -501,8 +518,13 @@ def test_rpt_trace(trained_rpt, monkeypatch, capsys):
         assert about['gain'] == pytest.approx((log_p[0] - log_p[1])[4 * c - 1:4 * c + 3].sum().item(), abs=1e-4)     # of the tokens of chunk c
         assert [i for i, *_ in about['found'][0]] == [k for k in found[0, c - 1].tolist() if k >= 0]
         assert about['found'][0][0][2] == tokenizer.decode(batch.tokens[0, 4 * about['found'][0][0][0]:][:8].tolist()) and repr(about['text']) in screen
-    with pytest.raises(SystemExit, match='Transformer-XL'):
-        command(monkeypatch, 'out/plain', '--task', 'trace')
+    for flags, message in ((['out/plain'], 'without retrieval'), (['out/rpt', '--at-most', '4'], 'too few for one chunk'), (['out/rpt', '--at-most', '20'], 'too few')):
+        with pytest.raises(SystemExit, match=message):
+            command(monkeypatch, *flags, '--task', 'trace')
+    with pytest.raises(SystemExit, match='4 tokens of val are fewer than an eighth of the training length, 8'):
+        command(monkeypatch, 'out/rpt', '--at-most', '4')
+    command(monkeypatch, 'out/rpt', '--at-most', '300', '--json', 'one.json')      # one document: it is the longest
+    assert {row.split()[-1] for row in json.loads(Path('one.json').read_text())['runs']['out/rpt']['rows']} >= {'8', '70', '140'}
 
 
 def test_ranks(trained_rpt, monkeypatch, capsys):
