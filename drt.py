@@ -43,6 +43,7 @@ Where we differ from the paper, and why
 """
 import math
 import time
+import zlib
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -304,11 +305,11 @@ class GroupedCrossAttention(nn.Module):
 
 
 class UpperBlock(Block):
-    """A layer of the upper half: what is read from the fetched chunks enters the MLP, Norm(H + O) of Eq. 2."""
+    """A layer of the upper half: what is read from the fetched chunks enters the MLP, Norm(H + O) of Eq. 2. The base LM's reads nothing."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.gca = GroupedCrossAttention(config)
+        self.gca = GroupedCrossAttention(config) if config.groups else None
 
     def forward(self, x, past=None, read=None):
         y, kv = self.attention(self.norm1(x), past)
@@ -369,13 +370,13 @@ class DRT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        n_upper = config.n_layer // 2 if config.groups else 0
+        seed = torch.randint(2 ** 48, (), device='cpu').item()              # drawn first, so all settings of this file draw the same
+        n_upper = config.n_layer // 2
         self.landmark, self.mask = config.vocab_size, config.vocab_size + 1             # ids that the tokenizer does not have
         n_ids = config.vocab_size + (config.groups > 0) + (config.groups > 0 and config.encoder == 'tokens')
         self.embedding = nn.Embedding(n_ids, config.n_embd)                             # also the output embedding
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - n_upper))
-        self.upper = nn.ModuleList(nn.ModuleList(UpperBlock(config) for _ in range(n_upper // config.groups))
-                                   for _ in range(config.groups))
+        self.upper = nn.ModuleList(UpperBlock(config) for _ in range(n_upper))
         self.landmark_norms = nn.ModuleList(RMSNorm(config.n_embd) for _ in range(config.groups))
         self.encoder = ChunkEncoder(config) if config.groups else None
         self.norm = RMSNorm(config.n_embd)
@@ -384,7 +385,14 @@ class DRT(nn.Module):
         self.offload = False                    # streaming keeps the chunks' keys and values in the CPU's memory (§3.3)
         for name, p in self.named_parameters():                             # GPT-2's: what a block adds starts small
             if p.dim() == 2:
+                torch.manual_seed(seed + zlib.crc32(name.encode()))         # of each name, so what two settings share begins alike
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02)
+
+    def groups(self):
+        """The layers of the upper half, cut into groups; the base LM's are one that retrieves nothing."""
+        G = max(1, self.config.groups)
+        n = len(self.upper) // G                                            # layers of a group
+        return [list(self.upper)[g * n:(g + 1) * n] for g in range(G)]
 
     def insert(self, x, fill, at_landmark):
         """x (B, T) -> (B, N S): a landmark's value after each S - 1; the last chunk is filled up. The base LM has none."""
@@ -436,6 +444,8 @@ class DRT(nn.Module):
         for block in self.lower:
             x, _ = block(x)
         if not config.groups:
+            for block in self.upper:
+                x, _ = block(x)
             return self.norm(x), None, []
 
         chunks, k, v = self.encoder(below if config.encoder == 'tokens' else x)
@@ -450,7 +460,7 @@ class DRT(nn.Module):
             reads = (docs == asked_by[..., None]).view(B, -1, 1, 1)         # (B, P, 1, 1) tokens of another one do not read it
 
         found = []
-        for g, group in enumerate(self.upper):
+        for g, group in enumerate(self.groups()):
             h = self.ask(g, x.view(B, N, S, -1)[:, :, -1], 0)               # (B, N, C)
             w, idx = self.retrieve(h, landmarks, earlier, None if noise is None else noise[g])
             w, idx = F.pad(w, (0, 0, 1, -1)), F.pad(idx, (0, 0, 1, -1), value=-1)       # what chunk t found is for chunk t + 1
@@ -537,7 +547,7 @@ class DRT(nn.Module):
         self.check(tokens)
         S = config.chunk_size if config.groups else config.window + 1       # the base LM has pieces of a window, without landmarks
         old = state or SimpleNamespace(B=len(tokens), past=[None] * config.n_layer, chunk=None, n=0, landmarks=None, store=[],
-                                       reading=[None] * config.groups)
+                                       reading=[None] * max(1, config.groups))
         if old.past is None or old.B != len(tokens):
             raise ValueError('this state was continued before' if old.past is None else f'a state of {old.B} texts, tokens of {len(tokens)}')
         state, old.past = SimpleNamespace(**vars(old)), None                # the new one goes on with the same lists
@@ -551,7 +561,7 @@ class DRT(nn.Module):
             if config.groups:
                 below = below if config.encoder == 'tokens' else x
                 state.chunk = below if state.chunk is None else torch.cat([state.chunk, below], dim=1)      # (B, s, C)
-            for g, group in enumerate(self.upper):
+            for g, group in enumerate(self.groups()):
                 fetched = self.fetch(state, self.ask(g, x[:, -1:], state.n)) if full and state.n else None
                 read = state.reading[g] and (lambda q: self.read(q, *state.reading[g]))
                 for i, block in enumerate(group):

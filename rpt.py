@@ -709,7 +709,7 @@ class RPT(nn.Module):
         self.register_buffer('idf', torch.zeros(config.vocab_size) if config.retriever == 'bm25' else None)      # corpus_idf
         self.n_neighbors = config.n_neighbors   # at test time any number
         self.reads = 'own'                      # eval.py tries others: shuffled (of the next sequence of the batch), none
-        for name, p in self.named_parameters():
+        for name, p in self.named_parameters():                             # GPT-2's: what a block adds starts small
             if p.dim() == 2:
                 torch.manual_seed(seed + zlib.crc32(name.encode()))         # of each name, so what two settings share begins alike
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02)

@@ -64,7 +64,7 @@ def by_definition(model, tokens):
                 out[i, h] = sum(p * v[j, h] for p, j in zip(score.softmax(0), js))
         return out.flatten(1) @ block.attention.proj.weight.T
 
-    for block in model.lower:
+    for block in [*model.lower, *(() if c.groups else model.upper)]:
         x = x + attention(block, x)
         x = x + mlp(block.mlp, norm(block.norm2, x))
 
@@ -88,14 +88,15 @@ def by_definition(model, tokens):
 
     source = embedded if c.encoder == 'tokens' else x
     chunks = [encoded(source[S * n:S * n + S]) for n in range(P // S if c.groups else 0)]      # whole chunks alone: C_k
-    for g, group in enumerate(model.upper):
+    n = len(model.upper) // max(1, c.groups)                                # layers of a group
+    for g in range(c.groups):
         reads = {}
         for t in range(P // S):                                             # Eq. 1, the landmark of chunk t asks for chunk t + 1
             h = norm(model.landmark_norms[g], x[S * t + S - 1])
             r = sorted(((h @ chunks[k][-1] / C ** 0.5, k) for k in range(t)), key=lambda pair: -pair[0].item())[:c.n_neighbors]
             total = sum(math.exp(score) for score, _ in r)
             reads[t + 1] = [(math.exp(score) / total, k) for score, k in r]
-        for block in group:
+        for block in model.upper[g * n:(g + 1) * n]:
             a = x + attention(block, x)
             q = (norm(block.gca.norm, a) @ block.gca.query.weight.T).view(P, H, D)
             o = torch.zeros(P, H, D, dtype=x.dtype)
@@ -174,9 +175,8 @@ def test_documents_are_not_crossed():
 def test_a_new_document_in_a_chunk_does_not_read_what_the_old_one_fetched():
     model, a = small(window=2, n_neighbors=9), tokens_of()
     doc = (torch.arange(T) >= 16).long().expand(B, T)                       # chunk 5 has tokens 15, 16, 17
-    for group in model.upper:                                               # with attention off up there, each token has what it read itself
-        for block in group:
-            block.attention.proj.weight.data.zero_()
+    for block in model.upper:                                               # with attention off up there, each token has what it read itself
+        block.attention.proj.weight.data.zero_()
     on, _, _ = model.encode(a, doc)
     model.retriever = 'off'
     off, _, _ = model.encode(a, doc)
@@ -468,6 +468,19 @@ def test_bf16_keeps_the_scores_in_fp32():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # sizes
+
+def test_equal_seeds_give_equal_initial_weights():
+    """What two settings share begins alike, the base LM's layers and the embedding's rows of words too: else a comparison is one of initial weights."""
+    def start(seed, **more):
+        torch.manual_seed(seed)
+        return DRT(DRTConfig(n_embd=16, vocab_size=40, **more)).state_dict()
+
+    plain = start(0, groups=0)
+    for more in (dict(), dict(groups=2), dict(encoder='none'), dict(encoder='tokens', retriever='random', sink=True)):
+        weights = start(0, **more)
+        assert all(p.equal(weights[name][:len(p)]) for name, p in plain.items()) and len(weights) > len(plain)
+    assert not plain['embedding.weight'].equal(start(1, groups=0)['embedding.weight'])
+
 
 def test_parameter_counts_of_the_paper():
     """Table 1: base LM 124M (123.5), with two more layers 138M (137.7), DRT 133M (131.8) and 14M in the encoder, in millions, x1 as x2."""
