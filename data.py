@@ -11,6 +11,15 @@ Every document ends with <|endoftext|>, except with the `word` tokenizer, whose 
 A batch is a pure function of (split, kind, block_size, micro_batch, seed, number): no iterator has a state, so a run
 resumes from its step alone, and the micro-batches of a step are the same on any number of processes.
 
+The way of a text, in the order of this file
+    list_files, list_code       which files
+    split_sources               which file, or part of one, is in which split: a Source
+    lines, pieces               a Source's text, in pieces that can be encoded one by one
+    write_split, prepare        the pieces' token ids, on disk
+    open_corpus                 what is on disk, checked: a Corpus of three Splits
+    load                        all of the above, or only open_corpus when nothing has changed: begin to read here
+    Batches                     which tokens make sequence r (positions), which sequences micro-batch g (rows), as tensors (take)
+
 Where a paper is in this file
     TRIME (Zhong, Lei & Chen 2022) §4.1 segments, §4.2 consecutive segments     Batches 'segments', 'consecutive'
     §4.3, Algorithm 1: packing segments by BM25                                 pack, pack_order
@@ -77,6 +86,11 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 def well_formed(text):
     """text with lone surrogates, which UTF-8 cannot hold, replaced (jsonl can bring them in)."""
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+
+
+def words_of(text):
+    """The words of a text as WikiText's papers count them: what stands between blanks, and <eos> for each line end."""
+    return text.replace('\n', ' <eos> ').split()
 
 
 def learn_bpe(counts, n_merges, quiet=True):
@@ -149,42 +163,39 @@ class Tokenizer:
         one_of('tokenizer', name, self.NAMES)
         self.name, self.pattern, self.eot = name, pattern, None
         self.tokens = [bytes([i]) for i in range(256)] if name == 'bytes' else list(tokens)
-        if name == 'word':
-            self.ids = {word: i for i, word in enumerate(self.tokens)}
-        else:
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        if name != 'word':
             self.eot = len(self.tokens)
-            if name != 'bytes':
-                import tiktoken
-                ranks = {token: i for i, token in enumerate(self.tokens)}
-                self.tiktoken = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: self.eot})
             self.tokens.append(EOT.encode())
+        if name in ('bpe', 'gpt2'):
+            import tiktoken
+            self.tiktoken = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=self.ids, special_tokens={EOT: self.eot})
         self.n_vocab = len(self.tokens)
+        self.dtype = np.dtype(np.uint16 if self.n_vocab <= 1 << 16 else np.uint32)      # of ids on disk
 
     @classmethod
     def train(cls, name, texts=(), vocab_size=None, quiet=True):
         """A tokenizer made from texts, an iterable of str (bytes and gpt2 need none); vocab_size is for bpe alone."""
-        one_of('tokenizer', name, cls.NAMES)
         if name == 'bpe':
             import regex                                # tiktoken depends on it
             if not vocab_size or vocab_size < 257:
                 raise DataError(f'--vocab-size {vocab_size} is too small for bpe: 257 (256 bytes and {EOT}) is the least')
             counts = Counter()
             for text in texts:
-                counts.update(regex.findall(PATTERN, well_formed(text)))
+                counts.update(regex.findall(PATTERN, text))
             parts = Counter()                           # a word of a megabyte would be slow to learn from: cut it
             for word, n in counts.items():
                 word = word.encode()
                 for i in range(0, len(word), 128):
                     parts[word[i:i + 128]] += n
             tokens = learn_bpe(parts, vocab_size - 257, quiet)
-            if len(tokens) + 1 < vocab_size:
+            if len(tokens) + 1 < vocab_size and not quiet:
                 print(f'bpe: {len(tokens) + 1:,} ids instead of {vocab_size:,}, the text has no more pairs to merge')
             return cls('bpe', tokens, PATTERN)
         if name == 'word':
             counts = Counter({'<unk>': 0, '<eos>': 0})
             for text in texts:
-                counts.update(text.split())
-                counts['<eos>'] += text.count('\n')
+                counts.update(words_of(text))
             return cls('word', sorted(counts, key=lambda word: (-counts[word], word)))
         if name == 'gpt2':
             import tiktoken
@@ -196,34 +207,27 @@ class Tokenizer:
                     'folder that holds vocab.bpe under the name 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and encoder.json '
                     'under 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 (the sha1 of their URLs)') from None
             return cls('gpt2', [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)], gpt2._pat_str)
-        return cls('bytes')
+        return cls(name)
 
     def encode(self, text):
         """str -> (n,) uint32. <|endoftext|> within the text is ordinary text."""
         if self.name == 'word':
-            get, unk, eos, ids = self.ids.get, self.ids['<unk>'], self.ids['<eos>'], []
-            for line in text.split('\n'):
-                ids += [get(word, unk) for word in line.split()]
-                ids.append(eos)
-            return np.array(ids[:-1], dtype=np.uint32)  # a line end stands between two lines, not after the last
+            unk = self.ids['<unk>']
+            return np.array([self.ids.get(word, unk) for word in words_of(text)], dtype=np.uint32)
         text = well_formed(text)
         if self.name == 'bytes':
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
         return self.tiktoken.encode_to_numpy(text, disallowed_special=())
 
-    def decode_bytes(self, ids):
-        """Any iterable of ids -> bytes; <|endoftext|> is written out. ValueError for an id that is none of the tokenizer's."""
+    def decode(self, ids):
+        """Ids of any shape -> str, <|endoftext|> written out, U+FFFD for what is not UTF-8. ValueError for an id that is none."""
         ids = np.asarray(ids, dtype=np.int64).reshape(-1)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.n_vocab:
             raise ValueError(f'ids from {ids.min()} to {ids.max()}: the {self.name} tokenizer has 0 to {self.n_vocab - 1}')
         tokens = [self.tokens[i] for i in ids.tolist()]
         if self.name == 'word':
-            return ' '.join('\n' if word == '<eos>' else word for word in tokens).encode()
-        return b''.join(tokens)
-
-    def decode(self, ids):
-        """ids -> str; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode(errors='replace')
+            return ' '.join('\n' if word == '<eos>' else word for word in tokens)
+        return b''.join(tokens).decode(errors='replace')
 
     def to_dict(self):
         """All of the tokenizer in plain types, for meta.json and checkpoints; latin-1 makes one character of each byte."""
@@ -256,7 +260,7 @@ DOWNLOADS = {           # name: (file, URL of it or of a zip that holds it, byte
     'pg19': [(split, f'gs://deepmind-gutenberg/{split}', None, None) for split in ('train', 'validation', 'test')],   # by hand
 }
 NOT_CODE = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test', 'encodings', 'pydoc_data', '__pycache__'}
-NAMED = re.compile(r'(?:.*[._-])?(train|valid|val|validation|test)(?:\..*)?')      # train.txt, wiki.valid.tokens, test/
+SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|valid|val|validation|test)(?:\..*)?')     # train.txt, wiki.valid.tokens, test/
 HEADING = re.compile(r' = (?!= ).*(?<! =) = ?\n')                                  # WikiText's ' = Title = ', not ' = = Part = = '
 
 
@@ -300,6 +304,8 @@ def fetch(name, folder, quiet):
             elif not path.exists():
                 download(url, path, quiet)
         except (OSError, zipfile.BadZipFile, StopIteration) as error:
+            if isinstance(error, zipfile.BadZipFile):
+                archive.unlink()
             missing = ' and '.join(f for f, *_ in DOWNLOADS[name] if not (folder / f).exists())
             raise DataError(f'{url} could not be fetched ({type(error).__name__}: {error}): put {missing} into {folder} by hand, '
                             'then run this again') from None
@@ -311,20 +317,20 @@ def fetch(name, folder, quiet):
             print(f'{path}: not verified, no sha256 of it is known here')
 
 
-def list_files(where, root, omit=()):
-    """[(name relative to `where`, path)] in path order. Hidden files, `root`, where corpora are kept, and `omit` are left out."""
+def list_files(where, omit):
+    """[(name relative to `where`, path)] in path order, without hidden ones and the folders in `omit`, names or whole paths."""
     if where.is_file():
         return [(where.name, where)]
-    files, root = [], Path(root).resolve()
+    files = []
     for folder, folders, names in os.walk(where):
-        folders[:] = [d for d in folders if d[0] != '.' and d not in omit and Path(folder, d).resolve() != root]
+        folders[:] = [d for d in folders if d[0] != '.' and d not in omit and Path(folder, d).resolve() not in omit]
         files += [Path(folder, name) for name in names if name[0] != '.']
     return sorted((path.relative_to(where).as_posix(), path) for path in files if path.is_file())
 
 
-def list_code(root):
+def list_code():
     """The standard library's own sources, without what was written when this Python was built (_sysconfigdata*, config-*)."""
-    files = list_files(Path(sysconfig.get_paths()['stdlib']), root, NOT_CODE)
+    files = list_files(Path(sysconfig.get_paths()['stdlib']), NOT_CODE)
     return [(name, path) for name, path in files if name.endswith('.py') and not name.startswith(('_sysconfigdata', 'config-'))]
 
 
@@ -360,32 +366,35 @@ def by_hash(sizes):
     return split
 
 
-def plan(files, code):
+def split_sources(files, code):
     """
+    Reads all files once and gives each to a split.
+
     files       [(name, path)]
-    returns     {split: [Source]}, sha256 of all that, [(name of a skipped file, why)]
+    returns     {split: [Source]}, sha256 of all that, {why: [name of a skipped file]}
 
     code                                        a document is a top-level package or module; split by the hash of its name
     files (or folders) named train, val, test   these splits; unless one is named train, the names mean nothing
     a single file                               the first 90% for train, 5% for val, 5% for test, cut at line ends
     other files                                 split by the hash of their names
     """
-    shas, skipped, sources = {}, [], {split: [] for split in SPLITS}
+    shas, skipped, texts, sources = {}, defaultdict(list), [], {split: [] for split in SPLITS}
     for name, path in files:
         shas[path], why = scan(path)
         if why:
-            skipped.append((name, why))
-    bad = {name for name, _ in skipped}
-    files = [(name, path) for name, path in files if name not in bad and path.stat().st_size]
-    named = {name: match[1] for name, _ in files if (match := NAMED.fullmatch(name.split('/')[0]))}
+            skipped[why].append(name)
+        elif path.stat().st_size:
+            texts.append((name, path))
+    named = {name: match[1] for name, _ in texts if (match := SPLIT_NAME.fullmatch(name.split('/')[0]))}
     if not code and 'train' in named.values():
-        for name, path in files:
+        for name, path in texts:
             if name in named:
-                sources[{'valid': 'val', 'validation': 'val'}.get(named[name], named[name])].append(Source(name, (path,)))
+                split = 'val' if named[name].startswith('val') else named[name]
+                sources[split].append(Source(name, (path,)))
             else:
-                skipped.append((name, 'not named train, val or test'))
-    elif not code and len(files) == 1:
-        (name, path), cuts = files[0], [0]
+                skipped['not named train, val or test'].append(name)
+    elif not code and len(texts) == 1:
+        (name, path), cuts = texts[0], [0]
         with open(path, 'rb') as f:
             for percent in (90, 95, 100):
                 f.seek(max(path.stat().st_size * percent // 100 - 1, 0))
@@ -396,11 +405,12 @@ def plan(files, code):
                 sources[split].append(Source(name, (path,), start, stop))
     else:
         groups = defaultdict(list)
-        for name, path in files:
+        for name, path in texts:
             groups[name.split('/')[0] if code else name].append(path)
-        split = by_hash({name: sum(path.stat().st_size for path in paths) for name, paths in groups.items()})
-        for name, paths in groups.items():
-            sources[split[name]].append(Source(name, tuple(paths)))
+        documents = [Source(name, tuple(paths)) for name, paths in groups.items()]
+        split_of = by_hash({source.name: source.size() for source in documents})
+        for source in documents:
+            sources[split_of[source.name]].append(source)
     facts = [[split, s.name, s.start, s.stop, [shas[p] for p in s.paths]] for split in SPLITS for s in sources[split]]
     return sources, hashlib.sha256(json.dumps(facts).encode()).hexdigest(), skipped
 
@@ -415,23 +425,23 @@ def lines(source):
                 if source.stop is not None and f.tell() >= source.stop:
                     return
 
-    begins, line = True, ''
+    path = source.paths[0]
+    if path.suffix == '.jsonl':                         # a document per line
+        for number, line in enumerate(read(path), 1):
+            if line.strip():
+                try:
+                    document = io.StringIO(well_formed(json.loads(line)['text']))
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    raise DataError(f'{path}, line {number} after byte {source.start:,}: not an object with a text in '
+                                    'the field "text"') from None
+                for n, line in enumerate(document):
+                    yield n == 0, line
+        return
+    begins, blank, before, line = True, True, '', ''    # blank: this document has no text yet
     for path in source.paths:
-        if path.suffix == '.jsonl':
-            for number, line in enumerate(read(path), 1):
-                if line.strip():
-                    try:
-                        document = io.StringIO(json.loads(line)['text'])
-                    except (ValueError, KeyError, TypeError):
-                        raise DataError(f'{path}, line {number} after byte {source.start:,}: not an object with a text in '
-                                        'the field "text"') from None
-                    for n, line in enumerate(document):
-                        yield n == 0, line
-            continue
         if line and not line.endswith('\n'):
             line = '\n'                                 # files of one document: each starts a line
             yield False, line
-        before, blank = '', True                        # blank: this document has no text yet
         for line, after in itertools.pairwise(itertools.chain(read(path), [''])):
             if path.suffix != '.py' and HEADING.fullmatch(line) and not before.strip() and not after.strip() and not blank:
                 begins = blank = True
@@ -448,8 +458,8 @@ def pieces(source):
     """
     held, size, last = [], 0, ''
     for begins, line in lines(source):
-        safe = last[-2:-1].strip() and line[0].strip() or size > 64 * PIECE
-        if held and (begins or size > PIECE and safe):
+        safe = last[-2:-1].strip() and line[0].strip()
+        if held and (begins or size > PIECE and safe or size > 64 * PIECE):     # a text without such a place is cut all the same
             yield ''.join(held), begins
             held, size = [], 0
         held.append(line)
@@ -498,15 +508,18 @@ def sample_of(tokens):
 
 
 def encode_bundle(tokenizer, bundle):
-    """[(text, whether a document ends)] -> tokens, lengths up to each document's end, bytes, words, line ends."""
-    arrays, ends, end = [], [], [] if tokenizer.eot is None else [tokenizer.eot]
+    """[(text, whether a document ends)] -> tokens, their number up to each document's end, [bytes, words, line ends]."""
+    lists, n, ends, counts = [], 0, [], np.zeros(3, dtype=np.int64)
     for text, ends_here in bundle:
-        arrays.append(np.append(tokenizer.encode(text), end if ends_here else []).astype(np.uint32))
+        ids = tokenizer.encode(text)
+        if ends_here and tokenizer.eot is not None:
+            ids = np.append(ids, np.uint32(tokenizer.eot))
+        lists.append(ids)
+        n += len(ids)
         if ends_here:
-            ends.append(sum(map(len, arrays)))
-    texts = [well_formed(text) for text, _ in bundle]
-    counts = [sum(len(t.encode()) for t in texts), sum(len(t.split()) for t in texts), sum(t.count('\n') for t in texts)]
-    return np.concatenate(arrays), ends, counts
+            ends.append(n)
+        counts += len(text.encode()), len(text.split()), text.count('\n')
+    return np.concatenate(lists), ends, counts
 
 
 def write_split(folder, split, sources, tokenizer, quiet):
@@ -525,35 +538,38 @@ def write_split(folder, split, sources, tokenizer, quiet):
         if bundle:
             yield encode_bundle(tokenizer, bundle)
 
-    dtype = np.uint16 if tokenizer.n_vocab <= 1 << 16 else np.uint32
     offsets, n, counts = [0], 0, np.zeros(3, dtype=np.int64)
     workers = os.cpu_count() or 1                       # threads serve: tiktoken lets go of the interpreter's lock
     with open(folder / f'{split}.bin', 'wb') as f, ThreadPoolExecutor(workers) as pool:
         for tokens, ends, sizes in progress(encoded(pool, workers + 2), f'encoding {split}', sum(s.size() for s in sources) // (4 * PIECE), quiet):
-            tokens.astype(dtype).tofile(f)
+            tokens.astype(tokenizer.dtype).tofile(f)
             offsets += [n + end for end in ends]
             n += len(tokens)
             counts += sizes
     if n == 0:
         raise DataError(f'the files of the {split} split have no text')
-    np.array(offsets, dtype=np.int64).tofile(folder / f'{split}.idx')
+    offsets = np.unique(np.array(offsets, dtype=np.int64))                  # a text in which the tokenizer finds nothing is no document
+    offsets.tofile(folder / f'{split}.idx')
     keys = dict(zip(('bytes', 'words', 'lines'), counts.tolist()))          # words + lines: WikiText's count, <eos> included
-    return {'tokens': n, 'docs': len(offsets) - 1, **keys, 'bin_sample': sample_of(np.memmap(folder / f'{split}.bin', dtype=dtype, mode='r'))[1],
-            'idx_sha256': hashlib.sha256((folder / f'{split}.idx').read_bytes()).hexdigest()}
+    return {'tokens': n, 'docs': len(offsets) - 1, **keys, 'bin_sample': sample_of(np.memmap(folder / f'{split}.bin', tokenizer.dtype, 'r'))[1],
+            'idx_sha256': hashlib.sha256(offsets).hexdigest()}
 
 
 def prepare(folder, name, sources, sha, facts, tokenizer, vocab_size, quiet):
     """Makes a corpus in a folder beside `folder` and renames it at the end, so that no half-made one is ever found."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for old in folder.parent.glob(f'{folder.name}.tmp-*'):      # left by a run that was killed
-        if all(time.time() - p.stat().st_mtime > 3600 for p in [old, *old.iterdir()]):
-            shutil.rmtree(old, ignore_errors=True)
+        try:
+            if all(time.time() - p.stat().st_mtime > 3600 for p in [old, *old.iterdir()]):
+                shutil.rmtree(old, ignore_errors=True)
+        except FileNotFoundError:                               # renamed meanwhile, by a run that is ready
+            pass
     temporary = Path(tempfile.mkdtemp(prefix=folder.name + '.tmp-', dir=folder.parent))
     try:
-        size = sum(s.size() for s in sources['train'])
-        every = -(-size // BPE_SAMPLE) if tokenizer == 'bpe' else 1
-        texts = (text for text, _ in itertools.chain.from_iterable(map(pieces, sources['train'])))
         if not isinstance(tokenizer, Tokenizer):
+            size = sum(s.size() for s in sources['train'])
+            every = -(-size // BPE_SAMPLE) if tokenizer == 'bpe' else 1
+            texts = (text for text, _ in itertools.chain.from_iterable(map(pieces, sources['train'])))
             tokenizer = Tokenizer.train(tokenizer, itertools.islice(texts, 0, None, every), vocab_size, quiet)
         splits = {split: write_split(temporary, split, sources[split], tokenizer, quiet) for split in SPLITS if sources[split]}
         tok = tokenizer.to_dict()
@@ -577,37 +593,33 @@ def open_corpus(folder):
     """The corpus in a folder, checked; DataError with the file's name when something is wrong."""
     def check(fine, file, what):
         if not fine:
-            raise DataError(f'{folder / file}: {what}; delete the folder {folder} to prepare it again')
+            raise DataError(f'{folder / file}: {what}; delete the folder {folder} to prepare it again') from None
 
-    def size_of(file):
-        check((folder / file).is_file(), file, 'missing')
-        return (folder / file).stat().st_size
-
-    size_of('meta.json')
+    check((folder / 'meta.json').is_file(), 'meta.json', 'missing')
     try:
         meta = json.loads((folder / 'meta.json').read_text())
         check(meta['version'] == VERSION, 'meta.json', f'format {meta["version"]}, this program reads format {VERSION}')
         tokenizer, splits = Tokenizer.from_dict(meta['tokenizer']), dict.fromkeys(SPLITS)
         check(tokenizer.n_vocab == meta['n_vocab'], 'meta.json', f'{tokenizer.n_vocab} ids instead of {meta["n_vocab"]}')
-        dtype = np.dtype(np.uint16 if tokenizer.n_vocab <= 1 << 16 else np.uint32)
         for name, m in meta['splits'].items():
             bin_file, idx_file = f'{name}.bin', f'{name}.idx'
-            for file, want in (bin_file, m['tokens'] * dtype.itemsize), (idx_file, 8 * (m['docs'] + 1)):
-                check(size_of(file) == want, file, f'{size_of(file):,} bytes instead of {want:,}')
+            for file, want in (bin_file, m['tokens'] * tokenizer.dtype.itemsize), (idx_file, 8 * (m['docs'] + 1)):
+                check((folder / file).is_file(), file, 'missing')
+                size = (folder / file).stat().st_size
+                check(size == want, file, f'{size:,} bytes instead of {want:,}')
             offsets = np.fromfile(folder / idx_file, dtype=np.int64)
             good = offsets[0] == 0 and offsets[-1] == m['tokens'] and (np.diff(offsets) > 0).all()
             check(good, idx_file, f'the offsets do not rise from 0 to {m["tokens"]:,}')
             sha = hashlib.sha256(offsets).hexdigest()
             check(sha == m['idx_sha256'], idx_file, 'not the offsets that were written with this meta.json')
-            tokens = np.memmap(folder / bin_file, dtype=dtype, mode='r')
+            tokens = np.memmap(folder / bin_file, tokenizer.dtype, 'r')
             top, sha = sample_of(tokens)
             check(top < tokenizer.n_vocab, bin_file, f'id {top:,} is out of range, the tokenizer has {tokenizer.n_vocab:,} ids')
             check(sha == m['bin_sample'], bin_file, 'not the tokens that were written with this meta.json')
             splits[name] = Split(name, tokens, offsets, m['bytes'], m['words'])
         return Corpus(meta['name'], folder, meta, tokenizer, *(splits[s] for s in SPLITS), meta['fingerprint'])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f'{folder / "meta.json"}: not readable ({type(error).__name__}: {error}); '
-                        f'delete the folder {folder} to prepare it again') from None
+        check(False, 'meta.json', f'not readable ({type(error).__name__}: {error})')
 
 
 def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):
@@ -622,26 +634,26 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     vocab_size = given.n_vocab if given else vocab_size
     one_of('tokenizer', tokenizer, Tokenizer.NAMES)
     say = (lambda *a: None) if quiet else print
-    named = ['code', *DOWNLOADS]
-    root, where = Path(root), Path(data)
+    known = ['code', *DOWNLOADS]
+    data, root, where = str(data), Path(root), Path(data)
     if data in DOWNLOADS:
         where = root / 'downloads' / data
     elif data != 'code' and not where.exists():
-        one_of('corpus (and no file or folder has that name)', data, named)
-    name = data if data in named else where.resolve().stem if where.is_file() else where.resolve().name
+        one_of('corpus (and no file or folder has that name)', data, known)
+    name = data if data in known else where.resolve().stem if where.is_file() else where.resolve().name
     folder = root / f'{name}-{tokenizer}{vocab_size if tokenizer == "bpe" else ""}'
-    if given:                                       # the usual folder may have been encoded with another one
-        own = json.dumps(given.to_dict())
-        if not folder.exists() or json.dumps(open_corpus(folder).tokenizer.to_dict()) != own:
-            folder = root / f'{folder.name}-{hashlib.sha256(own.encode()).hexdigest()[:8]}'
     corpus = open_corpus(folder) if folder.exists() else None
+    if given and (corpus is None or corpus.tokenizer.to_dict() != given.to_dict()):     # the usual folder has another one
+        folder = root / f'{folder.name}-{hashlib.sha256(json.dumps(given.to_dict()).encode()).hexdigest()[:8]}'
+        corpus = open_corpus(folder) if folder.exists() else None
     if data in DOWNLOADS and corpus is None:
         fetch(data, where, quiet)
-    files = list_code(root) if data == 'code' else list_files(where, root) if where.exists() else []
+    files = list_code() if data == 'code' else list_files(where, {root.resolve()}) if where.exists() else []
+    if data in DOWNLOADS:                           # a prepared one needs its sources no more, and what lies beside them is none
+        files = [] if corpus else [(n, p) for n, p in files if n.split('/')[0] in {file for file, *_ in DOWNLOADS[data]}]
     if corpus is None or files and stamp(files) != corpus.meta['stamp']:
-        sources, sha, skipped = plan(files, data == 'code')
-        for why, group in itertools.groupby(sorted(skipped, key=lambda s: s[1]), key=lambda s: s[1]):
-            names = [n for n, _ in group]
+        sources, sha, skipped = split_sources(files, data == 'code')
+        for why, names in sorted(skipped.items()):
             say(f'skipped, {why}: {", ".join(names[:5])}' + (f' and {len(names) - 5} more' if len(names) > 5 else ''))
         if not sources['train']:
             raise DataError(f'{where}: no text to train on in {len(files):,} files (UTF-8 text, not hidden, not empty, is what counts)')
@@ -689,17 +701,16 @@ def pack_order(neighbors, rng):
     return np.array(order, dtype=np.int64)
 
 
-def pack(segments, seed, cache=None, docs=None):
+def pack(segments, first, last, seed, cache):
     """
-    segments    list of token id arrays
-    docs        first and last document of each (n,), (n,), rising; segments that share one are not packed after each other
-                (TRIME §4.3: m = 1). None: only a segment and itself are not
-    returns     their order in batches, (n,) int64; kept in the folder `cache`, in a file named by all that it depends on
+    segments        list of token id arrays
+    first, last     the first and the last document of each, (n,), rising; segments that share one are not packed after each
+                    other (TRIME §4.3: m = 1). If each segment has a number of its own, only it and itself are not
+    returns         their order in batches, (n,) int64; kept in the folder `cache`, in a file named by all that it depends on
     """
     n = len(segments)
-    first, last = (np.arange(n), np.arange(n)) if docs is None else docs
     lo, hi = np.searchsorted(last, first), np.searchsorted(first, last, side='right')       # lo..hi-1 share one with it
-    if docs is not None and n > 1 and (hi - lo).min() == n:
+    if n > 1 and (hi - lo).min() == n:
         raise DataError('all segments are of one document, so memory ext, which is of other documents, would be empty; '
                         '--no-same-document lets segments of one document see each other')
     key = hashlib.sha256(f'bm25 lucene 1.2 0.75, k = {N_NEIGHBORS}, seed = {seed}'.encode() + lo.tobytes() + hi.tobytes())
@@ -720,9 +731,8 @@ def pack(segments, seed, cache=None, docs=None):
     order = pack_order(neighbors, np.random.default_rng(seed))
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f'.{os.getpid()}.tmp')
-        with open(temporary, 'wb') as f:
-            np.save(f, order)
+        temporary = path.with_suffix(f'.{os.getpid()}.npy')
+        np.save(temporary, order)
         os.replace(temporary, path)
     return order
 
@@ -740,8 +750,8 @@ class Batches:
 
     In the first three each token of the split but the first is predicted exactly once per epoch; in `documents`, each token
     but a document's first, if short tails are joined. The last sequences are padded, so shapes never change.
-    Nothing but split, kind, block_size, micro_batch, seed and g has an influence on batches[g]. With fold 0 or 1, `documents` has
-    only those whose number is even or odd.
+    Nothing but g and the arguments, `cache` excepted, has an influence on batches[g]. With fold 0 or 1, `documents` has only
+    those whose number is even or odd.
     """
     KINDS = ('segments', 'consecutive', 'packed', 'documents')
 
@@ -756,32 +766,30 @@ class Batches:
             raise DataError(f'--block-size {block_size} and --micro-batch {micro_batch} must be 1 or more')
         if fold >= 0 and kind != 'documents':
             raise DataError(f'--fold {fold} chooses documents, and batches of the kind {kind} have none to choose')
-        n_tokens, T = len(split.tokens), block_size
-        if kind == 'documents':
+        # stretches of the split are put in a row, and sequence r is places r * T to r * T + T - 1 of that row
+        T, longest = block_size, ''
+        if kind == 'documents':         # first all documents, each without its tail, so that no sequence has two; then all tails
             lengths = np.diff(split.offsets)
             if fold >= 0:
                 lengths[np.arange(len(lengths)) % 2 != fold] = 0
-            n_full = lengths // T
-            # full sequence number j of document d begins at offsets[d] + j * T
-            first = np.repeat(np.cumsum(n_full) - n_full, n_full)
-            self.starts = np.repeat(split.offsets[:-1], n_full) + (np.arange(n_full.sum()) - first) * T
-            tail = (lengths % T > 0) & (short == 'join')
-            self.tails = (split.offsets[:-1] + n_full * T)[tail]                        # where in the split each tail begins
-            self.joined = np.concatenate([[0], np.cumsum((lengths % T)[tail])])         # and where in the row of all tails
-            self.n_rows = len(self.starts) + -(-int(self.joined[-1]) // T)
-            enough = len(self.starts) or self.joined[-1] >= T
-            longest = f', the longest document {lengths.max():,}' if short == 'drop' else ''
-        else:
-            self.n_rows, longest = -(-(n_tokens - 1) // T), ''
-            enough = n_tokens > T
-        if not enough:
-            raise DataError(f'{split.name} has {n_tokens:,} tokens{longest}: not enough for one sequence of --block-size {T:,}')
-        self.base = np.arange(self.n_rows)
+            tails = lengths % T
+            begins = np.concatenate([split.offsets[:-1], split.offsets[1:] - tails])
+            sizes = np.concatenate([lengths - tails, tails])
+            if short == 'drop':
+                begins, sizes, longest = split.offsets[:-1], lengths - tails, f', the longest document {lengths.max():,}'
+        else:                           # all but the last token, which is only ever a target
+            begins, sizes = np.array([0]), np.array([len(split.tokens) - 1])
+        self.ends, n = np.cumsum(sizes), int(sizes.sum())           # where each stretch ends in the row
+        self.shift = begins - (self.ends - sizes)                   # position in the split minus place in the row, for each stretch
+        if n < T:
+            raise DataError(f'{split.name} has {len(split.tokens):,} tokens{longest}: not enough for one sequence of --block-size {T:,}')
+        self.n_rows = -(-n // T)
+        self.base = np.arange(self.n_rows)                          # `rows` cuts it into micro-batches, unless it shuffles sequences
         if kind == 'packed':
-            starts = np.arange(self.n_rows) * T
-            ends = np.minimum(starts + T, n_tokens - 1)
-            docs = (split.doc_of(starts), split.doc_of(ends - 1)) if documents else None
-            self.base = pack([np.asarray(split.tokens[a:b]) for a, b in zip(starts, ends)], seed, cache, docs)
+            starts = self.base * T
+            ends = np.minimum(starts + T, n)
+            docs = (split.doc_of(starts), split.doc_of(ends - 1)) if documents else (self.base, self.base)
+            self.base = pack([np.asarray(split.tokens[a:b]) for a, b in zip(starts, ends)], *docs, seed, cache)
 
     def __len__(self):
         return -(-self.n_rows // self.B)
@@ -798,22 +806,16 @@ class Batches:
             rng = np.random.default_rng([self.seed, epoch])
             self.epoch = epoch, rng.permutation(len(self) if whole else self.n_rows)
         order = self.epoch[1]
-        return self.base[order[i] * self.B:][:self.B] if whole else order[i * self.B:][:self.B]
+        if whole:
+            order, i = self.base, order[i]
+        return order[i * self.B:][:self.B]
 
     def positions(self, rows):
         """Where in the split the tokens of some sequences are: (len(rows), T) int64, -1 at padding."""
-        T = self.T
-        if self.kind != 'documents':
-            p = rows[:, None] * T + np.arange(T)
-            return np.where(p < len(self.split.tokens) - 1, p, -1)      # the last token is only ever a target
-        n_full = len(self.starts)
-        full = rows < n_full
-        p = np.empty((len(rows), T), dtype=np.int64)
-        p[full] = self.starts[rows[full], None] + np.arange(T)
-        u = (rows[~full, None] - n_full) * T + np.arange(T)             # place in the row of all tails
-        t = np.minimum(np.searchsorted(self.joined, u, side='right') - 1, len(self.tails) - 1)
-        p[~full] = np.where(u < self.joined[-1], self.tails[t] + u - self.joined[t], -1) if len(self.tails) else -1
-        return p
+        place = rows[:, None] * self.T + np.arange(self.T)
+        inside = place < self.ends[-1]
+        stretch = np.searchsorted(self.ends, np.where(inside, place, 0), side='right')
+        return np.where(inside, place + self.shift[stretch], -1)
 
     def __getitem__(self, g):
         if g < 0:
@@ -823,16 +825,14 @@ class Batches:
 
     def take(self, rows, seed):
         """The micro-batch of sequences chosen by number, rows (at most B,); they are numbered 0 to n_rows - 1 in stream order."""
-        split = self.split
-        p = np.full((self.B, self.T), -1, dtype=np.int64)               # (B, T)
+        split, p = self.split, np.full((self.B, self.T), -1, dtype=np.int64)                  # (B, T)
         p[:len(rows)] = self.positions(rows)
-        padding, last = p < 0, len(split.tokens) - 1
         doc = split.doc_of(p)                                           # (B, T) and -1 for position -1
-        none = padding | (p == last)
+        real = predicted = p >= 0
         if self.kind == 'documents':
-            none |= p + 1 == split.offsets[doc + 1]                     # the next token is another document's
-        tokens = np.where(padding, 0, split.tokens[np.maximum(p, 0)].astype(np.int64))
-        targets = np.where(none, -1, split.tokens[np.minimum(p + 1, last)].astype(np.int64))
+            predicted = p + 1 < split.offsets[doc + 1]                  # the next token is the document's own; False at padding
+        tokens = np.where(real, split.tokens[np.maximum(p, 0)].astype(np.int64), 0)
+        targets = np.where(predicted, split.tokens[np.minimum(p + 1, len(split.tokens) - 1)].astype(np.int64), -1)
         return Batch(*map(torch.from_numpy, (tokens, targets, doc)), seed)
 
 
