@@ -238,8 +238,8 @@ def trime_stats(model, split, names, taus, sizes, quiet=False):
                 doc_i, doc_j = (torch.from_numpy(split.doc_of(np.arange(*x))).to(device) for x in ((new, e), (lo, s)))
                 allowed = (doc_i[:, None] == doc_j[None, :])[None]
             places = torch.arange(lo, e, device=device)[None]               # instead of the words: so the shuffled ones are known too
-            memories = model.recall(g[None, new - s:], g[None], places[:, s - lo:], scored[None, lo - base:s - base], places[:, :s - lo],
-                                    allowed, past)
+            memories = model.memories(g[None, new - s:], g[None], places[:, s - lo:], scored[None, lo - base:s - base], places[:, :s - lo],
+                                      past, allowed)
             for name, (sim, place) in memories.items():
                 says = words[place[0] + 1] == w, words[(place[0] + 1 + n // 2) % n] == w
                 out[name][:, here] = masses(sim[0], says, taus, sizes[name]).cpu()
@@ -257,8 +257,6 @@ def trime_stats(model, split, names, taus, sizes, quiet=False):
 def log_p(stats, recipe, size, shuffled=False):
     """log P of every next token, in nats (n - 1,). size: memory -> how many of it count"""
     def memory(names, tau):
-        if not names:
-            return torch.tensor(-math.inf), torch.tensor(-math.inf)
         t = stats.taus.index(tau)
         parts = [stats.masses[name][:, :, stats.sizes[name].index(size[name]), t] for name in names]
         everything, good, wrong = torch.stack(parts).logsumexp(0)
@@ -452,7 +450,7 @@ def remembered(model, tokens, t, recipe, size, doc_start=0):
     old = [keys for keys, _ in trime_entries(model, tokens[:s + 1], lo, quiet=True)]
     f, g, _ = model.encode(words[None, s:t + 1])
     old, places = torch.cat(old)[None].to(device) if old else g[:, :0], torch.arange(t + 1, device=device)[None]
-    memories = model.recall(g[:, -1:], g, places[:, s:], old, places[:, lo:s], names=recipe.names & {'local', 'long'})
+    memories = model.memories(g[:, -1:], g, places[:, s:], old, places[:, lo:s], names=recipe.names & {'local', 'long'})
     held = {name: (sim, place, words[place + 1]) for name, (sim, place) in memories.items()}
     for name in recipe.names & METRIC.keys():
         sim, rows = (x[None].to(device) for x in model.store.search(g[0, -1:].cpu(), size[name], METRIC[name]))

@@ -11,32 +11,35 @@ segment at hand, of the document so far, or of a whole corpus. Nothing else abou
 
 Where the paper is in this file
     Eq. 1        P(w | c) of a plain language model           TrimeLoss without memory; Embedding: adaptive softmax
-    Eq. 2, 3, 4  local, long-term and external memory         accessible (training), TRIME.recall (testing)
+    Eq. 2, 3, 4  local, long-term and external memory         accessible (training), TRIME.memories (testing)
     §3, Eq. 5    the training objective                       TrimeLoss
     §3           f, and g: the input of the last MLP          TRIME.encode
-    §4.1-4.3     which batch makes which memory               batches
+    §4.1-4.3     which batch makes which memory               batches; Algorithm 1: pack_order in data.py
     §4.3         p, local memory off in training              TRIME.forward
     §5.2         the first 5% of the steps by Eq. 1           TRIME.forward
-    App. A       Eq. 6 to 9, and the baselines' formulas      Recipe, mix
+    Eq. 6, 8, 9  the probabilities at test time (App. A)      mix
+    Eq. 7        which memories, and the baselines'           Recipe
+    App. D       windows that overlap at test time            TRIME.stream
     §5.2         the datastore and its search                 Datastore
     Table 9      the models                                   PRESETS
+Not here: translation (§5.4) and SRU++ (App. E).
 
 Letters used in the shape comments
     B segments     T tokens of one     C width        H heads      D width of one head     V vocabulary
     N = B*T        M memories          R rows of a block of queries             Q queries  K entries retrieved
+The paper's: memory j is (c_j, x_j), key g(c_j) and word x_j: memory_targets in training, said at test time, values on disk.
 
 Where we differ from the paper, and why
     RMSNorm and RoPE for LayerNorm and sinusoids, so that the three models of this house share one Transformer.
-    AdamW and a cosine for all; the paper's 247M model has NAG, its 7M model an inverse square root. See PRESETS.
+    AdamW and a cosine for all: NAG (the paper's 247M model) and the inverse square root (its 7M model) earn no code.
     §4.3's m = 1, one segment of each document: Algorithm 1 skips segments of the own document, and those that still meet in a
     batch do not see each other. Else at short T all neighbors are of the own document, and ext learns to read long memory.
     Long memory stops at a document's border. --no-same-document ignores documents in both, as the official code does.
     At test time each context stands in memory once; the official code has the window's tokens in local and in long memory.
     P' of Eq. 8 is over all memories, as the paper says; the official code has the external ones alone (eval.py --p-ext).
     The official code passes no gradient to memories on other GPUs; --gather-memory does, as the paper says.
-    Local memory is switched off by one seeded coin for a micro-batch (the official code: an unseeded one).
-    g starts small for ext, see TRIME.__init__: at a gain of 1, more than 90% of the probability lies on the other documents when
-    they come in, and the words do not recover in hundreds of steps (results.md; the paper says "unstable").
+    g starts small for ext: at a gain of 1, more than 90% of the probability lies on the other documents when they come in, and
+    the words do not recover in hundreds of steps (results.md; the paper says "unstable").
     The datastore is searched in blocks of similar keys whose similarities are then exact; the paper: FAISS's product codes.
 
     $ python trime.py                     a tour and the cost of the memory, on a CPU
@@ -100,8 +103,7 @@ class TRIMEConfig:
 
 # The paper's models. Table 9: T, n_layer, n_embd, n_inner, tokens_per_step, lr (247M: ours), warmup, grad_clip, max_steps, and
 # micro_batch = in-batch memories / T, which is also m, the number of consecutive segments (247M: 8, though Table 9 has m = 4).
-# App. F: the 7M model's heads. Official code: other heads, cutoffs, band_factor, dropout (7M: ours, none), stride, weight_decay, beta2.
-# All with AdamW and a cosine: NAG (247M) and the inverse square root (7M) earn no code. eval_every is ours.
+# eval_every: ours. App. F: the 7M model's heads. Official code: other heads, cutoffs, band_factor, dropout (7M: ours, none), stride, weight_decay, beta2.
 WIKITEXT103 = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000', eval_every=2000)
 ADAM = dict(weight_decay=0.01, beta2=0.98)
 PRESETS = {
@@ -118,9 +120,8 @@ PRESETS = {
 }
 
 
-
 def batches(config):
-    """The batching of data.py that builds this config's memories: segments (§4.1), consecutive (§4.2), packed (§4.3)."""
+    """The batching of data.py that builds this config's memories: segments (§4.1), consecutive (§4.2), packed (§4.3, App. B)."""
     return {'none': 'segments', 'local': 'segments', 'long': 'consecutive', 'ext': 'packed' if config.bm25 else 'segments'}[config.memory]
 
 
@@ -290,19 +291,18 @@ class Embedding(nn.Module):
             x[here] = widen(F.embedding(tokens[here] - start, table)).type_as(x)
         return x
 
-    def row(self, w):
-        """The row of tables[0] that stands for each word: its own, or its band's."""
-        n = self.bands[0][1]
-        return w.where(w < n, n - 1 + sum((w >= start).long() for start, _ in self.bands[1:]))
-
-    def log_tail(self, f, w):
-        """log P_i(w), the second factor, for the words w (N,) after f (N, C); 0 in band 0"""
-        log_p = f.new_zeros(len(w))
-        for (start, end), table, widen in zip(self.bands[1:], self.tables[1:], self.widen):
+    def row_and_tail(self, f, w):
+        """
+        The two factors for words w (N,) after f (N, C): the row of tables[0] that stands for each, its own or its band's (N,), and
+        log P_i(w), 0 in band 0 (N,)
+        """
+        row, log_p = w.clone(), f.new_zeros(len(w))
+        for i, ((start, end), table, widen) in enumerate(zip(self.bands[1:], self.tables[1:], self.widen)):
             here = ((w >= start) & (w < end)).nonzero()[:, 0]
+            row[here] = self.bands[0][1] + i
             logits = f[here] @ widen.weight @ table.T                       # (n, words of the band)
             log_p = log_p.index_put((here,), -F.cross_entropy(logits, w[here] - start, reduction='none'))
-        return log_p
+        return row, log_p
 
     def log_mass(self, f):
         """What stands under the exp of Eq. 1 for all words, once band i is spread over its own: f (..., C) -> (..., V)"""
@@ -312,9 +312,9 @@ class Embedding(nn.Module):
         return torch.cat([head[..., :n]] + tails, dim=-1)
 
     def say(self, f, w):
-        """-> log Σ_v exp(mass of v) and log mass of w, for words w (N,) after f (N, C): all that Eq. 6 needs of the words"""
-        head = f @ self.tables[0].T                                         # (N, rows): the sum over all is the sum over these
-        return head.logsumexp(-1), head.gather(1, self.row(w)[:, None])[:, 0] + self.log_tail(f, w)
+        """-> log Σ_v exp(log_mass of v) and log_mass of w, for words w (N,) after f (N, C): all that Eq. 6 needs of the words"""
+        head, (row, tail) = f @ self.tables[0].T, self.row_and_tail(f, w)   # (N, rows): the sum over all is the sum over these
+        return head.logsumexp(-1), head.gather(1, row[:, None])[:, 0] + tail
 
 
 def accessible(mode, i, j, T, doc_i, doc_j, local=True, documents=True):
@@ -333,16 +333,20 @@ def accessible(mode, i, j, T, doc_i, doc_j, local=True, documents=True):
         return own & earlier
     if mode == 'long':                                                      # Eq. 3: and in earlier segments of the document
         return earlier & (own | (doc_i == doc_j)) if documents else earlier
-    if mode == 'ext':                                                       # §4.3: all of the other segments, of other
-        other = ~own & (doc_i != doc_j) if documents else ~own              # documents (m = 1), and the past of the own
-        return other | own & earlier if local else other                    # one, unless it is off
-    raise ValueError(f'no such memory: {mode}')
+    other = ~own & (doc_i != doc_j) if documents else ~own                  # ext, §4.3: all of the other segments, of other
+    return other | own & earlier if local else other                        # documents (m = 1), and the past of the own one
 
 
 def group_logsumexp(x, group, n):
     """log Σ exp(x) of each of n groups. x, group (few,) -> (n,), -inf for a group with no member"""
     top = x.new_full((n,), -1e30).scatter_reduce_(0, group, x, 'amax')      # each its own: no group underflows beside another
     return x.new_zeros(n).index_add_(0, group, (x - top[group]).exp()).log() + top
+
+
+def exponentials(x):
+    """x (R, n) becomes exp(x - top) in place; returns top and log Σ exp(x), (R, 1) each. A row may be -inf throughout."""
+    top = x.amax(1, keepdim=True).clamp(min=-1e30)
+    return top, x.sub_(top).exp_().sum(1, keepdim=True).log() + top
 
 
 class TrimeLoss(torch.autograd.Function):
@@ -353,7 +357,8 @@ class TrimeLoss(torch.autograd.Function):
         P(w | c)  ∝  exp(E_w · f(c))  +  Σ_{j: x_j = w} exp(sim(g(c), g(c_j))),      sim(q, k) = q · k / sqrt(C)
 
     f, E             (N, C)  (V, C)  f(c) for every query, and the output embedding
-    row, tail        (N,)    the row of E for w, and what log P(w) has beside it (Embedding; tail None: nothing)
+    row, tail        (N,)    the row of E for w, its own or its band's, and log P_i(w) in that band (Embedding).
+                             A band's words share its row, and their P_i sum to 1: the sum over all rows is that over all words
     query, key       (N, C)  (M, C)  g at the queries and at the memories; both None for Eq. 1, no memory
     targets          (N,)    w, the word to predict; -1 counts neither as a query nor as a memory
     memory_targets   (M,)    x_j, the word that followed memory j
@@ -381,40 +386,30 @@ class TrimeLoss(torch.autograd.Function):
             weight = (targets[rows] >= 0)[:, None].to(f) / n                # (R, 1) the mean is over real targets
             w, r = targets[rows, None], row[rows, None]                     # (R, 1)
             words = f[rows] @ E.T                                           # (R, V) the logits
-            top = top_word = words.amax(1, keepdim=True)                    # (R, 1)
+            log_w = log_word = words.gather(1, r) + tail[rows, None]        # (R, 1) first term of Eq. 5
+            top, log_all = exponentials(words)                              # the sum over everything, so far over the words
+            plain += ((log_all - log_word) * weight).sum()
             if key is not None:
                 lo, hi, mask = allowed(rows)
                 q = query[rows] / C ** 0.5
                 memories = (q @ key[lo:hi].T).masked_fill_(~mask, float('-inf'))    # (R, hi - lo) the similarities
-                top = torch.maximum(top, memories.amax(1, keepdim=True))    # finite, even where no memory is allowed
                 i, j = (mask & (memory_targets[lo:hi] == w)).nonzero(as_tuple=True)         # (few,) the pairs with x_j = w
-
-            log_word = words.gather(1, r) + (0 if tail is None else tail[rows, None])
-            log_w = log_word = log_word - top                               # (R, 1) first term of Eq. 5, in units of e^top
-            words = words.sub_(top_word).exp_()                             # (R, V) in units of e^top_word: not all can vanish
-            total, unit = words.sum(1, keepdim=True), (top_word - top).exp()
-            plain += ((total.log() + top_word - top - log_word) * weight).sum()
-            total = total * unit                                            # (R, 1) the sum over everything, so far
-            if key is not None:
-                memories = memories.sub_(top)
                 say_w = memories[i, j]                                      # (few,)
-                log_w = torch.logaddexp(log_w, group_logsumexp(say_w, i, len(w))[:, None])  # second term of Eq. 5
-                memories = memories.exp_()
-                remembered = memories.sum(1, keepdim=True)
-                total = total + remembered
-                share += (remembered / total * weight).sum()
-            nll += ((total.log() - log_w) * weight).sum()
+                log_w = torch.logaddexp(log_word, group_logsumexp(say_w, i, len(w))[:, None])       # second term of Eq. 5
+                top_memory, log_memories = exponentials(memories)
+                log_all = torch.logaddexp(log_all, log_memories)
+                share += ((log_memories - log_all).exp() * weight).sum()
+            nll += ((log_all - log_w) * weight).sum()
 
             if with_grad:
-                dz = words.mul_(weight * unit / total)                      # P_v
+                dz = words.mul_(weight * (top - log_all).exp())             # P_v
                 W_w = weight * (log_word - log_w).exp()                     # (R, 1)
                 dz.scatter_add_(1, r, -W_w)                                 # - W_v
-                if tail is not None:
-                    dt[rows] = -W_w[:, 0]
+                dt[rows] = -W_w[:, 0]                                       # the tail is in log_word alone
                 df[rows] = dz @ E
                 dE.addmm_(dz.T, f[rows])
                 if key is not None:
-                    ds = memories.mul_(weight / total)                      # P_j
+                    ds = memories.mul_(weight * (top_memory - log_all).exp())       # P_j
                     ds[i, j] -= weight[i, 0] * (say_w - log_w[i, 0]).exp()  # - W_j
                     dq[rows] = ds @ key[lo:hi] / C ** 0.5
                     if ctx.needs_input_grad[5]:
@@ -457,15 +452,15 @@ class Recipe(NamedTuple):
 
         vanilla LM             Recipe()
         + continuous cache     Recipe(mixes=[(['local', 'long'], 1 / θ, λ)])        P_cache(w) ∝ Σ_{j: x_j = w} exp(θ sim_j)
-        kNN-LM                 Recipe(mixes=[(['knn'], τ', λ)])                     P_kNN(w) ∝ Σ exp(-|q - k_j|² / (2 sqrt(C) τ'))
+        kNN-LM                 Recipe(mixes=[(['knn'], τ', λ)])         P_kNN(w) ∝ Σ_{j: x_j = w} exp(-|q - k_j|² / (2 sqrt(C) τ'))
         kNN-LM + cache         Recipe(mixes=[(['local', 'long'], 1 / θ, λ), (['knn'], τ', λ')])
-        TrimeLM                Recipe(['local'], τ)
+        TrimeLM                Recipe(['local'], τ)                                 Eq. 7, from here on
         TrimeLM_long           Recipe(['local', 'long'], τ)
         TrimeLM_ext            Recipe(['local', 'long', 'ext'], τ, [(['local', 'long', 'ext'], τ', λ)])
 
     local is the window at hand, long what the document had before it, ext the K entries of the datastore with the highest
-    sim, knn the K nearest ones. All temperatures divide sim = q · k / sqrt(C), which has the squared distance in it, so
-    that they are of one unit. (The official code gives τ' for q · k, so its 10.5 at C = 1,024 is 0.328 here.)
+    sim, knn the K nearest ones. -|q - k|² / (2 sqrt(C)) is q · k / sqrt(C) less what is the same for keys of one length, so all
+    temperatures are of one unit. (The official code gives τ' for q · k, so its 10.5 at C = 1,024 is 0.328 here.)
     """
     joint: tuple = ()
     tau: float = 1.0
@@ -477,27 +472,33 @@ class Recipe(NamedTuple):
         return {name for names in [self.joint] + [names for names, _, _ in self.mixes] for name in names}
 
 
-def mix(log_words, log_w, memory, recipe):
+def mix(log_words, log_w, memory_sums, recipe):
     """
-    log P(w | c) by Eq. 6, 8 and 9: for one word w of each query, or for all words at once.
+    log P(w | c), for one word w of each query, or for all words at once:
+
+        P(w)  ∝ exp(E_w · f) + Σ_{j: x_j = w} exp(sim_j / τ)      Eq. 6, over the memories recipe.joint
+        P'(w) ∝ Σ_{j: x_j = w} exp(sim_j / τ')                    Eq. 8
+        P(w)  ← (1 - λ) P(w) + λ P'(w)                            Eq. 9, for each of recipe.mixes
 
     log_words, log_w   log Σ_v exp(E_v · f(c)) and E_w · f(c)
-    memory             (names, τ) -> log Σ_j exp(sim_j / τ) over all their memories and over those with x_j = w; -inf: there are none
+    memory_sums        (names, τ) -> log Σ_j exp(sim_j / τ) over all their memories and over those with x_j = w; -inf: there are none
     """
-    everything, good = memory(recipe.joint, recipe.tau)
-    log_p = torch.logaddexp(log_w, good) - torch.logaddexp(log_words, everything)           # Eq. 6; never empty: the words are in both
+    log_p = log_w - log_words                                               # Eq. 1
+    if recipe.joint:
+        everything, good = memory_sums(recipe.joint, recipe.tau)
+        log_p = torch.logaddexp(log_w, good) - torch.logaddexp(log_words, everything)       # Eq. 6
     for names, tau, lam in recipe.mixes:
-        everything, good = memory(names, tau)
-        log, nothing = lambda x: math.log(x) if x > 0 else -math.inf, everything == -math.inf
-        p_memory = good - everything.masked_fill(nothing, 0)                                # Eq. 8
-        mixed = torch.logaddexp(log_p + log(1 - lam), p_memory + log(lam))                  # Eq. 9
-        log_p = torch.where(nothing, log_p, mixed)                                          # without memories there is only P
+        everything, good = memory_sums(names, tau)
+        nothing = everything == -math.inf
+        p_memory = good - everything.masked_fill(nothing, 0)                # Eq. 8
+        log_rest, log_lam = (math.log(x) if x > 0 else -math.inf for x in (1 - lam, lam))
+        log_p = torch.where(nothing, log_p, torch.logaddexp(log_p + log_rest, p_memory + log_lam))      # Eq. 9
     return log_p
 
 
 def masses(sim, says, taus, sizes):
     """
-    What `mix` needs of some memories, for every temperature and every number of them.
+    What `mix` needs of some memories, for every temperature and every number of them: eval.py tunes both from one pass.
 
     sim       (Q, M)  similarities, the memories in the order in which they count as the first so many; -inf: not allowed
     says      several (Q, M) bool
@@ -505,14 +506,14 @@ def masses(sim, says, taus, sizes):
               them that says[0] has, and so on
     """
     (Q, M), S = sim.shape, len(sizes)
-    out = sim.new_full((1 + len(says), Q, S, len(taus)), -math.inf)
+    out = sim.new_empty(1 + len(says), Q, S, len(taus))
     ends = [0] + [min(size, M) for size in sizes]
-    parts = [(s, sim[:, a:b]) for s, (a, b) in enumerate(zip(ends, ends[1:])) if a < b]     # what each size adds to the one before
+    parts = [sim[:, a:b] for a, b in zip(ends, ends[1:])]                   # what each size adds to the one before
     few = [s[:, :ends[-1]].nonzero(as_tuple=True) for s in says]            # those that say w are few: (query, memory) of each
     few = [(sim[q, j], q * S + torch.bucketize(j, torch.tensor(ends[1:], device=j.device), right=True)) for q, j in few]
     for t, tau in enumerate(taus):
-        for s, part in parts:
-            out[0, :, s, t] = (part / tau).logsumexp(1)
+        for s, part in enumerate(parts):
+            out[0, :, s, t] = (part / tau).logsumexp(1)                     # -inf if it adds nothing
         for k, (some, group) in enumerate(few):
             out[k + 1, ..., t] = group_logsumexp(some / tau, group, Q * S).view(Q, S)
     return out.logcumsumexp(2)
@@ -521,7 +522,7 @@ def masses(sim, says, taus, sizes):
 class Datastore:
     """
     The memories (c_j, x_j) of a whole corpus, on disk: of each the key g(c_j), the value x_j, which is the token
-    that followed, and the position j in the text. A folder of
+    that followed, and the position j in the text. (A first reading can skip this class: the paper has FAISS here.) A folder of
 
         entries.bin    (N,) records of key, value and position, in blocks of S similar keys
         blocks.bin     (N/S, C + 1) fp32, the means of k and of |k|² in each block
@@ -536,9 +537,9 @@ class Datastore:
     BUFFER = 2 ** 28            # bytes of similarities that a search holds at once
     record = staticmethod(lambda C: np.dtype([('key', '<f2', (C,)), ('value', '<i4'), ('position', '<i8')]))
 
-    def __init__(self, folder, about=None):
-        """Opens a store. ValueError if it is not complete, damaged, or built from something else than `about`."""
-        self.about, _, complete = self.read_header(Path(folder), about or {})
+    def __init__(self, folder):
+        """Opens a store. ValueError if it is not complete, or damaged."""
+        self.about, _, complete = self.read_header(Path(folder))
         if not complete:
             raise ValueError(f'{folder} is not complete; build it with the same settings again, it goes on from there')
         N, C, self.S = (self.about[name] for name in ('entries', 'width', 'block'))
@@ -564,19 +565,13 @@ class Datastore:
         return np.asarray(np.memmap(path, dtype, 'r', shape=shape))         # on disk still; plain arrays slice faster
 
     @staticmethod
-    def read_header(folder, about, whole=False):
-        """-> about, done, complete. ValueError if damaged, or different in what `about` says (whole: or anywhere)."""
+    def read_header(folder):
+        """-> about, done, complete"""
         try:
             header = json.loads((folder / 'header.json').read_text())
-            there, done, complete = dict(header['about']), header['done'], header['complete']
+            return dict(header['about']), header['done'], header['complete']
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise ValueError(f'{folder}: header.json cannot be read ({e}); give another folder, or delete it') from None
-        here = json.loads(json.dumps(about))                                # in JSON a tuple is a list
-        differ = [f'{name} ({there.get(name)!r} there, {here.get(name)!r} here)'
-                  for name in sorted({*here, *there} if whole else here) if there.get(name) != here.get(name)]
-        if differ:
-            raise ValueError(f'{folder} was built from something else: {", ".join(differ)}; give another folder')
-        return there, done, complete
 
     @staticmethod
     def write(path, start, data):
@@ -594,7 +589,7 @@ class Datastore:
             raise ValueError(f'{path}: {e}; what was stored stays, the same command goes on once this is mended') from e
 
     @classmethod
-    def build(cls, folder, entries, n, width, about, quiet=False, progress=None):
+    def build(cls, folder, entries, n, width, about, progress=lambda stage, done, n: None):
         """
         Builds a store, or goes on where an earlier build stopped, or just opens it if it is complete. -> Datastore;
         ValueError for entries that do not fit, another store in the folder, or a full disk
@@ -607,15 +602,19 @@ class Datastore:
         if min(n, width) < 1:
             raise ValueError(f'a datastore of {n} entries of width {width}: both must be 1 or more')
         folder, about, record = Path(folder), dict(about, entries=n, width=width, block=cls.BLOCK), cls.record(width)
-        text, progress = folder / 'text.bin', progress or (lambda stage, done, n: None)     # text.bin: in text order
-        header = lambda done, complete=False: json.dumps(dict(about=about, done=done, complete=complete)).encode()
+        about, text = json.loads(json.dumps(about)), folder / 'text.bin'    # in JSON a tuple is a list; the entries in text order
+        say = lambda **what: cls.write(folder / 'header.json', 0, json.dumps(dict(about=about, **what)).encode())
         done, complete = 0, False
         if folder.is_dir() and {*os.listdir(folder)} - {'header.json.new'}:
-            _, done, complete = cls.read_header(folder, about, whole=True)
+            there, done, complete = cls.read_header(folder)
+            differ = [f'{name} ({there.get(name)!r} there, {about.get(name)!r} here)'
+                      for name in sorted({*about, *there}) if there.get(name) != about.get(name)]
+            if differ:
+                raise ValueError(f'{folder} was built from something else: {", ".join(differ)}; give another folder')
         if not complete:
-            cls.check_space(folder, n, width, quiet)
+            cls.check_space(folder, n, width)
             done = min(done, text.stat().st_size // record.itemsize if text.exists() else 0)
-            cls.write(folder / 'header.json', 0, header(done))
+            say(done=done, complete=False)
             for keys, values in entries(done) if done < n else ():
                 part = np.empty(len(keys), record)                          # (m,)
                 part['key'], part['value'] = keys.detach().cpu().half(), values
@@ -625,18 +624,17 @@ class Datastore:
                                      'finite in fp16; check that the text is the same and training has not diverged')
                 cls.write(text, done * record.itemsize, part.tobytes())
                 done += len(part)
-                cls.write(folder / 'header.json', 0, header(done))          # said only when it is true
+                say(done=done, complete=False)                              # only when it is true
                 progress('store', done, n)
             if done < n:
                 raise ValueError(f'the entries ended after {done:,} of {n:,}; check that it is the same text')
             cls.sort(folder, np.memmap(text, record, 'r', shape=(n,)), progress)
-            cls.write(folder / 'header.json', 0, header(n, complete=True))  # before this line no one opens it
-        if text.exists():
-            text.unlink()
+            say(done=n, complete=True)                                      # before this line no one opens it
+        text.unlink(missing_ok=True)
         return cls(folder)
 
     @classmethod
-    def check_space(cls, folder, n, width, quiet):
+    def check_space(cls, folder, n, width):
         """Says what the build will take; ValueError if the disk does not have it."""
         text = n * cls.record(width).itemsize
         final = text + -(-n // cls.BLOCK) * 4 * (width + 1)
@@ -648,8 +646,7 @@ class Datastore:
                 f'{free / 1e9:.2f} GB free; about {memory / 1e9:.2f} GB of memory')
         if text + final > there + free:
             raise ValueError(f'{line}. Free some space, give a folder on another disk, or store fewer entries')
-        if not quiet:
-            print(line, flush=True)
+        print(line, flush=True)
 
     @classmethod
     def sort(cls, folder, text, progress):
@@ -708,13 +705,13 @@ class Datastore:
         sims, found = torch.full((len(query), K), -torch.inf), torch.full((len(query), K), -1)
         for q, sim, rows in zip((query / C ** 0.5).split(R), sims.split(R), found.split(R)):
             promise = q @ self.mean.T - l2 * self.square.T                  # (R, N/S) the mean of the similarities,
-            promise += 2 * q.norm(dim=1, keepdim=True) * self.spread.T      # and what the best have beyond the mean
+            promise += 2 * q.norm(dim=1, keepdim=True) * self.spread.T      # and two standard deviations for the best keys
             probed = promise.topk(P, sorted=False).indices.sort(dim=1).values               # (R, P)
             for blocks in probed.split(step, dim=1):
-                new = buffer[:blocks.numel()]                               # (R P, S)
-                order, pair = blocks.flatten().sort(stable=True)            # (R P,) each; pair // P is the query
+                new = buffer[:blocks.numel()]                               # (R step, S); the last round may have fewer than step
+                order, pair = blocks.flatten().sort(stable=True)            # (R step,) each: a block, and which query at which place
                 order, counts = order.unique_consecutive(return_counts=True)
-                for block, pairs in zip(order.tolist(), pair.split(counts.tolist())):       # all that probe this block
+                for block, pairs in zip(order.tolist(), pair.split(counts.tolist())):       # one read serves all that probe it
                     k = torch.from_numpy(np.array(self.keys[block * S:(block + 1) * S])).float()    # (S, C)
                     this = F.linear(q[pairs // blocks.size(1)], k, -l2 * k.pow(2).sum(1) if l2 else None)
                     if len(k) < S:                                          # the store's last block
@@ -750,8 +747,8 @@ class TRIME(nn.Module):
         self.recipe = Recipe(() if config.memory == 'none' else ('local',))     # at test time; eval.py tunes it on the validation split
         self.long, self.store, self.n_neighbors = 0, None, 1024             # tokens of long memory; a Datastore and K
         self.stride = config.stride or max(1, config.block_size // 2)
-        if config.memory == 'ext':                                          # g starts with norm C^(1/4), so sim within -1..1: else the
-            nn.init.constant_(self.blocks[-1].norm2.gain, config.n_embd ** -0.25)       # other documents drown the words, when they come in
+        if config.memory == 'ext':                                          # g starts with norm C^(1/4), so sim within -1..1
+            nn.init.constant_(self.blocks[-1].norm2.gain, config.n_embd ** -0.25)
         for name, p in self.named_parameters():                             # GPT-2's: what a block adds starts small
             if p.dim() == 2:
                 std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02
@@ -787,13 +784,13 @@ class TRIME(nn.Module):
         returns    loss () in nats per token, and a dict of what to log
         """
         config, (B, T) = self.config, batch.tokens.shape
-        causal = 'local' if config.memory == 'ext' else config.memory       # ext sees what comes later, in other segments
-        memory = 'none' if progress < config.plain else config.memory if self.training else causal
+        memory = 'none' if progress < config.plain else config.memory       # §5.2
+        if memory == 'ext' and not self.training:                           # ext sees what comes later, in other segments
+            memory = 'local'
         local = random.Random(batch.seed).random() >= config.p              # §4.3: one coin for the micro-batch
         if self.training and config.dropout:
             torch.manual_seed(batch.seed + (dist.get_rank() if config.gather_memory and dist.is_initialized() else 0))
-        f, g, _ = self.encode(batch.tokens)
-        f, g = f.flatten(0, 1), g.flatten(0, 1)                             # (N, C)
+        f, g = (x.flatten(0, 1) for x in self.encode(batch.tokens)[:2])     # 2 x (N, C)
         targets, doc = batch.targets.flatten(), batch.doc.flatten()         # (N,)
 
         key, memory_targets, memory_doc, first = g, targets, doc, 0
@@ -802,106 +799,91 @@ class TRIME(nn.Module):
             first = dist.get_rank() * B * T                                 # where our own rows stand among all
         if not config.memory_grad:
             key = key.detach()
-        M, padded = len(key), bool((memory_targets < 0).any())
+        padded = bool((memory_targets < 0).any())
 
         def allowed(rows):
             i = first + torch.arange(rows.start, rows.stop, device=g.device)[:, None]
-            lo = {'local': (first + rows.start) // T * T}.get(memory, 0)    # the first and the last memory that
-            hi = {'ext': M}.get(memory, first + rows.stop)                  # any of these queries may use
+            lo = (first + rows.start) // T * T if memory == 'local' else 0              # the first and the last memory
+            hi = len(memory_targets) if memory == 'ext' else first + rows.stop          # that any of these queries may use
             j = torch.arange(lo, hi, device=g.device)[None, :]
             mask = accessible(memory, i, j, T, doc[rows, None], memory_doc[None, lo:hi], local, config.same_document)
             return lo, hi, mask & (memory_targets[lo:hi] >= 0) if padded else mask
 
         with torch.autocast(g.device.type, enabled=False):                  # bf16 has steps of 0.125 near 20: too coarse
             query, key = (None, None) if memory == 'none' else (fp32(g), fp32(key))     # inside exp
-            f, w = fp32(f), targets.clamp(min=0)
-            tail = self.embedding.log_tail(f, w) if config.cutoffs else None
-            loss, share, plain = TrimeLoss.apply(f, self.embedding.tables[0], self.embedding.row(w), tail, query, key, targets,
+            f, E = fp32(f), self.embedding.tables[0]
+            loss, share, plain = TrimeLoss.apply(f, E, *self.embedding.row_and_tail(f, targets.clamp(min=0)), query, key, targets,
                                                  memory_targets, allowed, torch.is_grad_enabled())
         return loss, {'memory_share': share, 'loss_without_memory': plain}
 
-    def recall(self, g, keys, said, old_keys, old_said, old_allowed=None, names=('local', 'long', 'ext', 'knn')):
+    def memories(self, g, keys, said, old_keys, old_said, names, old_allowed=None):
         """
-        The memories of some contexts: name -> (sim (B, t, M), said (B, t or 1, M)), the latest or the most similar first.
+        The memories of some contexts: name -> (sim (B, t, M), said (B, t or 1, M)); long has the latest first, ext and knn the
+        most similar: the first so many are a smaller memory (`masses`).
 
         g                     (B, t, C)  the queries, the last t of the n contexts of a window
-        keys, said            (B, n, C)  (B, n - 1 or n)  the window's contexts and the word that followed each
+        keys, said            (B, n, C)  (B, n - 1 or n)  the window's contexts and the word x_j that followed each
         old_keys, old_said    (B, M, C)  (B, M)  those before the window, from when they were scored
+        names                 some of local, long, ext, knn
         old_allowed           (B, t, M) bool, or None: all
         """
         (B, t, C), n, memories = g.shape, keys.size(1), {}
         g = fp32(g)
         if 'local' in names:
-            i, j = torch.arange(n - t, n, device=g.device), torch.arange(n - 2, -1, -1, device=g.device)
-            sim = g @ fp32(keys[:, j]).transpose(1, 2) / C ** 0.5           # (B, t, n - 1)
-            memories['local'] = sim.masked_fill(j >= i[:, None], -math.inf), said[:, None, j]       # Eq. 2
+            i, j = torch.arange(n - t, n, device=g.device), torch.arange(n - 1, device=g.device)
+            sim = g @ fp32(keys[:, :-1]).transpose(1, 2) / C ** 0.5         # (B, t, n - 1)
+            memories['local'] = sim.masked_fill(j >= i[:, None], -math.inf), said[:, None, :n - 1]      # Eq. 2
         if 'long' in names:
             sim = (g @ fp32(old_keys).transpose(1, 2) / C ** 0.5).flip(2)   # (B, t, M) Eq. 3
             sim = sim if old_allowed is None else sim.masked_fill(~old_allowed.flip(2), -math.inf)
             memories['long'] = sim, old_said[:, None].flip(2)
         for name in METRIC.keys() & names:                                  # Eq. 4
-            sim, rows = (x.view(B, t, -1) for x in self.store.search(g.flatten(0, 1).cpu(), self.n_neighbors, METRIC[name]))
+            sim, rows = (x.view(B, t, -1) for x in self.store.search(g.flatten(0, 1), self.n_neighbors, METRIC[name]))
             memories[name] = sim.to(g.device), self.store.said(rows).to(g.device)
         return memories
 
     def distribution(self, f, memories, recipe):
-        """log P(w) for all w by a recipe. f (B, t, C), memories as `recall` has them -> (B, t, V) fp32"""
+        """log P(w) for all w by a recipe. f (B, t, C), memories as `memories` has them -> (B, t, V) fp32"""
         z = self.embedding.log_mass(fp32(f))                                # (B, t, V)
+        query = torch.arange(z[..., 0].numel(), device=z.device).view(*z.shape[:2], 1)
 
-        def memory(names, tau):
-            good, everything = torch.zeros_like(z), z.new_zeros(*z.shape[:2], 1)
-            sims = [memories[name][0] / tau for name in names if memories[name][0].size(2)]
-            if not sims:
-                return everything - math.inf, good - math.inf
-            top = torch.cat([sim.amax(2, keepdim=True) for sim in sims], dim=2).amax(2, keepdim=True).clamp(min=-1e30)
-            for name, sim in zip([name for name in names if memories[name][0].size(2)], sims):
-                weights = (sim - top).exp()
-                good.scatter_add_(2, memories[name][1].expand_as(sim), weights)
-                everything += weights.sum(2, keepdim=True)
-            return everything.log() + top, good.log() + top
+        def memory_sums(names, tau):
+            sim = torch.cat([memories[name][0] for name in names], dim=2) / tau     # (B, t, M)
+            group = torch.cat([query * z.size(2) + memories[name][1] for name in names], dim=2)     # a group is a query and a word
+            good = group_logsumexp(sim.flatten(), group.flatten(), z.numel()).view_as(z)
+            return sim.logsumexp(2, keepdim=True), good
 
-        return mix(z.logsumexp(2, keepdim=True), z, memory, recipe)
+        return mix(z.logsumexp(2, keepdim=True), z, memory_sums, recipe)
 
-    @torch.no_grad()
     def log_probs(self, tokens):
-        """
-        log P(next token | the tokens so far), memory included. A text longer than T is read in windows: each after the
-        first starts `stride` later and scores its last `stride` positions (Baevski & Auli 2019; paper App. D).
-        tokens (B, t) int64, any t >= 1, one document; returns (B, t, V) fp32, each row sums to one
-        """
-        T, parts, scored = self.config.block_size, [], None
-        for start in range(0, max(1, tokens.size(1) - T + self.stride), self.stride):
-            window = tokens[:, start:start + T]
-            f, g, _ = self.encode(window)
-            new, lo = slice(T - self.stride if start else 0, None), max(0, start - self.long)
-            scored = g if scored is None else torch.cat([scored, g[:, new]], dim=1)         # every context once, as it was scored
-            memories = self.recall(g[:, new], g, window[:, 1:], scored[:, lo:start], tokens[:, lo + 1:start + 1], names=self.recipe.names)
-            parts.append(self.distribution(f[:, new], memories, self.recipe))
-        return torch.cat(parts, dim=1)
+        """log P(next token | the tokens so far), memory included: `stream` in one piece. tokens (B, t), one document -> (B, t, V)"""
+        return self.stream(tokens)[0]
 
     @torch.no_grad()
     def stream(self, tokens, state=None):
         """
-        The same, piece by piece: tokens (B, t) come next in a text, any t >= 1; state is what the last call returned.
-        It holds at most T tokens and the long memory: when they are T, the last T - stride are encoded anew, just as log_probs does.
-        returns log_probs (B, t, V) and the new state
+        log P(next token | the tokens so far), piece by piece: tokens (B, t) come next in a text, any t >= 1; state is what the
+        last call returned. A text longer than T is read in windows, each `stride` later than the one before: when T tokens are
+        held, the last T - stride are encoded anew and the next `stride` are scored behind them (Baevski & Auli 2019; App. D).
+        returns log_probs (B, t, V) fp32, each row sums to one, and the new state
         """
-        T, parts = self.config.block_size, []
-        text, scored, window, keys, past = state or (tokens[:, :0], None, 0, None, None)
+        T, parts, none = self.config.block_size, [], self.norm.gain.new_zeros(len(tokens), 0, self.config.n_embd)
+        text, scored, keys, past = state or (tokens[:, :0], none, none, None)
         while tokens.size(1):
-            if window == T:                                                 # full: begin again with the end of it
-                window, keys, past = T - self.stride, None, None
-                if window:
-                    _, keys, past = self.encode(text[:, -window:])
-            now, tokens = tokens[:, :T - window], tokens[:, T - window:]
+            if keys.size(1) == T:                                           # full: begin again with the end of it
+                keys, past = none, None
+                if self.stride < T:
+                    _, keys, past = self.encode(text[:, self.stride - T:])
+            now, tokens = tokens.tensor_split([T - keys.size(1)], dim=1)
             f, g, past = self.encode(now, past)
-            window, text = window + now.size(1), torch.cat([text, now], dim=1)[:, -self.long - T:]      # (B, m)
-            keys = g if keys is None else torch.cat([keys, g], dim=1)       # (B, window, C)
-            scored = g if scored is None else torch.cat([scored, g], dim=1)[:, -self.long - T:]         # (B, m, C)
-            m, lo = text.size(1) - window, max(0, text.size(1) - window - self.long)
-            memories = self.recall(g, keys, text[:, m + 1:], scored[:, lo:m], text[:, lo + 1:m + 1], names=self.recipe.names)
+            keys = torch.cat([keys, g], dim=1)                              # (B, n, C) g of the window's n tokens
+            text = torch.cat([text, now], dim=1)[:, -self.long - T:]        # (B, m)
+            scored = torch.cat([scored, g], dim=1)[:, -self.long - T:]      # (B, m, C) g as it was when its next token was scored
+            start = text.size(1) - keys.size(1)                             # of the window
+            lo = max(0, start - self.long)                                  # of long memory
+            memories = self.memories(g, keys, text[:, start + 1:], scored[:, lo:start], text[:, lo + 1:start + 1], self.recipe.names)
             parts.append(self.distribution(f, memories, self.recipe))
-        return torch.cat(parts, dim=1), (text, scored, window, keys, past)
+        return torch.cat(parts, dim=1), (text, scored, keys, past)
 
     def multiply_adds(self):
         """Multiply-adds of a training step per token: what the definitions need (bands 1, 2, ... apart), thrice for the way back."""
@@ -915,12 +897,6 @@ class TRIME(nn.Module):
 # ----------------------------------------------------------------------------------------------------------------------
 # a tour
 
-def peak_memory():
-    """Of this process so far, in GB."""
-    import resource                                                         # not on Windows
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == 'darwin' else 20)
-
-
 def random_batch(config):
     tokens = torch.randint(config.vocab_size, (config.micro_batch, config.block_size + 1))
     return SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], doc=torch.zeros_like(tokens[:, 1:]), seed=0)
@@ -928,15 +904,16 @@ def random_batch(config):
 
 def tour():
     """What goes in, what comes out, and what the memory costs: bytes, and time beside multiply-adds."""
+    import resource                                                         # not on Windows
     torch.manual_seed(0)
     config = TRIMEConfig()
     N, C, V = 24_576, config.n_embd, config.vocab_size                      # N: 8 segments of 3,072, as the paper's 7M model
-    f, E, g = torch.randn(N, C, requires_grad=True), torch.randn(V, C, requires_grad=True), torch.randn(N, C, requires_grad=True)
+    f, E, g = (torch.randn(n, C, requires_grad=True) for n in (N, V, N))
     targets, peaks = torch.randint(V, (N,)), []
+    earlier = lambda rows: (0, N, torch.arange(N)[None, :] < torch.arange(rows.start, rows.stop)[:, None])
     for key in (None, g):                                                   # first of all: a peak does not fall again
-        earlier = lambda rows: (0, N, torch.arange(N)[None, :] < torch.arange(rows.start, rows.stop)[:, None])
-        TrimeLoss.apply(f, E, targets, None, key, key, targets, targets, earlier, True)[0].backward()
-        peaks.append(peak_memory())
+        TrimeLoss.apply(f, E, targets, torch.zeros(N), key, key, targets, targets, earlier, True)[0].backward()
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == 'darwin' else 20))     # GB
     print(f'the loss of {N:,} queries, forward and backward: {N:,} in-batch memories add {peaks[1] - peaks[0]:.2f} GB '
           f'to a peak of {peaks[0]:.2f} GB')
 

@@ -124,7 +124,7 @@ def test_without_memories_it_is_cross_entropy(allowed_none):
     y = torch.randint(V, (10,))
     nothing = lambda rows: (0, 10, torch.zeros(rows.stop - rows.start, 10, dtype=torch.bool))
     key = g if allowed_none else None
-    loss, share, plain = TrimeLoss.apply(f, E, y, None, key, key, y, y, nothing, True)
+    loss, share, plain = TrimeLoss.apply(f, E, y, f.new_zeros(len(f)), key, key, y, y, nothing, True)
     want = F.cross_entropy(f @ E.T, y)
     got, expected = torch.autograd.grad(loss, (f, E)), torch.autograd.grad(want, (f, E))
     assert abs(loss - want) < EPS and abs(plain - want) < EPS and share == 0
@@ -147,7 +147,7 @@ def test_gradients(R, monkeypatch):
     f, E, query, key = (torch.randn(n, 6, dtype=torch.float64, requires_grad=True) for n in (12, V, 12, 15))
     y, memory_y, mask = torch.randint(5, (12,)), torch.randint(5, (15,)), torch.rand(12, 15) < 0.5
     mask[4] = False
-    run = lambda f, E, q, k: TrimeLoss.apply(f, E, y, None, q, k, y, memory_y, lambda rows: (2, 15, mask[rows, 2:]), True)[0]
+    run = lambda f, E, q, k: TrimeLoss.apply(f, E, y, f.new_zeros(len(f)), q, k, y, memory_y, lambda rows: (2, 15, mask[rows, 2:]), True)[0]
     mask[:, :2] = False                                                 # memories outside of lo..hi
     want = eq5_on_matrices(f, E, query, key, y, memory_y, mask)
     got = run(f, E, query, key)
@@ -163,7 +163,7 @@ def test_extreme_similarities_stay_finite():
     query = torch.tensor([[20., 0, 0, 0], [20., 0, 0, 0]], requires_grad=True)
     y, memory_y = torch.tensor([1, 2]), torch.tensor([3, 2])
     mask = torch.tensor([[False, False], [True, False]])
-    loss, share, plain = TrimeLoss.apply(f, E, y, None, query, query, y, memory_y, lambda rows: (0, 2, mask), True)
+    loss, share, plain = TrimeLoss.apply(f, E, y, f.new_zeros(len(f)), query, query, y, memory_y, lambda rows: (0, 2, mask), True)
     loss.backward()
     assert loss.item() == pytest.approx((math.log(V) + 200) / 2, rel=1e-5)
     assert plain.item() == pytest.approx(math.log(V), rel=1e-5) and 0.49 < share < 0.51
@@ -178,7 +178,7 @@ def test_a_good_memory_far_below_the_best_one():
     f, E = torch.zeros(1, 4), torch.zeros(V, 4)
     key = torch.tensor([[200., 0, 0, 0], [90., 0, 0, 0]], requires_grad=True)
     query, y = torch.tensor([[2.0, 0, 0, 0]]), torch.tensor([1])
-    loss, _, _ = TrimeLoss.apply(f, E, y, None, query, key, y, torch.tensor([3, 1]), lambda rows: (0, 2, torch.ones(1, 2, dtype=torch.bool)), True)
+    loss, _, _ = TrimeLoss.apply(f, E, y, f.new_zeros(len(f)), query, key, y, torch.tensor([3, 1]), lambda rows: (0, 2, torch.ones(1, 2, dtype=torch.bool)), True)
     loss.backward()
     assert loss.item() == pytest.approx(110, rel=1e-5)
     assert torch.allclose(key.grad[:, 0], torch.tensor([1.0, -1.0]))
@@ -225,7 +225,7 @@ def test_training_memory_is_causal_within_a_segment(mode):
         mask = accessible(mode, i[:, None], i[None, :], T, doc[:, None], doc[None, :])
         for q in range(B * T):
             one = torch.where(i == q, y, -1)
-            out.append(TrimeLoss.apply(f, model.embedding.tables[0], one.clamp(min=0), None, g, g, one, y, lambda rows: (0, B * T, mask[rows]), False)[0])
+            out.append(TrimeLoss.apply(f, model.embedding.tables[0], one.clamp(min=0), f.new_zeros(len(f)), g, g, one, y, lambda rows: (0, B * T, mask[rows]), False)[0])
         return torch.stack(out).view(B, T)
 
     with torch.no_grad():
@@ -244,7 +244,7 @@ def test_the_answer_is_not_in_the_memory():
     for w in range(V):
         y[-1] = w
         only_last = torch.where(i == T - 1, y, -1)
-        loss, _, _ = TrimeLoss.apply(f, model.embedding.tables[0], only_last.clamp(min=0), None, g, g, only_last, y, lambda rows: (0, T, i[None, :] < i[:, None]), False)
+        loss, _, _ = TrimeLoss.apply(f, model.embedding.tables[0], only_last.clamp(min=0), f.new_zeros(len(f)), g, g, only_last, y, lambda rows: (0, T, i[None, :] < i[:, None]), False)
         assert abs(loss + before[w]) < EPS
 
 
@@ -302,7 +302,7 @@ def test_adaptive_words_in_and_out():
     assert torch.allclose(model.embedding.log_mass(f), masses)
     log_words, log_w = model.embedding.say(f, w)
     assert torch.allclose(log_words, masses.logsumexp(1)) and torch.allclose(log_w, masses.diagonal())
-    assert model.embedding.row(w).tolist() == list(range(6)) + [6] * 8 + [7] * 9
+    assert model.embedding.row_and_tail(f, w)[0].tolist() == list(range(6)) + [6] * 8 + [7] * 9
 
 
 def test_bands_that_do_not_fit():
@@ -472,7 +472,7 @@ def test_own_segment_gets_no_gradient_when_off():
     i = torch.arange(2 * T)
     allowed = lambda rows: (0, 2 * T, accessible('ext', i[rows, None], i[None, :], T, i[rows, None], i[None, :], local=False))
     only = torch.where(i == T - 1, y, -1)
-    TrimeLoss.apply(g, torch.randn(V, 6).double(), only.clamp(min=0), None, g, key, only, y, allowed, True)[0].backward()
+    TrimeLoss.apply(g, torch.randn(V, 6).double(), only.clamp(min=0), g.new_zeros(len(g)), g, key, only, y, allowed, True)[0].backward()
     assert (key.grad[:T] == 0).all() and (key.grad[T:] != 0).any(1).all()
 
 
@@ -482,7 +482,7 @@ def test_memory_gradient_off():
     y, i = torch.randint(V, (T,)), torch.arange(T)
     allowed = lambda rows: (0, T, i[None, :] < i[rows, None])
     key = g.detach().clone().requires_grad_()
-    run = lambda k: TrimeLoss.apply(f, E, y, None, g, k, y, y, allowed, True)[0]
+    run = lambda k: TrimeLoss.apply(f, E, y, f.new_zeros(len(f)), g, k, y, y, allowed, True)[0]
     both, = torch.autograd.grad(run(g), g)
     query_side, key_side = torch.autograd.grad(run(key), (g, key))
     assert torch.allclose(torch.autograd.grad(run(g.detach()), g)[0], query_side, atol=EPS)
