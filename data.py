@@ -182,7 +182,7 @@ class Tokenizer:
                 raise DataError(f'--vocab-size {vocab_size} is too small for bpe: 257 (256 bytes and {EOT}) is the least')
             counts = Counter()
             for text in texts:
-                counts.update(regex.findall(PATTERN, text))
+                counts.update(regex.findall(PATTERN, well_formed(text)))
             parts = Counter()                           # a word of a megabyte would be slow to learn from: cut it
             for word, n in counts.items():
                 word = word.encode()
@@ -430,7 +430,7 @@ def lines(source):
         for number, line in enumerate(read(path), 1):
             if line.strip():
                 try:
-                    document = io.StringIO(well_formed(json.loads(line)['text']))
+                    document = io.StringIO(well_formed(json.loads(line)['text'] or ''))
                 except (ValueError, KeyError, TypeError, AttributeError):
                     raise DataError(f'{path}, line {number} after byte {source.start:,}: not an object with a text in '
                                     'the field "text"') from None
@@ -649,8 +649,10 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     if data in DOWNLOADS and corpus is None:
         fetch(data, where, quiet)
     files = list_code() if data == 'code' else list_files(where, {root.resolve()}) if where.exists() else []
-    if data in DOWNLOADS:                           # a prepared one needs its sources no more, and what lies beside them is none
-        files = [] if corpus else [(n, p) for n, p in files if n.split('/')[0] in {file for file, *_ in DOWNLOADS[data]}]
+    if data in DOWNLOADS:                           # what lies beside them is none of them; one that is prepared does not need them
+        wanted = {file for file, *_ in DOWNLOADS[data]}
+        files = [(n, p) for n, p in files if n.split('/')[0] in wanted]
+        files = [] if corpus and len({n.split('/')[0] for n, _ in files}) < len(wanted) else files
     if corpus is None or files and stamp(files) != corpus.meta['stamp']:
         sources, sha, skipped = split_sources(files, data == 'code')
         for why, names in sorted(skipped.items()):

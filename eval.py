@@ -83,7 +83,10 @@ def load(path, device='cpu', checkpoint=None):
     checkpoint = checkpoint or read(path, device)
     module, name = importlib.import_module(checkpoint['model_name']), checkpoint['model_name'].upper()
     model = getattr(module, name)(getattr(module, name + 'Config')(**checkpoint['config']))
-    model.load_state_dict(checkpoint['model'])
+    try:
+        model.load_state_dict(checkpoint['model'])
+    except RuntimeError as e:
+        raise SystemExit(f'{path} has weights of another version of this house: train it anew ({" ".join(str(e).split())[:200]})')
     found = read_tuned(path, checkpoint).get('local')
     if found and not found['linear']:                                       # what an earlier evaluation of it found on val
         model.recipe = Recipe(('local',), found['tau'])
@@ -367,9 +370,10 @@ def first_tokens(split, n, tokenizer):
     """The first n tokens of a split, or all if there are fewer."""
     if len(split.tokens) <= n:
         return split
-    kept = np.asarray(split.tokens[:n])
-    text = tokenizer.decode(kept[kept != tokenizer.eot].tolist())           # the ends of documents are no text
-    return data.Split(split.name, split.tokens[:n], np.append(split.offsets[split.offsets < n], n), len(text.encode()), len(text.split()))
+    tokens, offsets = np.asarray(split.tokens[:n]), np.append(split.offsets[split.offsets < n], n)
+    documents = [tokens[a:b] for a, b in zip(offsets, offsets[1:])]
+    texts = [tokenizer.decode(ids[ids != tokenizer.eot].tolist()) for ids in documents]     # the end of a document is no text
+    return data.Split(split.name, tokens, offsets, sum(len(text.encode()) for text in texts), sum(len(text.split()) for text in texts))
 
 
 def open_run(path, args, device):

@@ -657,7 +657,7 @@ def prepare(config, folder, key, texts, rows, reference=None, held_out=None, aut
     """
     N, m, w = config.block_size // config.chunk_size, config.chunk_size, config.window // config.chunk_size
     scored = config.retriever == 'sem'
-    facts = [key, 'bm25 lucene 1.2 0.75', config.block_size, m, w, config.n_candidates, texts.n_rows, texts.fold, config.score_every if scored else 0]
+    facts = [key, 'int32, bm25 lucene 1.2 0.75', config.block_size, m, w, config.n_candidates, texts.n_rows, texts.fold, config.score_every if scored else 0]
     path = Path(folder) / f'candidates-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}'
     if rank == 0:
         Supervision(path, texts.n_rows, N, config.n_candidates, scored)

@@ -61,7 +61,7 @@ class TrainConfig:
     grad_clip: float = 1.0          # norm of the gradient, at most; 0: no limit
     eval_every: int = 100           # steps between validations and checkpoints
     val_tokens: int = 32768         # of the validation split, evenly spread, while training; at the end, all of it
-    dtype: str = 'auto'             # bf16, fp32; auto is bf16 where the hardware multiplies it
+    dtype: str = 'auto'             # bf16, fp32; auto is bf16 where the hardware multiplies it faster
     init: str = ''                  # start from the weights of this checkpoint
     fold: int = -1                  # rpt, drt: train on every second document, the even ones (0) or the odd ones (1); -1: all
 
@@ -389,7 +389,10 @@ def train(module, model_config, config, run, device, corpus=None):
     # resume
     step, best, log_path = 0, math.inf, out / 'log.jsonl'
     if checkpoint:
-        model.load_state_dict(checkpoint['model'])
+        try:
+            model.load_state_dict(checkpoint['model'])
+        except RuntimeError as e:
+            raise SystemExit(f'{out} has weights of another version of this house: --out {free(out)} begins anew ({" ".join(str(e).split())[:200]})')
         optimizer.load_state_dict(checkpoint['optimizer'])
         step, best = checkpoint['step'], checkpoint['best']
         say(f'going on in {out} from step {step}')
@@ -402,7 +405,7 @@ def train(module, model_config, config, run, device, corpus=None):
     elif rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         about = dict(command=' '.join(sys.argv), commit=commit(), python=platform.python_version(),
-                     torch=torch.__version__, device=str(device), processes=world, machine=platform.processor() or platform.machine(),
+                     torch=torch.__version__, device=str(device), dtype='bf16' if bf16 else 'fp32', processes=world, machine=platform.processor() or platform.machine(),
                      corpus_name=corpus.name, corpus_folder=str(corpus.folder))
         if supervision:
             about.update(supervision=supervision.folder.name, reference=reference)

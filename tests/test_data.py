@@ -609,6 +609,8 @@ def test_a_download_of_a_zip(server, tmp_path, monkeypatch, capsys):
     (folder / 'notes.txt').write_text('mine')
     again = load('wikitext103', 'bytes', root=tmp_path / 'c')
     assert again.fingerprint == corpus.fingerprint and documents(again, 'train') == documents(corpus, 'train')
+    (folder / 'wiki.train.tokens').write_text(' \n = new = \n \n text \n')      # all are there: what has changed counts
+    assert 'new' in documents(load('wikitext103', 'bytes', root=tmp_path / 'c', quiet=True), 'train')[0]
 
 
 def test_a_login_page_in_the_place_of_a_zip(server, tmp_path, monkeypatch):

@@ -186,7 +186,7 @@ def test_the_ends_of_documents_are_no_text():
     tokenizer = data.Tokenizer.from_dict(dict(name='bytes'))
     tokens = np.array([*b'ab c', tokenizer.eot, *b'de', tokenizer.eot, *b'fg'], dtype=np.uint16)
     part = evaluation.first_tokens(data.Split('val', tokens, np.array([0, 5, 8, 10]), 8, 4), 9, tokenizer)
-    assert (len(part.tokens), part.n_bytes, part.offsets.tolist()) == (9, 7, [0, 5, 8, 9])
+    assert (len(part.tokens), part.n_bytes, part.n_words, part.offsets.tolist()) == (9, 7, 4, [0, 5, 8, 9])
 
 
 @pytest.mark.parametrize('settings, ways', [(dict(), ['learned', 'random', 'off']), (dict(retriever='random'), ['random', 'off']), (dict(retriever='off'), ['off']),
@@ -437,6 +437,14 @@ def test_trace(trained_drt, monkeypatch, capsys):
         command(monkeypatch, 'out/base', '--task', 'trace')
 
 
+def test_weights_of_another_version_get_one_line(trained_drt, tmp_path):
+    checkpoint = torch.load(trained_drt / 'out/drt/ckpt.pt', weights_only=True)
+    checkpoint['model']['upper.0.0.norm1.gain'] = checkpoint['model'].pop('upper.0.norm1.gain')
+    torch.save(checkpoint, tmp_path / 'old.pt')
+    with pytest.raises(SystemExit, match='old.pt has weights of another version of this house'):
+        evaluation.load(tmp_path / 'old.pt')
+
+
 def test_drt_generates_and_refuses_what_it_has_not(trained_drt, monkeypatch, capsys):
     monkeypatch.chdir(trained_drt)
     command(monkeypatch, 'out/drt', '--task', 'generate', '--prompt', 'the old ', '--max-tokens', '40', '--temperature', '0')
@@ -513,6 +521,8 @@ def test_rpt_trace(trained_rpt, monkeypatch, capsys):
     model.reads = 'none'
     off = model.encode(batch.tokens, batch.doc)[0]
     log_p = [model.say(y)[0, :-1].gather(1, batch.tokens[0, 1:, None])[:, 0] for y in (f, off)]
+    real = batch.targets[0, :-1] >= 0                                       # the ends of documents predict nothing
+    assert not real.all() and x['gain'] == pytest.approx((log_p[0] - log_p[1])[real].sum().item() / (batch.targets >= 0).sum().item(), abs=1e-4)
     for about in x['chunks']:
         c = about['chunk']
         assert about['gain'] == pytest.approx((log_p[0] - log_p[1])[4 * c - 1:4 * c + 3].sum().item(), abs=1e-4)     # of the tokens of chunk c
@@ -580,6 +590,11 @@ def test_ranks(trained_rpt, monkeypatch, capsys):
             command(monkeypatch, *flags, '--task', 'ranks')
     command(monkeypatch, 'out/retro', '--task', 'ranks', '--reference', 'out/rpt-reference', '--sequences', '2', '--n-neighbors', '4', '--json', 'four.json')
     assert 'NaN' not in Path('four.json').read_text() + Path('ranks.json').read_text()
+    other = torch.load('out/plain/ckpt.pt', weights_only=True)
+    other['tokenizer'] = dict(name='word', tokens=['<unk>', '<eos>', *map(str, range(255))])       # as many ids, other words
+    torch.save(other, 'other.pt')
+    with pytest.raises(SystemExit, match='tokenizers: one table needs the same'):
+        command(monkeypatch, 'out/rpt', 'other.pt', '--task', 'ranks')
     with pytest.raises(SystemExit, match='--offload says nothing to rpt'):
         command(monkeypatch, 'out/rpt', '--offload')
 
