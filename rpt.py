@@ -737,7 +737,6 @@ class RPT(nn.Module):
             raise ValueError('retriever bm25 has no idf yet: model.idf.copy_(corpus_idf(...)) of its training corpus')
         return self.idf.double().cpu().numpy()
 
-    @torch.compiler.disable
     def found_by_bm25(self, tokens, doc):
         """RETRO at test time: the K best chunks for c_i alone, idf from the training corpus. (B, T) twice -> (B, N, K)"""
         m, w = self.config.chunk_size, self.config.window // self.config.chunk_size
@@ -866,6 +865,8 @@ class RPT(nn.Module):
             given = candidates.gather(2, top.indices).masked_fill(top.values == -math.inf, -1)          # (B, N, K)
             if config.retriever != 'bm25':
                 use = torch.rand(given.shape[:2], device=given.device, generator=generator) < p_ss
+        elif config.retriever == 'bm25' and self.reads != 'none':           # outside of encode, which may be compiled
+            given = self.found_by_bm25(batch.tokens, batch.doc)
         f, scores, found = self.encode(batch.tokens, batch.doc, given, use)
         n = (batch.targets >= 0).sum().clamp(min=1)
         loss, log = self.nll(f, batch.targets) / n, {}

@@ -234,6 +234,13 @@ def test_values_of_the_wrong_type(here, flags, capsys):
     assert flags[0] in capsys.readouterr().err and not Path('out').exists()
 
 
+def test_imports_touch_nothing_heavy():
+    """A decorator of torch.compile's at the top of a file imported Triton for everyone, and seconds with it."""
+    script = ('import sys, bm25, data, drt, eval, gca_kernel, rpt, train, trime, torch\n'
+              'print({"triton", "torch._dynamo", "faiss", "tiktoken", "matplotlib", "transformers"} & set(sys.modules), torch.cuda.is_initialized())')
+    assert subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, cwd=Path(train.__file__).parent).stdout == 'set() False\n'
+
+
 def test_help_is_the_comments(capsys):
     """Each field of each config is a flag, with the comment beside it as its help."""
     with pytest.raises(SystemExit):
