@@ -61,8 +61,8 @@ def here(tmp_path, texts, monkeypatch):
 
 
 def start(*flags, small=SMALL, launcher=(), script=TRAIN):
-    return subprocess.Popen([sys.executable, *launcher, str(script), *small, *flags], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([sys.executable, *launcher, str(script), *small, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))     # a shell's background ignores it
 
 
 def outcome(folder):
