@@ -546,7 +546,10 @@ def facts(n, generator, alike=0):
 
 @pytest.mark.slow
 def test_retrieval_is_learned_from_the_loss_alone():
-    """Facts that only retrieval can know: found by key and read, though nothing says which chunk is right. By random chunks, or none, they are not."""
+    """
+    Facts that only retrieval can know: found by key and read, though nothing says which chunk is right. By random chunks, or none, they are
+    not. It is not learned from every start in so few steps: from seed 1, 30% of the answers are right after 320 (results.md).
+    """
     torch.manual_seed(0)
     model = DRT(DRTConfig(vocab_size=40, block_size=119, micro_batch=32, n_layer=2, n_head=4, n_embd=64, window=8, chunk_size=8, n_neighbors=2))
     optimizer, generator = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95)), torch.Generator().manual_seed(0)
@@ -563,7 +566,7 @@ def test_retrieval_is_learned_from_the_loss_alone():
         return right, (w * (idx == asked[..., None])).sum(2).mean().item()
 
     before = figures()
-    for step in range(130):
+    for step in range(200):
         optimizer.param_groups[0]['lr'] = 3e-3 * min(1, (step + 1) / 50)
         tokens, _, _ = facts(24, generator, alike=12)
         model.train()(batch_of(tokens, seed=step), 1)[0].backward()
