@@ -161,6 +161,18 @@ def test_the_folder_of_another_run_is_left_alone(here, capsys):
     assert {p: p.read_bytes() for p in Path('out/trime').iterdir()} == before
 
 
+def test_weights_of_another_version_are_left_alone(here):
+    """A run that was begun when a layer had another name: one line instead of a traceback, and nothing is written."""
+    train.main(SMALL + ['--max-steps', '4', '--out', 'a'])
+    checkpoint = torch.load('a/ckpt.pt', weights_only=True)
+    checkpoint['model']['old_name'], checkpoint['step'] = checkpoint['model'].pop('norm.gain'), 2
+    torch.save(checkpoint, 'a/ckpt.pt')
+    before = Path('a/ckpt.pt').read_bytes()
+    with pytest.raises(SystemExit, match='a has weights of another version of this house: --out a-2 begins anew'):
+        train.main(SMALL + ['--max-steps', '4', '--out', 'a'])
+    assert Path('a/ckpt.pt').read_bytes() == before
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(here, monkeypatch):
     """In training or in validation; and the last checkpoint from before is still there, whole."""
     forward, calls = TRIME.forward, []
