@@ -35,7 +35,8 @@ Where we differ from the paper, and why
     A token never reads a chunk of another document than its own (official code: no documents).
     Scores, choice and weights are in fp32 (official code: bf16, which ties scores). AdamW's weight decay is on matrices only, and
     the cosine ends at a tenth of the learning rate (paper: a fifth).
-    Initial weights of what a layer adds are scaled by depth, as in all models of this house (official code: 0.02 for all).
+    Initial weights of what a layer adds are scaled by depth, as in all models of this house, but GCA's, which have 0.02 at width 768
+    and their inputs' share elsewhere (official code: 0.02 for all).
     Not here: retrieval from a whole corpus (§3.3, Table 4).
 
     $ python drt.py                         a tour and the cost of retrieval, on a CPU
@@ -387,6 +388,8 @@ class DRT(nn.Module):
             if p.dim() == 2:
                 torch.manual_seed(seed + zlib.crc32(name.encode()))         # of each name, so what two settings share begins alike
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02)
+            if name.endswith('gca.proj.weight'):                            # but not what GCA adds: it never enters the residual, and until
+                p.data *= math.sqrt(2 * config.n_layer * 768 / config.n_embd)       # it is read the scores learn nothing, and forget
 
     def groups(self):
         """The layers of the upper half, cut into groups; the base LM's are one that retrieves nothing."""

@@ -545,12 +545,13 @@ def facts(n, generator, alike=0):
 
 
 @pytest.mark.slow
-def test_retrieval_is_learned_from_the_loss_alone():
+@pytest.mark.parametrize('seed', range(4))
+def test_retrieval_is_learned_from_the_loss_alone(seed):
     """
     Facts that only retrieval can know: found by key and read, though nothing says which chunk is right. By random chunks, or none, they are
-    not. It is not learned from every start in so few steps: from seed 1, 30% of the answers are right after 320 (results.md).
+    not. From every start: with smaller initial weights of GCA, two of these four stay at 30% of the answers (results.md).
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = DRT(DRTConfig(vocab_size=40, block_size=119, micro_batch=32, n_layer=2, n_head=4, n_embd=64, window=8, chunk_size=8, n_neighbors=2))
     optimizer, generator = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95)), torch.Generator().manual_seed(0)
 
