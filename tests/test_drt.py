@@ -482,6 +482,14 @@ def test_equal_seeds_give_equal_initial_weights():
     assert not plain['embedding.weight'].equal(start(1, groups=0)['embedding.weight'])
 
 
+def test_scale_of_the_initial_weights():
+    """What is added to the residual starts small; what GCA reads never enters it, and is as large as in the official code at its width of 768."""
+    weights = DRT(DRTConfig(n_embd=96, n_layer=8, vocab_size=400)).state_dict()
+    for name, std in (('embedding.weight', 0.02), ('upper.3.gca.query.weight', 0.02), ('encoder.kv.weight', 0.02), ('lower.0.mlp.proj.weight', 0.005),
+                      ('upper.3.attention.proj.weight', 0.005), ('encoder.blocks.1.proj.weight', 0.005), ('upper.3.gca.proj.weight', 0.02 * 8 ** 0.5)):
+        assert abs(weights[name].std() / std - 1) < 0.05, name
+
+
 def test_parameter_counts_of_the_paper():
     """Table 1: base LM 124M (123.5), with two more layers 138M (137.7), DRT 133M (131.8) and 14M in the encoder, in millions, x1 as x2."""
     def count(**more):
