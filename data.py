@@ -260,7 +260,7 @@ DOWNLOADS = {           # name: (file, URL of it or of a zip that holds it, byte
     'pg19': [(split, f'gs://deepmind-gutenberg/{split}', None, None) for split in ('train', 'validation', 'test')],   # by hand
 }
 NOT_CODE = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test', 'encodings', 'pydoc_data', '__pycache__'}
-SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|valid|val|validation|test)(?:\..*)?')     # train.txt, wiki.valid.tokens, test/
+SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|valid|val|validation|test)(?!\.py$)(?:\..*)?')     # train.txt, wiki.valid.tokens, test/; no program
 HEADING = re.compile(r' = (?!= ).*(?<! =) = ?\n')                                  # WikiText's ' = Title = ', not ' = = Part = = '
 
 
@@ -375,8 +375,8 @@ def split_sources(files, code):
 
     code                                        a document is a top-level package or module; split by the hash of its name
     files (or folders) named train, val, test   these splits; unless one is named train, the names mean nothing
-    a single file                               the first 90% for train, 5% for val, 5% for test, cut at line ends
     other files                                 split by the hash of their names
+    files so few that none is 5% of the text    of each the first 90% for train, 5% for val, 5% for test, cut at line ends
     """
     shas, skipped, texts, sources = {}, defaultdict(list), [], {split: [] for split in SPLITS}
     for name, path in files:
@@ -393,16 +393,6 @@ def split_sources(files, code):
                 sources[split].append(Source(name, (path,)))
             else:
                 skipped['not named train, val or test'].append(name)
-    elif not code and len(texts) == 1:
-        (name, path), cuts = texts[0], [0]
-        with open(path, 'rb') as f:
-            for percent in (90, 95, 100):
-                f.seek(max(path.stat().st_size * percent // 100 - 1, 0))
-                f.readline()
-                cuts.append(f.tell())
-        for split, start, stop in zip(SPLITS, cuts, cuts[1:]):
-            if start < stop:
-                sources[split].append(Source(name, (path,), start, stop))
     else:
         groups = defaultdict(list)
         for name, path in texts:
@@ -410,7 +400,18 @@ def split_sources(files, code):
         documents = [Source(name, tuple(paths)) for name, paths in groups.items()]
         split_of = by_hash({source.name: source.size() for source in documents})
         for source in documents:
-            sources[split_of[source.name]].append(source)
+            if code or 'val' in split_of.values():
+                sources[split_of[source.name]].append(source)
+                continue
+            path, cuts = source.paths[0], [0]
+            with open(path, 'rb') as f:
+                for percent in (90, 95, 100):
+                    f.seek(max(path.stat().st_size * percent // 100 - 1, 0))
+                    f.readline()
+                    cuts.append(f.tell())
+            for split, start, stop in zip(SPLITS, cuts, cuts[1:]):
+                if start < stop:
+                    sources[split].append(Source(source.name, source.paths, start, stop))
     facts = [[split, s.name, s.start, s.stop, [shas[p] for p in s.paths]] for split in SPLITS for s in sources[split]]
     return sources, hashlib.sha256(json.dumps(facts).encode()).hexdigest(), skipped
 

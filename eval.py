@@ -684,37 +684,60 @@ def switch(model, how=None):
 
 def by_length(args, device):
     """
-    The loss by length of the context: the split in pieces of 1/8, 1, 2 and 4 times the training length, for RPT also of the longest
-    document's, each of one document where that is long enough; every token but a document's first is scored once at each length.
-    Retrieval on, random (DRT) or shuffled (RPT: the text of the neighbors is that of another document), and off.
+    The loss by length of the context: the split in pieces of 1/8, 1, 2 and 4 times the training length, each of one document where that
+    is long enough, what is left of the documents joined; for RPT also document by document, each whole, with its memory from its
+    beginning on (RPT §3.4). Every token but a document's first is scored once in each column. Retrieval on, random (DRT) or shuffled
+    (RPT: the text of the neighbors is that of another document), and off.
     """
     result, autocast = dict(split=args.split, runs={}), lambda: torch.autocast(device.type, enabled=False)
     for path in map(str, args.checkpoints):
         _, model, _, _, split = open_run(path, args, device)
         T, rows = model.config.block_size, {}
-        longest = int(np.diff(split.offsets).max()) if type(model).__name__ == 'RPT' else 0         # memory from a document's beginning (RPT §3.4)
-        lengths = [L for L in (T // 8, T, 2 * T, 4 * T, *[longest] * (longest > 4 * T)) if 0 < L <= len(split.tokens)]
-        if not lengths:
+        columns = {f'{L:,} tokens': (L, data.Batches(split, 'documents', L, max(1, 2 * T // L), seed=0))
+                   for L in (T // 8, T, 2 * T, 4 * T) if 0 < L <= len(split.tokens)}
+        if not columns:
             raise SystemExit(f'{path}: {len(split.tokens)} tokens of {args.split} are fewer than an eighth of the training length, {T // 8}')
+        if type(model).__name__ == 'RPT':
+            columns['whole documents'] = 'whole', WholeDocuments(split)
         for how in switch(model):
             switch(model, how)
             name = dict(learned='on', own='on', none='off').get(how, how)
-            for L in lengths:
-                texts = data.Batches(split, 'documents', L, max(1, 2 * T // L), seed=0)
+            for L, texts in columns.values():
                 loss, n = train.validate(model, BesideOthers(texts) if how == 'shuffled' else texts, device, autocast, 1.0)
                 rows[name, L] = figures(loss * n, n, split) if n else None
         result['runs'][path] = dict(parameters=sum(p.numel() for p in model.parameters()), block_size=T, bytes=split.n_bytes,
                                     rows={f'{name} {L}': x for (name, L), x in rows.items()})
         print(f'\n{path}: {result["runs"][path]["parameters"]:,} parameters, trained on T = {T:,}; {args.split}, perplexity (bits/byte) at\n'
-              f'{"retrieval":10}' + ''.join(f'{f"{L:,} tokens":>20}' for L in lengths))
+              f'{"retrieval":10}' + ''.join(f'{column:>20}' for column in columns))
         for name in dict.fromkeys(name for name, _ in rows):
-            print(f'{name:10}' + ''.join(f'{x["ppl"]:11.2f} ({x["bits_per_byte"]:.4f})' if (x := rows[name, L]) else f'{"-":>20}' for L in lengths))
+            print(f'{name:10}' + ''.join(f'{x["ppl"]:11.2f} ({x["bits_per_byte"]:.4f})' if (x := rows[name, L]) else f'{"-":>20}' for L, _ in columns.values()))
     return result
+
+
+class WholeDocuments:
+    """The documents of a split, one in a batch, whatever their length; those of one token have nothing to predict. By n_rows + r: as many tokens that follow document r."""
+    kind = 'documents'
+
+    def __init__(self, split):
+        sizes = np.diff(split.offsets)
+        self.split, self.documents = split, np.flatnonzero(sizes > 1)
+        self.n_rows = len(self.documents)
+        self.other = [self.n_rows + r if 2 * sizes[d] <= len(split.tokens) else None for r, d in enumerate(self.documents)]
+
+    def __len__(self):
+        return self.n_rows
+
+    def take(self, rows, seed):
+        follows, r = divmod(int(rows[0]), self.n_rows)
+        a, b = self.split.offsets[self.documents[r]:][:2]
+        place = (np.arange(a, b) + follows * (b - a)) % len(self.split.tokens)      # after the last document comes the first
+        tokens = self.split.tokens[place].astype(np.int64)
+        return data.Batch(*(torch.from_numpy(x)[None] for x in (tokens, np.append(tokens[1:], -1), self.split.doc_of(place))), seed)
 
 
 class BesideOthers:
     """
-    The sequences of data.Batches, each in a batch with one of other documents and without padding, from which a model that reads
+    The sequences of data.Batches or WholeDocuments, each in a batch with one of other documents and without padding, from which a model that reads
     `shuffled` takes its neighbors; what is predicted there does not count. None at all if some sequence finds no such companion.
     """
     kind = 'documents'
@@ -723,7 +746,8 @@ class BesideOthers:
         self.texts, n = texts, texts.n_rows
         docs = [set(texts.take(np.array([row]), 0).doc[0].tolist()) for row in range(n)]
         fits = lambda r, row: -1 not in docs[r] and not docs[r] & docs[row]
-        self.other = [next((r % n for r in range(row + n // 2, row + n // 2 + n) if fits(r % n, row)), None) for row in range(n)]
+        self.other = texts.other if isinstance(texts, WholeDocuments) else [
+            next((r % n for r in range(row + n // 2, row + n // 2 + n) if fits(r % n, row)), None) for row in range(n)]
         self.n_rows = n if None not in self.other else 0
 
     def __len__(self):
@@ -831,8 +855,8 @@ def ranks(args, device):
     """
     How good RPT's retrieval is, on a random sample of chunks of the split. The reference LM scores every chunk that a sampled one may
     find, so no retriever has the candidates to itself; positives have s_t > 0.
-      Table 3   Precision@2, Recall@10 and nDCG@20, of chunks that have a positive, for BM25 (query c_i) and each checkpoint. Where ten
-                chunks or fewer are permitted, the recall is 1
+      Table 3   Precision@2, Recall@10 and nDCG@20, of chunks that have a positive, for BM25 (query c_i) and each checkpoint, beside a random
+                order and the latest chunks first. Where ten chunks or fewer are permitted, the recall is 1
       Figure 4  how many different tokens the top neighbor shares with the query and with the target
       Figure 5  the largest s_t, here the sum over the target, among the first k candidates of BM25 (query c_i and c_{i+1})
       Figure 6  nats per token of the target that reading gains over the first Transformer-XL among the checkpoints (over itself without
@@ -858,10 +882,10 @@ def ranks(args, device):
     result = dict(split=args.split, chunks=sum(len(x.some) for x in sample), sequences=len(sample), reference=args.reference or known[0], retrievers={})
     xl = next((model for model in models.values() if model.config.retriever == 'none'), None)
     log_p = lambda model, x, given=None: log_p_of(model, model.encode(x.batch.tokens, x.batch.doc, given)[0][0], x.batch.targets[0])
-    for name, model in {'BM25': None, **models}.items():
+    for name, model in {'chance': None, 'the latest first': None, 'BM25': None, **models}.items():
         if model and model.config.retriever == 'none':
             continue
-        rows = []                                                           # of each sampled chunk what is known of it
+        rows, generator = [], torch.Generator().manual_seed(args.seed)      # of each sampled chunk what is known of it
         for x in sample:
             if model:
                 f, scores, read = model.encode(x.batch.tokens, x.batch.doc)
@@ -871,7 +895,9 @@ def ranks(args, device):
                 switch(model, 'none')
                 plain = log_p(xl or model, x)
                 switch(model, 'own')
-            if not model or model.config.retriever == 'bm25':
+            if not model and name != 'BM25':
+                orders = {i: x.permitted[i].nonzero()[:, 0].flip(0).cpu().numpy() for i in x.some}
+            elif not model or model.config.retriever == 'bm25':
                 orders = bm25_order(x, w, idf, target=False)
             else:
                 orders = {i: scores[0, i].masked_fill(~x.permitted[i], -math.inf).argsort(descending=True)[:x.permitted[i].sum()].cpu().numpy() for i in x.some}
@@ -879,7 +905,10 @@ def ranks(args, device):
                 order = torch.from_numpy(orders[i]).to(device)
                 found, query, says = (set(x.chunks[c].tolist()) for c in (order[0], i, i + 1))
                 row = dict(overlap_query=len(found & query), overlap_target=len(found & says))
-                if (x.s_t[i] > 0).any():
+                if name == 'chance':                                        # the mean over 100 orders
+                    tries = [quality(order[torch.randperm(len(order), generator=generator)], x.s_t[i]) for _ in range(100)] if (x.s_t[i] > 0).any() else []
+                    row = {key: float(np.mean([one[key] for one in tries])) for key in tries[0]} if tries else {}
+                elif (x.s_t[i] > 0).any():
                     row.update(quality(order, x.s_t[i]))
                 if model:
                     of_target = lambda y: y[i * m + m - 1:i * m + 2 * m - 1].mean().item()
@@ -896,8 +925,8 @@ def ranks(args, device):
     print(f'\n{result["with_a_positive"]:.0%} of {result["chunks"]} chunks have a positive; gains, in nats a token, over {"Transformer-XL" if xl else "itself without neighbors"}')
     for name, x in result['retrievers'].items():
         text = lambda key, how: format(x[key], how) if key in x else '-'
-        print(f'{name}: Precision@2 {text("precision_2", ".1%")}, Recall@10 {text("recall_10", ".1%")}, nDCG@20 {text("ndcg_20", ".1%")}; '
-              f'its first one shares {text("overlap_query", ".2f")} tokens with the query, {text("overlap_target", ".2f")} with the target')
+        print(f'{name}: Precision@2 {text("precision_2", ".1%")}, Recall@10 {text("recall_10", ".1%")}, nDCG@20 {text("ndcg_20", ".1%")}'
+              + f'; its first one shares {text("overlap_query", ".2f")} tokens with the query, {text("overlap_target", ".2f")} with the target' * ('overlap_query' in x))
         if 'gain' in x:
             print(f'    gain {text("gain", ".4f")}: {text("gain_right", ".4f")} in the {text("right", ".0%")} that read a positive, {text("gain_wrong", ".4f")} in the others; '
                   f'perplexity of the targets {math.exp(x["nll"]):.2f}, by the oracle (an upper bound: it knows the target) {math.exp(x["nll_oracle"]):.2f}')

@@ -548,8 +548,11 @@ def open_reference(path, tokenizer, m, device='cpu'):
         path = Path(path) / 'ckpt.pt' if Path(path).is_dir() else Path(path)
         try:
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-            config, name, fold, corpus = RPTConfig(**checkpoint['config']), checkpoint['model_name'], checkpoint['fold'], checkpoint['corpus']
-            fits = name == 'rpt' and config.retriever == 'none' and checkpoint['tokenizer'] == tokenizer.to_dict()
+            config, name, fold, corpus = checkpoint['config'], checkpoint['model_name'], checkpoint['fold'], checkpoint['corpus']
+            fits = name == 'rpt' and config['retriever'] == 'none' and checkpoint['tokenizer'] == tokenizer.to_dict()
+            config = RPTConfig(**config) if fits else None
+        except FileNotFoundError:
+            raise SystemExit(f'--reference {path} does not exist')
         except Exception as e:
             raise SystemExit(f'--reference {path}: no checkpoint of this house ({" ".join(str(e).split())[:200]})')
         if not fits:
@@ -657,7 +660,9 @@ def prepare(config, folder, key, texts, rows, reference=None, held_out=None, aut
     """
     N, m, w = config.block_size // config.chunk_size, config.chunk_size, config.window // config.chunk_size
     scored = config.retriever == 'sem'
-    facts = [key, 'int32, bm25 lucene 1.2 0.75', config.block_size, m, w, config.n_candidates, texts.n_rows, texts.fold, config.score_every if scored else 0]
+    with autocast():
+        rounded = scored and torch.is_autocast_enabled(torch.device(device).type)
+    facts = [key, 'int32, bm25 lucene 1.2 0.75', config.block_size, m, w, config.n_candidates, texts.n_rows, texts.fold, config.score_every if scored else 0, rounded]
     path = Path(folder) / f'candidates-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}'
     if rank == 0:
         Supervision(path, texts.n_rows, N, config.n_candidates, scored)

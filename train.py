@@ -371,6 +371,11 @@ def train(module, model_config, config, run, device, corpus=None):
     torch.manual_seed(config.seed)
     model = getattr(module, name.upper())(model_config).to(device)
     model.kernel = run.kernel
+    if name == 'drt' and run.kernel == 'triton':
+        from gca_kernel import why_not_triton
+        q = torch.empty(1, 1, model_config.n_head, model_config.n_embd // model_config.n_head, dtype=torch.bfloat16 if bf16 else torch.float32, device=device)
+        if why := why_not_triton(q, model_config.chunk_size):
+            raise SystemExit(f'--kernel triton cannot run: {why}. --kernel auto takes PyTorch there')
     if getattr(model, 'idf', None) is not None:
         model.idf.copy_(torch.from_numpy(module.corpus_idf(corpus.train.tokens, model_config.chunk_size, model_config.vocab_size)))
     if config.init:
@@ -431,8 +436,14 @@ def train(module, model_config, config, run, device, corpus=None):
         raise SystemExit(f'step {step}: {what}; {kept}. A lower --lr than {config.lr:g} usually helps.')
 
     stop = []                                                       # a first signal saves and leaves, a second just leaves
-    previous = {s: signal.signal(s, lambda number, _: (stop.append(number), signal.signal(number, signal.SIG_DFL)))
-                for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def on_signal(number, _):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        if rank == 0:
+            os.write(2, b'\nstopping after this step and what belongs to it; a second time: at once, without saving\n')
+
+    previous = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
 
     # the loop: evaluate, save, step, log
     peak, began, began_at, entry, model_flops = peak_flops(device), time.time(), step, {}, 2 * model.multiply_adds()

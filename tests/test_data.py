@@ -221,6 +221,15 @@ def test_a_folder_with_named_files(tmp_path, capsys):
     assert load(str(tmp_path / 'my' / 'train.txt'), 'bytes', root=tmp_path / 'c', quiet=True).val is None
 
 
+def test_a_few_files_are_cut(tmp_path):
+    """Where none is small enough to be held out whole, the end of each is: nothing is in two splits, nothing is lost. And train.py is a program."""
+    texts = {name: ''.join(f'{name} {i}\n' for i in range(200)) for name in ('a_txt', 'b_txt', 'train_py')}
+    corpus = load(write(tmp_path / 'few', **texts), 'bytes', root=tmp_path / 'c', quiet=True)
+    assert len(corpus.train.offsets) == len(corpus.val.offsets) == len(corpus.test.offsets) == 4
+    for text, *parts in zip(sorted(texts.values()), *(documents(corpus, s) for s in data.SPLITS)):
+        assert ''.join(parts) == text and all(part.endswith('\n') for part in parts) and 0.88 < len(parts[0]) / len(text) < 0.92
+
+
 def test_folders_named_as_splits(tmp_path):
     where = write(tmp_path / 'pg', train__1_txt='a', train__2_txt='b', validation__3_txt='c', test__4_txt='d')
     corpus = load(where, 'bytes', root=tmp_path / 'c', quiet=True)
@@ -254,7 +263,7 @@ def test_headings_start_documents(tmp_path):
     corpus = load(write(tmp_path / 'w', train_txt=text), 'bytes', root=tmp_path / 'c', quiet=True)
     a, b = documents(corpus, 'train')
     assert a + b == text and b.startswith(' = B')
-    corpus = load(write(tmp_path / 'w2', train_py=text), 'bytes', root=tmp_path / 'c', quiet=True)
+    corpus = load(write(tmp_path / 'w2', train__a_py=text), 'bytes', root=tmp_path / 'c', quiet=True)
     assert documents(corpus, 'train') == [text]
 
 

@@ -477,8 +477,9 @@ def test_rpt_by_length(trained_rpt, monkeypatch, capsys):
     monkeypatch.chdir(trained_rpt)
     command(monkeypatch, 'out/rpt', 'out/retro', 'out/plain', '--json', 'figures.json')
     runs = json.loads(Path('figures.json').read_text())['runs']
-    assert list(runs['out/rpt']['rows']) == list(runs['out/retro']['rows']) == [f'{name} {L}' for name in ('on', 'shuffled', 'off') for L in (8, 70, 140, 280)]
-    assert list(runs['out/plain']['rows']) == [f'off {L}' for L in (8, 70, 140, 280)]
+    lengths = 8, 70, 140, 280, 'whole'
+    assert list(runs['out/rpt']['rows']) == list(runs['out/retro']['rows']) == [f'{name} {L}' for name in ('on', 'shuffled', 'off') for L in lengths]
+    assert list(runs['out/plain']['rows']) == [f'off {L}' for L in lengths]
     for path, name in (('out/rpt', 'on'), ('out/retro', 'on'), ('out/plain', 'off')):
         rows = runs[path]['rows']
         last = json.loads(Path(path, 'log.jsonl').read_text().splitlines()[-1])
@@ -503,6 +504,16 @@ def test_rpt_by_length(trained_rpt, monkeypatch, capsys):
     assert runs['out/rpt']['rows']['shuffled 70']['loss'] == pytest.approx(total / n, abs=1e-4) and n == runs['out/rpt']['rows']['on 70']['tokens']
     with pytest.raises(ValueError, match='only one'):
         model.encode(batch.tokens[:1])
+    total, n = {}, 0                                                        # whole documents, one by one; shuffled: the text after each
+    offsets, tokens = corpus.val.offsets, torch.from_numpy(corpus.val.tokens.astype(np.int64))
+    for a, b in zip(offsets, offsets[1:]):
+        own, after = tokens[a:b], torch.cat([tokens, tokens])[b:b + b - a]
+        for model.reads in ('own', 'shuffled', 'none'):
+            f = model.encode(torch.stack([own, after]))[0][0, :-1]
+            total[model.reads] = total.get(model.reads, 0) - model.say(f).gather(1, own[1:, None]).sum().item()
+        n += len(own) - 1
+    for name, how in (('on', 'own'), ('shuffled', 'shuffled'), ('off', 'none')):
+        assert runs['out/rpt']['rows'][f'{name} whole']['tokens'] == n and runs['out/rpt']['rows'][f'{name} whole']['loss'] == pytest.approx(total[how] / n, abs=1e-4)
     more = runs['out/rpt']['rows']['on 280']['loss']
     command(monkeypatch, 'out/rpt', '--n-neighbors', '4', '--json', 'figures.json')
     assert json.loads(Path('figures.json').read_text())['runs']['out/rpt']['rows']['on 280']['loss'] != more
@@ -547,7 +558,7 @@ def test_ranks(trained_rpt, monkeypatch, capsys):
     model, plain = evaluation.load('out/rpt')[0], evaluation.load('out/plain')[0]
     reference, _, fold, _ = rpt.open_reference('out/rpt-reference', evaluation.load('out/rpt')[1], 4)
     assert fold == 0
-    P, R, G, gains, right, overlap, best, on_target = [], [], [], [], [], [], [], []
+    P, R, G, gains, right, overlap, best, on_target, latest, by_chance = [], [], [], [], [], [], [], [], [], []
     for row in np.linspace(0, pieces.n_rows - 1, 3).round().astype(int):
         batch = pieces.take(np.array([row]), 0)
         chunks, docs = batch.tokens[0, :68].view(17, 4), batch.doc[0, :68].view(17, 4)
@@ -575,14 +586,18 @@ def test_ranks(trained_rpt, monkeypatch, capsys):
                 R.append(sum(k in positive for k in order[:10]) / len(positive))
                 dcg = lambda ks: sum((2 ** max(0, s_t[k]) - 1) / math.log2(2 + r) for r, k in enumerate(ks[:20]))
                 G.append(dcg(order) / dcg(sorted(allowed, key=lambda k: -s_t[k])))
+                latest.append(dcg(sorted(allowed, reverse=True)) / dcg(sorted(allowed, key=lambda k: -s_t[k])))
+                by_chance.append(len(positive) / len(allowed) * min(2, len(allowed)) / 2)
             if mined is not None:
                 best.append(max(s_t[k] for k in mined if k >= 0) * 4 if (mined >= 0).any() else None)
     y = x['retrievers']['out/rpt']
-    assert x['chunks'] == len(gains) > 5 and list(x['retrievers']) == ['BM25', 'out/rpt', 'out/retro']
+    assert x['chunks'] == len(gains) > 5 and list(x['retrievers']) == ['chance', 'the latest first', 'BM25', 'out/rpt', 'out/retro']
     expected = dict(precision_2=np.mean(P), recall_10=np.mean(R), ndcg_20=np.mean(G), gain=np.mean(gains), overlap_target=np.mean(overlap), right=np.mean(right),
                     gain_right=np.mean([g for g, r in zip(gains, right) if r]), nll=-np.mean(on_target))
     for name, value in expected.items():
         assert y[name] == pytest.approx(value, abs=1e-3), name      # s_t is tiny here, in fp32
+    assert x['retrievers']['the latest first']['ndcg_20'] == pytest.approx(np.mean(latest), abs=1e-3)
+    assert x['retrievers']['chance']['precision_2'] == pytest.approx(np.mean(by_chance), abs=0.03) and 'overlap_query' not in x['retrievers']['chance']
     assert x['largest_by_k'] == sorted(x['largest_by_k']) and f'{len(gains)} chunks' in screen and f'{y["ndcg_20"]:.1%}' in screen
     assert x['retrievers']['BM25']['precision_2'] == x['retrievers']['out/retro']['precision_2'] and 'upper bound' in screen
     for flags in (['out/retro'], ['out/plain', 'out/retro']):

@@ -419,8 +419,13 @@ def test_rpt_is_one_command(here, capsys):
     assert 'know by heart' not in capsys.readouterr().out
     with pytest.raises(SystemExit, match='retriever none'):
         train.main(flags + ['--reference', 'b', '--out', 'c'])
-    with pytest.raises(SystemExit, match='no checkpoint of this house'):
-        train.main(flags + ['--reference', 'nothing', '--out', 'c'])
+    Path('broken.pt').write_text('x')
+    torch.save(dict(model_name='drt', config=dict(groups=1), fold=-1, corpus='', tokenizer={}), 'drt.pt')
+    for reference, says in (('nothing', 'nothing does not exist'), ('broken.pt', 'no checkpoint of this house'), ('drt.pt', 'retriever none')):
+        with pytest.raises(SystemExit, match=says):
+            train.main(flags + ['--reference', reference, '--out', 'c'])
+    with pytest.raises(SystemExit, match='--kernel triton cannot run: .* --kernel auto'):
+        train.main(['--model', 'drt', '--kernel', 'triton', '--device', 'cpu', '--data', 'many', '--tokenizer', 'bytes', '--block-size', '62', '--tokens-per-step', '124', '--out', 'c'])
     assert not Path('c').exists()
 
 
