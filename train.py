@@ -120,8 +120,11 @@ def parse(argv):
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].split('=')[0], flags, 1)
-        raise SystemExit(f'train.py: unknown argument {unknown[0]}' + (f'; did you mean {near[0]}?' if near else ''))
+        flag, near = unknown[0].split('=')[0], difflib.get_close_matches(unknown[0].split('=')[0], flags, 1)
+        field = flag.removeprefix('--').removeprefix('no-').replace('-', '_')
+        others = [name for name in MODELS if name != known.model and field in getattr(importlib.import_module(name), name.upper() + 'Config').__dataclass_fields__]
+        raise SystemExit(f'train.py: unknown argument {unknown[0]}' + (f'; it belongs to --model {" or ".join(others)}, not to {known.model}' if others else
+                                                                       f'; did you mean {near[0]}?' if near else ''))
     configs = []
     for C in (Config, TrainConfig, RunConfig):
         try:
@@ -137,6 +140,8 @@ def parse(argv):
     for name in ('max_steps', 'tokens_per_step', 'eval_every', 'micro_batch', 'block_size', 'val_tokens'):
         if getattr(args, name) < 1:
             raise SystemExit(f'train.py: --{name.replace("_", "-")} {getattr(args, name)} must be 1 or more')
+    if args.reference and getattr(args, 'retriever', '') != 'sem':
+        raise SystemExit('train.py: --reference is the teacher of --model rpt --retriever sem, and of nothing else')
     return module, *configs
 
 

@@ -228,6 +228,9 @@ def test_out_of_memory_names_the_next_smaller_size(here, monkeypatch):
     (['--seed', '-1'], 'seed'),
     (['--lr', '-1'], 'lr'),
     (['--device', 'gpu'], 'cuda, cpu, mps'),
+    (['--groups', '2'], 'belongs to --model drt, not to trime'),
+    (['--no-gate'], 'belongs to --model rpt'),
+    (['--reference', 'somewhere'], 'the teacher of --model rpt --retriever sem'),
     (['--device', 'cuda'], 'no GPU' if not torch.cuda.is_available() else ''),
 ])
 def test_bad_flags_get_one_line(here, flags, message):
