@@ -610,6 +610,8 @@ def test_ranks(trained_rpt, monkeypatch, capsys):
     torch.save(other, 'other.pt')
     with pytest.raises(SystemExit, match='tokenizers: one table needs the same'):
         command(monkeypatch, 'out/rpt', 'other.pt', '--task', 'ranks')
+    with pytest.raises(SystemExit, match='no such folder'):
+        command(monkeypatch, 'out/rpt', '--json', 'nowhere/figures.json')
     with pytest.raises(SystemExit, match='--offload says nothing to rpt'):
         command(monkeypatch, 'out/rpt', '--offload')
 

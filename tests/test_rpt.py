@@ -721,6 +721,8 @@ def test_prepare(tmp_path):
     assert np.array_equal(made.scores[3], s_t.numpy(), equal_nan=True) and not np.isnan(made.scores[3][candidates >= 0]).any()
     texts.taken = []
     assert prepared(tmp_path, (0, 1, 2, 3, 6), texts=texts).done.tolist() == [1, 1, 1, 1, 0, 0, 1] and texts.taken == [1, 2]
+    rounded = prepared(tmp_path, autocast=lambda: torch.autocast('cpu', torch.bfloat16))                # another precision is another teacher
+    assert rounded.folder != made.folder and not np.array_equal(rounded.scores, made.scores, equal_nan=True)
     lex = prepared(tmp_path, retriever='lex')
     assert lex.folder != made.folder and np.array_equal(lex.candidates, np.where(lex.done[:, None, None], made.candidates, 0)) and lex.scores.shape == (1,)
 
