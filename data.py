@@ -399,8 +399,9 @@ def split_sources(files, code):
             groups[name.split('/')[0] if code else name].append(path)
         documents = [Source(name, tuple(paths)) for name, paths in groups.items()]
         split_of = by_hash({source.name: source.size() for source in documents})
+        whole = code or 'val' in split_of.values()
         for source in documents:
-            if code or 'val' in split_of.values():
+            if whole:
                 sources[split_of[source.name]].append(source)
                 continue
             path, cuts = source.paths[0], [0]

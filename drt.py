@@ -35,8 +35,8 @@ Where we differ from the paper, and why
     A token never reads a chunk of another document than its own (official code: no documents).
     Scores, choice and weights are in fp32 (official code: bf16, which ties scores). AdamW's weight decay is on matrices only, and
     the cosine ends at a tenth of the learning rate (paper: a fifth).
-    Initial weights of what a layer adds are scaled by depth, as in all models of this house, but GCA's, which have 0.02 at width 768
-    and their inputs' share elsewhere (official code: 0.02 for all).
+    Initial weights of what a layer adds to the residual are scaled by depth, as in all models of this house; GCA's last matrix, which
+    adds nothing to it, has 0.02 sqrt(768 / C), the official scale at any width (official code: 0.02 for all, C = 768).
     Not here: retrieval from a whole corpus (§3.3, Table 4).
 
     $ python drt.py                         a tour and the cost of retrieval, on a CPU
@@ -384,12 +384,13 @@ class DRT(nn.Module):
         self.retriever = config.retriever       # eval.py tries others
         self.kernel = 'auto'                    # of gca: auto, triton or torch
         self.offload = False                    # streaming keeps the chunks' keys and values in the CPU's memory (§3.3)
-        for name, p in self.named_parameters():                             # GPT-2's: what a block adds starts small
+        for name, p in self.named_parameters():                             # GPT-2's: what a block adds to the residual starts small
+            std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02
+            if name.endswith('gca.proj.weight'):                            # what GCA adds never enters the residual; and it has to be
+                std = 0.02 * math.sqrt(768 / config.n_embd)                 # of use soon, or the scores forget which chunks are alike
             if p.dim() == 2:
                 torch.manual_seed(seed + zlib.crc32(name.encode()))         # of each name, so what two settings share begins alike
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02)
-            if name.endswith('gca.proj.weight'):                            # but not what GCA adds: it never enters the residual, and until
-                p.data *= math.sqrt(2 * config.n_layer * 768 / config.n_embd)       # it is read the scores learn nothing, and forget
+                nn.init.normal_(p, std=std)
 
     def groups(self):
         """The layers of the upper half, cut into groups; the base LM's are one that retrieves nothing."""

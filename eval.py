@@ -715,7 +715,10 @@ def by_length(args, device):
 
 
 class WholeDocuments:
-    """The documents of a split, one in a batch, whatever their length; those of one token have nothing to predict. By n_rows + r: as many tokens that follow document r."""
+    """
+    The documents of a split, whole, one in a batch; those of one token have nothing to predict. Row n_rows + r is not one of them: the text
+    that follows document r in the split, as long as it is.
+    """
     kind = 'documents'
 
     def __init__(self, split):
@@ -737,17 +740,19 @@ class WholeDocuments:
 
 class BesideOthers:
     """
-    The sequences of data.Batches or WholeDocuments, each in a batch with one of other documents and without padding, from which a model that reads
-    `shuffled` takes its neighbors; what is predicted there does not count. None at all if some sequence finds no such companion.
+    The sequences of data.Batches or WholeDocuments, each in a batch with one of other documents and without padding, from which a model
+    that reads `shuffled` takes its neighbors; what is predicted there does not count. None at all if some sequence has no such companion.
     """
     kind = 'documents'
 
     def __init__(self, texts):
         self.texts, n = texts, texts.n_rows
-        docs = [set(texts.take(np.array([row]), 0).doc[0].tolist()) for row in range(n)]
-        fits = lambda r, row: -1 not in docs[r] and not docs[r] & docs[row]
-        self.other = texts.other if isinstance(texts, WholeDocuments) else [
-            next((r % n for r in range(row + n // 2, row + n // 2 + n) if fits(r % n, row)), None) for row in range(n)]
+        if isinstance(texts, WholeDocuments):
+            self.other = texts.other
+        else:
+            docs = [set(texts.take(np.array([row]), 0).doc[0].tolist()) for row in range(n)]
+            fits = lambda r, row: -1 not in docs[r] and not docs[r] & docs[row]
+            self.other = [next((r % n for r in range(row + n // 2, row + n // 2 + n) if fits(r % n, row)), None) for row in range(n)]
         self.n_rows = n if None not in self.other else 0
 
     def __len__(self):
@@ -904,12 +909,11 @@ def ranks(args, device):
             for i in x.some:
                 order = torch.from_numpy(orders[i]).to(device)
                 found, query, says = (set(x.chunks[c].tolist()) for c in (order[0], i, i + 1))
-                row = dict(overlap_query=len(found & query), overlap_target=len(found & says))
-                if name == 'chance':                                        # the mean over 100 orders
-                    tries = [quality(order[torch.randperm(len(order), generator=generator)], x.s_t[i]) for _ in range(100)] if (x.s_t[i] > 0).any() else []
-                    row = {key: float(np.mean([one[key] for one in tries])) for key in tries[0]} if tries else {}
-                elif (x.s_t[i] > 0).any():
-                    row.update(quality(order, x.s_t[i]))
+                row = dict(overlap_query=len(found & query), overlap_target=len(found & says)) if name != 'chance' else {}
+                if (x.s_t[i] > 0).any():
+                    tries = [order[torch.randperm(len(order), generator=generator)] for _ in range(100)] if name == 'chance' else [order]
+                    figures_of = [quality(one, x.s_t[i]) for one in tries]
+                    row.update({key: float(np.mean([each[key] for each in figures_of])) for key in figures_of[0]})
                 if model:
                     of_target = lambda y: y[i * m + m - 1:i * m + 2 * m - 1].mean().item()
                     right = any(k >= 0 and x.s_t[i, k] > 0 for k in read[0, i].tolist())

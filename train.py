@@ -120,8 +120,8 @@ def parse(argv):
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        flag, near = unknown[0].split('=')[0], difflib.get_close_matches(unknown[0].split('=')[0], flags, 1)
-        field = flag.removeprefix('--').removeprefix('no-').replace('-', '_')
+        flag = unknown[0].split('=')[0]
+        near, field = difflib.get_close_matches(flag, flags, 1), flag.removeprefix('--').removeprefix('no-').replace('-', '_')
         others = [name for name in MODELS if name != known.model and field in getattr(importlib.import_module(name), name.upper() + 'Config').__dataclass_fields__]
         raise SystemExit(f'train.py: unknown argument {unknown[0]}' + (f'; it belongs to --model {" or ".join(others)}, not to {known.model}' if others else
                                                                        f'; did you mean {near[0]}?' if near else ''))
@@ -376,7 +376,7 @@ def train(module, model_config, config, run, device, corpus=None):
     torch.manual_seed(config.seed)
     model = getattr(module, name.upper())(model_config).to(device)
     model.kernel = run.kernel
-    if name == 'drt' and run.kernel == 'triton':
+    if name == 'drt' and model_config.groups and run.kernel == 'triton':
         from gca_kernel import why_not_triton
         q = torch.empty(1, 1, model_config.n_head, model_config.n_embd // model_config.n_head, dtype=torch.bfloat16 if bf16 else torch.float32, device=device)
         if why := why_not_triton(q, model_config.chunk_size):

@@ -161,6 +161,13 @@ def test_the_folder_of_another_run_is_left_alone(here, capsys):
     assert {p: p.read_bytes() for p in Path('out/trime').iterdir()} == before
 
 
+def test_a_kernel_that_cannot_run(here, monkeypatch):
+    monkeypatch.delenv('TRITON_INTERPRET', raising=False)
+    with pytest.raises(SystemExit, match='--kernel triton cannot run: .* --kernel auto'):
+        train.main(DRT + ['--kernel', 'triton', '--device', 'cpu', '--out', 'c'])
+    assert not Path('c').exists()
+
+
 def test_weights_of_another_version_are_left_alone(here):
     """A run that was begun when a layer had another name: one line instead of a traceback, and nothing is written."""
     train.main(SMALL + ['--max-steps', '4', '--out', 'a'])
@@ -427,8 +434,6 @@ def test_rpt_is_one_command(here, capsys):
     for reference, says in (('nothing', 'nothing does not exist'), ('broken.pt', 'no checkpoint of this house'), ('drt.pt', 'retriever none')):
         with pytest.raises(SystemExit, match=says):
             train.main(flags + ['--reference', reference, '--out', 'c'])
-    with pytest.raises(SystemExit, match='--kernel triton cannot run: .* --kernel auto'):
-        train.main(['--model', 'drt', '--kernel', 'triton', '--device', 'cpu', '--data', 'many', '--tokenizer', 'bytes', '--block-size', '62', '--tokens-per-step', '124', '--out', 'c'])
     assert not Path('c').exists()
 
 
