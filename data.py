@@ -61,7 +61,10 @@ def one_of(kind, name, names):
 
 
 def progress(items, desc, total=None, quiet=False):
-    """items, with a bar that shows how far we are; without tqdm, with a line every ten seconds."""
+    """items, with a bar that shows how far we are; without tqdm, or into a file, with a line every ten seconds."""
+    if total is None and hasattr(items, '__len__'):
+        total = len(items)
+
     def spoken():
         told = time.time()
         for n, item in enumerate(items):
@@ -69,11 +72,12 @@ def progress(items, desc, total=None, quiet=False):
                 told = time.time()
                 print(f'{desc}: {n:,} of {total or "?"}', file=sys.stderr, flush=True)
             yield item
+
     try:
         from tqdm import tqdm
-        return tqdm(items, desc, total, leave=False, disable=quiet)
     except ImportError:
         return spoken()
+    return tqdm(items, desc, total, leave=False) if sys.stderr.isatty() and not quiet else spoken()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

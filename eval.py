@@ -1015,6 +1015,8 @@ def main():
     if min(args.long, args.sequences, args.chunks) < 1 or args.n_neighbors < 0 or args.at_most < 0 or args.at_most == 1:
         raise SystemExit(f'--long {args.long}, --sequences {args.sequences} and --chunks {args.chunks} must be 1 or more, '
                          f'--n-neighbors {args.n_neighbors} 0 (the default) or more, --at-most {args.at_most} 2 or more')
+    if args.json and args.task == 'generate':
+        raise SystemExit('--json: a text has no figures; > FILE keeps what generate writes')
     if args.json and not Path(args.json).absolute().parent.is_dir():
         raise SystemExit(f'--json {args.json}: there is no such folder')
     device = train.hardware(args.device)

@@ -904,12 +904,16 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert run.returncode == 1 and run.stderr.count('\n') == 1 and '257' in run.stderr
 
 
-def test_without_tqdm(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, 'tqdm', None)
+@pytest.mark.parametrize('without', ('tqdm', 'a terminal'))
+def test_progress_in_lines(monkeypatch, capsys, without):
+    """A bar in a log file is a line a thousand columns wide."""
+    if without == 'tqdm':
+        monkeypatch.setitem(sys.modules, 'tqdm', None)
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: without == 'tqdm', raising=False)
     clock = iter(range(0, 1000, 6))
     monkeypatch.setattr(data.time, 'time', lambda: next(clock))
-    assert list(data.progress(range(5), 'working', 5)) == list(range(5))
-    assert capsys.readouterr().err.splitlines()[0] == 'working: 1 of 5'
+    assert list(data.progress(range(5), 'working')) == list(range(5))
+    assert capsys.readouterr().err.splitlines() == ['working: 1 of 5', 'working: 3 of 5']
 
 
 def test_a_text_is_encoded_with_the_tokenizer_of_a_checkpoint(tmp_path):

@@ -456,6 +456,8 @@ def test_drt_generates_and_refuses_what_it_has_not(trained_drt, monkeypatch, cap
     assert (seen[0][0].retriever, seen[0][0].offload) == ('off', True)
     with pytest.raises(SystemExit, match='drt has table, generate, trace'):
         command(monkeypatch, 'out/drt', '--task', 'neighbors')
+    with pytest.raises(SystemExit, match='a text has no figures'):
+        command(monkeypatch, 'out/drt', '--task', 'generate', '--json', 'a.json')
     with pytest.raises(SystemExit, match='--memory says nothing to drt'):
         command(monkeypatch, 'out/drt', '--memory', 'local')
 
