@@ -315,7 +315,7 @@ class UpperBlock(Block):
     def forward(self, x, past=None, read=None):
         y, kv = self.attention(self.norm1(x), past)
         x = x + y
-        o = self.gca(x, read) if read else 0
+        o = 0 if read is None else self.gca(x, read)
         return x + self.mlp(self.norm2(x + o)), kv
 
 
