@@ -1,518 +1,400 @@
-"""The training loop, by the commands a user would type. Run: pytest tests/test_train.py"""
-import dataclasses
-import json
-import math
-import os
-import random
-import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
+"""
+The training loop: resuming, any number of processes, what a user can get wrong.
 
-import numpy as np
+    $ python -m pytest -q tests/test_train.py
+"""
+import dataclasses, json, math, os, random, signal, subprocess, sys, time
+from pathlib import Path
+from unittest.mock import Mock
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 import data
-import drt
-import rpt
 import train
 import trime
-from trime import TRIME, TRIMEConfig
 
-TRAIN = Path(train.__file__)
-SMALL = ['--data', 'texts', '--tokenizer', 'bytes', '--block-size', '16', '--micro-batch', '2', '--tokens-per-step', '64',
-         '--n-layer', '2', '--n-head', '2', '--n-embd', '16', '--device', 'cpu', '--dtype', 'fp32', '--dropout', '0.1']
-DRT = ['--model', 'drt', '--data', 'texts', '--tokenizer', 'bytes', '--block-size', '35', '--micro-batch', '2', '--tokens-per-step', '140',
-       '--n-layer', '2', '--n-head', '2', '--n-embd', '16', '--window', '8', '--chunk-size', '8', '--n-neighbors', '2', '--encoder', 'tokens',
-       '--device', 'cpu', '--dtype', 'fp32']       # with Gumbel noise and masks, and two micro-batches a step
-RPT = ['--model', 'rpt', '--data', 'many', '--tokenizer', 'bytes', '--block-size', '70', '--micro-batch', '2', '--tokens-per-step', '280',
-       '--n-layer', '2', '--n-head', '2', '--n-embd', '16', '--window', '16', '--chunk-size', '4', '--n-candidates', '3', '--score-every', '1',
-       '--dropout', '0.1', '--device', 'cpu', '--dtype', 'fp32']       # two micro-batches a step, some of whose sequences have several documents
+FILE, GPU, CPU = Path(train.__file__), torch.device('cuda', 0), torch.device('cpu')
+COMMON = ('--data texts --tokenizer bytes --n-layer 2 --n-head 2 --n-embd 16 --micro-batch 2 '
+          '--device cpu --dtype fp32 --max-steps 6 --eval-every 2 ').split()
+# two micro-batches a step, with dropout, Gumbel noise and masks where a model has them
+FLAGS = {'trime': '--block-size 16 --tokens-per-step 64 --dropout 0.1',
+         'drt': '--block-size 35 --tokens-per-step 140 --window 8 --chunk-size 8 --n-neighbors 2 '
+                '--encoder tokens',
+         'rpt': '--block-size 70 --tokens-per-step 280 --window 16 --chunk-size 4 --dropout 0.1 '
+                '--n-candidates 3 --score-every 1'}
+
+
+def flags(model='trime', more=''):
+    return [*COMMON, '--model', model, *FLAGS[model].split(), *more.split()]
 
 
 @pytest.fixture(scope='session')
 def texts(tmp_path_factory):
-    """A folder with a small corpus: made-up sentences in which words repeat. In `many` beside it the same, in 40 documents."""
+    """48 documents of made-up sentences in which words repeat."""
     folder, rng = tmp_path_factory.mktemp('texts'), random.Random(0)
     words = ['cat', 'dog', 'tree', 'river', 'stone', 'sees', 'finds', 'the', 'a', 'old']
-    for name, n in (('train', 900), ('val', 60), ('test', 60)):
-        (folder / f'{name}.txt').write_text('\n'.join(' '.join(rng.choices(words, k=8)) for _ in range(n)))
-    many = tmp_path_factory.mktemp('many')
-    for name, n in (('train', 40), ('val', 8)):
-        (many / f'{name}.jsonl').write_text('\n'.join(json.dumps({'text': ' '.join(rng.choices(words, k=20 + i))}) for i in range(n)))
-    (folder / 'many').symlink_to(many)
+    for split, n in (('train', 40), ('val', 8)):
+        lines = [json.dumps({'text': ' '.join(rng.choices(words, k=20 + i))}) for i in range(n)]
+        (folder / f'{split}.jsonl').write_text('\n'.join(lines))
     return folder
 
 
 @pytest.fixture
 def here(tmp_path, texts, monkeypatch):
-    """An empty working folder with the corpus linked into it; one thread, since the models are tiny."""
+    """An empty working folder with the corpus linked into it; signal handlers are restored."""
     (tmp_path / 'texts').symlink_to(texts)
-    (tmp_path / 'many').symlink_to(texts / 'many')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     yield tmp_path
-    torch.set_num_threads(before)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
-def start(*flags, small=SMALL, launcher=(), script=TRAIN):
-    return subprocess.Popen([sys.executable, *launcher, str(script), *small, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))     # a shell's background ignores it
+def log_of(run):
+    return [json.loads(line) for line in Path(run, 'log.jsonl').read_text().splitlines()]
 
 
-def outcome(folder):
-    """What a run has computed: its weights, optimizer state, and log without the timings."""
-    checkpoint = torch.load(f'{folder}/ckpt.pt', weights_only=True)
-    log = [json.loads(line) for line in Path(folder, 'log.jsonl').read_text().splitlines()]
-    moments = [m for s in checkpoint['optimizer']['state'].values() for m in (s['exp_avg'], s['exp_avg_sq'])]
-    return list(checkpoint['model'].values()) + moments, [{k: v for k, v in x.items() if k != 'tokens_per_s'} for x in log]
+def outcome(run):
+    """What a run has computed: weights, moments of Adam, and the log without its timings."""
+    checkpoint = torch.load(f'{run}/ckpt.pt', weights_only=True)
+    moments = [s[key] for s in checkpoint['optimizer']['state'].values()
+               for key in ('exp_avg', 'exp_avg_sq')]
+    log = [{k: v for k, v in x.items() if k != 'tokens_per_s'} for x in log_of(run)]
+    return list(checkpoint['model'].values()), moments, log
 
 
 def same(a, b):
-    return a[1] == b[1] and all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+    (p, m, log_p), (q, n, log_q) = outcome(a), outcome(b)
+    return log_p == log_q and all(map(torch.equal, p + m, q + n))
 
 
-def wait_for(condition, process, seconds=60):
-    end = time.time() + seconds
-    while not condition():
-        assert process.poll() is None and time.time() < end, process.stdout.read() if process.poll() is not None else 'too slow'
-        time.sleep(0.005)
+def at_step(monkeypatch, step, action):
+    """Calls action() at the beginning of a step of the run in the folder `run`."""
+    learning_rate = train.learning_rate
+
+    def patched(now, config):
+        if (now, config.out) == (step, 'run'):
+            action()
+        return learning_rate(now, config)
+    monkeypatch.setattr(train, 'learning_rate', patched)
 
 
-@pytest.mark.parametrize('how, small', [(signal.SIGKILL, SMALL), (signal.SIGINT, SMALL), (signal.SIGTERM, DRT), (signal.SIGTERM, RPT)])
-def test_stopped_and_gone_on_is_not_stopped(here, how, small, capsys):
-    """Killed in the middle, or asked to leave, and started again by the same command: the same weights, moments and log."""
-    steps = 120 if small is SMALL else 60
-    flags = ['--max-steps', str(steps), '--eval-every', '20']
-    train.main(small + flags + ['--out', 'straight'])
-    process = start(*flags, '--out', 'stopped', small=small)
-    wait_for(lambda: Path('stopped/ckpt.pt').exists(), process)
-    process.send_signal(how)
-    printed = process.communicate(timeout=60)[0]
-    stopped_at = torch.load('stopped/ckpt.pt', weights_only=True)['step']
-    assert stopped_at < steps
-    if how != signal.SIGKILL:
-        assert process.returncode == 128 + how and f'stopped at step {stopped_at}' in printed
-    with open('stopped/log.jsonl', 'a') as f:
-        f.write('{"step": 11, "lo')                                     # a line that was cut short, as on a full disk
-    Path('stopped/ckpt.pt.123.tmp').write_bytes(b'half a checkpoint')
+def run(*args):
+    train.STOP.clear()
+    train.main(*args)
+
+
+@pytest.mark.parametrize('model', FLAGS)
+def test_an_interrupted_run_equals_another_one(here, capsys, model):
+    """
+    Ctrl-C in step 3 ends the run after it. A crash in step 6 loses what follows the checkpoint of
+    step 4, also in the log, and leaves half a line there. Weights, moments and log are the same.
+    """
+    run(flags(model, '--out straight'))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        run(flags(model, '--out run'))
+    assert stopped.value.code == 128 + signal.SIGINT
+    assert torch.load('run/ckpt.pt', weights_only=True)['step'] == len(log_of('run')) == 3
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_step(patch, 5, Mock(side_effect=KeyboardInterrupt))
+        run(flags(model, '--out run'))
+    assert len(log_of('run')) == 5
+    with open('run/log.jsonl', 'a') as f:
+        f.write('{"step": 6, "lo')
     capsys.readouterr()
-    train.main(small + flags + ['--out', 'stopped'])
-    assert f'from step {stopped_at}' in capsys.readouterr().out
-    assert same(outcome('straight'), outcome('stopped'))
-    assert not list(Path('stopped').glob('*.tmp'))
+    run(flags(model, '--out run'))
+    assert 'from step 4' in capsys.readouterr().out and same('straight', 'run')
+    assert model != 'rpt' or same('straight-reference', 'run-reference')
+    run(flags(model, '--out other --seed 1'))
+    assert not same('straight', 'other')
+
+
+def test_kill_9(here):
+    """At any moment; checkpoints are written to another file first, so the last one is whole."""
+    more = '--max-steps 100 --eval-every 20 --out '
+    run(flags('trime', more + 'straight'))
+    process = subprocess.Popen([sys.executable, str(FILE), *flags('trime', more + 'run')],
+                               stdout=subprocess.DEVNULL)
+    while not Path('run/ckpt.pt').exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert torch.load('run/ckpt.pt', weights_only=True)['step'] < 100
+    run(flags('trime', more + 'run'))
+    assert same('straight', 'run')
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize('small, sizes', [(SMALL, '2 processes x 1 x 2 x 16'), (DRT, '2 processes x 1 x 2 x 35'), (RPT, '2 processes x 1 x 2 x 70')],
-                         ids=['trime', 'drt', 'rpt'])
-def test_two_processes_are_one_with_two_accumulation_steps(here, small, sizes):
+def test_two_processes_take_the_same_steps_as_one(here):
     """
-    The same micro-batches, the same dropout, the same mean of gradients; only the order of additions differs.
-    And no thread of the process group is left at the end: once in 30 runs such a thread met the interpreter's end and
-    aborted a process that had done all its work.
+    Two micro-batches of one process, or one of each of two: the same mean of gradients, the same
+    randomness; only the order of additions differs. Processes that gather their memories share a
+    micro-batch, so two of B equal one of 2B. No thread of the process group is left at the end.
     """
-    flags = ['--max-steps', '5']
-    train.main(small + flags + ['--out', 'one'])
-    Path('main.py').write_text(f'import sys; sys.path.insert(0, {str(TRAIN.parent)!r}); import train, pathlib; train.main(); '
-                               'print("threads", [p.read_text() for p in pathlib.Path("/proc/self/task").glob("*/comm")])')
-    process = start(*flags, '--out', 'two', small=small, launcher=['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2'], script='main.py')
-    printed = process.communicate(timeout=120)[0]
-    assert process.returncode == 0 and f'({sizes})' in printed, printed
-    assert printed.count('threads [') == 2 and 'gloo' not in printed, printed
-    (one, log_one), (two, log_two) = outcome('one'), outcome('two')
-    weights = len(one) // 3
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one[:weights], two[:weights], strict=True))
-    for a, b in zip(log_one, log_two, strict=True):
-        assert a == pytest.approx(b, rel=1e-4)
+    gather = '--memory long --dropout 0 --no-same-document --tokens-per-step 128'
+    runs = {name: flags(name) for name in FLAGS} | {'gather': flags('trime', gather)}
+    for name, argv in runs.items():
+        run([*argv, '--out', f'one/{name}', *['--micro-batch', '4'] * (name == 'gather')])
+    runs['gather'].append('--gather-memory')
+    Path('main.py').write_text(
+        f'import pathlib, sys; sys.path.insert(0, {str(FILE.parent)!r}); import train\n'
+        'end = train.dist.destroy_process_group; train.dist.destroy_process_group = lambda: None\n'
+        f'for name, argv in {runs}.items():\n    train.main([*argv, "--out", "two/" + name])\n'
+        '    train.dist.init_process_group = lambda *_, **__: None\n'       # one group for all
+        'end(); names = [p.read_text() for p in pathlib.Path("/proc/self/task").glob("*/comm")]\n'
+        'assert not any("gloo" in name for name in names), names\n')
+    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone',
+                    '--nproc_per_node=2', 'main.py'], check=True, stdout=subprocess.DEVNULL)
+    for name in runs:
+        (one, _, log_one), (two, _, log_two) = outcome(f'one/{name}'), outcome(f'two/{name}')
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, two, strict=True)), name
+        for a, b in zip(log_one, log_two, strict=True):
+            keys = ['loss'] if name == 'gather' else a.keys()           # validation gathers nothing
+            assert [a[k] for k in keys] == pytest.approx([b[k] for k in keys], rel=1e-4), name
 
 
-@pytest.mark.parametrize('memory', ['none', 'local', 'long', 'ext'])
-def test_every_memory_trains(here, memory):
-    train.main(SMALL + ['--max-steps', '40', '--memory', memory, '--lr', '1e-2', '--no-same-document'])     # it is one document
-    log = [json.loads(line) for line in Path('out/trime/log.jsonl').read_text().splitlines()]
-    assert [x['step'] for x in log] == list(range(1, 41)) and log[-1]['tokens'] == 40 * 64
+def test_a_run_learns_and_leaves_four_files(here, capsys):
+    run(flags('trime', '--lr 1e-2 --max-steps 60 --eval-every 20'))
+    log, out = log_of('out/trime'), Path('out/trime')
+    assert [x['step'] for x in log] == list(range(1, 61)) and log[-1]['tokens'] == 60 * 64
+    assert [x['step'] for x in log if 'val_loss' in x] == [20, 40, 60]
     assert log[-1]['val_loss'] < log[0]['loss'] - 1
-    assert (log[-1]['memory_share'] > 0) == (memory != 'none')
-    assert log[-1]['val_tokens_all'] == len(data.load('texts', 'bytes', quiet=True).val.tokens) - 1
-    config = json.loads(Path('out/trime/config.json').read_text())
-    assert config['model_config']['memory'] == memory and config['torch'] == torch.__version__
-    assert Path('out/trime/best.pt').exists()
+    cosine = [0.0055 + 0.0045 * math.cos(math.pi * s / 57) for s in range(57)]     # to a tenth
+    assert [x['lr'] for x in log] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01] + cosine)
+    corpus = data.load('texts', 'bytes', quiet=True)
+    loss, n = log[-1]['val_loss_all'], log[-1]['val_tokens_all']
+    assert n == len(corpus.val.tokens) - 1
+    bits = f'{loss / math.log(2) * n / corpus.val.n_bytes:.3f} bits per byte\npython eval.py {out}'
+    assert bits in capsys.readouterr().out
+    assert {p.name for p in out.iterdir()} == {'config.json', 'log.jsonl', 'best.pt', 'ckpt.pt'}
+    about = json.loads((out / 'config.json').read_text())
+    assert (about['lr'], about['memory'], about['torch']) == (1e-2, 'local', torch.__version__)
+    best, last = (torch.load(out / f'{p}.pt', weights_only=True) for p in ('best', 'ckpt'))
+    assert best['best'] == min(x.get('val_loss', 9) for x in log)
+    assert (last['step'], last['tokens'], last['model_name']) == (60, 3840, 'trime')
+    assert data.Tokenizer.from_dict(last['tokenizer']).n_vocab == 257
+    run(flags('trime', '--memory ext --out ext'))           # validated with another memory
+    assert not Path('ext/best.pt').exists() and Path('ext/ckpt.pt').exists()
 
 
-def test_the_folder_of_another_run_is_left_alone(here, capsys):
-    train.main(SMALL + ['--max-steps', '3'])
-    before = {p: p.read_bytes() for p in Path('out/trime').iterdir()}
-    with pytest.raises(SystemExit, match='lr differ.*--out out/trime-2'):
-        train.main(SMALL + ['--max-steps', '3', '--lr', '1e-4'])
-    with pytest.raises(SystemExit, match='--out out/trime-2'):
-        train.main(SMALL + ['--max-steps', '3', '--resume', 'no'])
-    train.main(SMALL + ['--max-steps', '3'])
-    assert 'finished after 3 steps' in capsys.readouterr().out
+def test_nothing_is_overwritten(here, capsys):
+    run(flags())
     Path('out/other').mkdir()
     Path('out/other/thesis.txt').write_text('mine')
-    with pytest.raises(SystemExit, match='no readable config.json'):
-        train.main(SMALL + ['--out', 'out/other'])
-    assert {p: p.read_bytes() for p in Path('out/trime').iterdir()} == before
+    before = {p: p.read_bytes() for p in Path('out').rglob('*') if p.is_file()}
+    for more, message in (('--lr 1e-4', 'lr.*--out out/trime-2'), ('--dropout 0', 'dropout'),
+                          ('--resume no', '--out out/trime-2'), ('--out out/other', 'other-2')):
+        with pytest.raises(SystemExit, match=message):
+            run(flags('trime', more))
+    run(flags('trime', '--kernel torch'))                   # finished; --kernel may differ
+    assert 'finished, after 6 steps' in capsys.readouterr().out
+    assert {p: p.read_bytes() for p in Path('out').rglob('*') if p.is_file()} == before
 
 
-def test_a_kernel_that_cannot_run(here, monkeypatch):
-    monkeypatch.delenv('TRITON_INTERPRET', raising=False)
-    with pytest.raises(SystemExit, match='--kernel triton cannot run: .* --kernel auto'):
-        train.main(DRT + ['--kernel', 'triton', '--device', 'cpu', '--out', 'c'])
-    assert not Path('c').exists()
+def test_a_full_disk_harms_nothing(here, monkeypatch):
+    full = Mock(side_effect=OSError(28, 'No space left on device'))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match='No space left'):
+        at_step(patch, 2, lambda: patch.setattr(torch, 'save', full))
+        run(flags('trime', '--out run'))
+    assert torch.load('run/ckpt.pt', weights_only=True)['step'] == 2
+    run(flags('trime', '--out run'))
+    run(flags('trime', '--out straight'))
+    assert same('run', 'straight')
 
 
-def test_weights_of_another_version_are_left_alone(here):
-    """A run that was begun when a layer had another name: one line instead of a traceback, and nothing is written."""
-    train.main(SMALL + ['--max-steps', '4', '--out', 'a'])
-    checkpoint = torch.load('a/ckpt.pt', weights_only=True)
-    checkpoint['model']['old_name'], checkpoint['step'] = checkpoint['model'].pop('norm.gain'), 2
-    torch.save(checkpoint, 'a/ckpt.pt')
-    before = Path('a/ckpt.pt').read_bytes()
-    with pytest.raises(SystemExit, match='a has weights of another version of this house: --out a-2 begins anew'):
-        train.main(SMALL + ['--max-steps', '4', '--out', 'a'])
-    assert Path('a/ckpt.pt').read_bytes() == before
+@pytest.mark.parametrize('training', [True, False])
+def test_a_loss_that_is_not_finite_ends_the_run(here, monkeypatch, training):
+    """In training or in validation; the last checkpoint remains."""
+    def breaks(model, batch, progress, forward=trime.TRIME.forward):
+        loss, more = forward(model, batch, progress)
+        return loss * (math.nan if progress >= 3 / 6 and model.training == training else 1), more
+    monkeypatch.setattr(trime.TRIME, 'forward', breaks)
+    with pytest.raises(SystemExit, match='step 4.* --lr'):
+        run(flags('trime', '--out run'))
+    assert torch.load('run/ckpt.pt', weights_only=True)['step'] == 2 and len(log_of('run')) == 3
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(here, monkeypatch):
-    """In training or in validation; and the last checkpoint from before is still there, whole."""
-    forward, calls = TRIME.forward, []
-
-    def breaks(model, batch, progress):
-        calls.append(model.training)
-        loss, extra = forward(model, batch, progress)
-        return (loss * math.nan if calls.count(True) > 20 and model.training == in_training else loss), extra
-    monkeypatch.setattr(TRIME, 'forward', breaks)
-    for in_training, what in ((True, 'loss is nan'), (False, 'validation loss is nan')):
-        calls.clear()
-        with pytest.raises(SystemExit, match=f'{what}.*the checkpoint in out/{in_training} is from before.*--lr'):
-            train.main(SMALL + ['--max-steps', '50', '--eval-every', '8', '--out', f'out/{in_training}'])
-        checkpoint = torch.load(f'out/{in_training}/ckpt.pt', weights_only=True)
-        assert checkpoint['step'] == 8 and all(t.isfinite().all() for t in checkpoint['model'].values())
-
-
-def test_a_full_disk_harms_nothing(tmp_path):
-    path = tmp_path / 'ckpt.pt'
-    train.write(path, lambda f: f.write(b'good'))
-
-    def full(f):
-        f.write(b'ba')
-        raise OSError(28, 'No space left on device')
-    with pytest.raises(SystemExit, match='No space left.*unharmed'):
-        train.write(path, full)
-    assert path.read_bytes() == b'good' and list(tmp_path.iterdir()) == [path]
-
-
-def test_out_of_memory_names_the_next_smaller_size(here, monkeypatch):
-    def too_much(*_):
-        raise torch.OutOfMemoryError('CUDA out of memory')
-    monkeypatch.setattr(TRIME, 'forward', too_much)
-    with pytest.raises(SystemExit, match='--micro-batch 1 .*changes the model'):
-        train.main(SMALL + ['--max-steps', '3'])
-
-
-@pytest.mark.parametrize('flags, message', [
-    (['--learning-rate', '1'], 'unknown argument --learning-rate'),
-    (['--wieght-decay', '1'], 'did you mean --weight-decay'),
-    (['--memory', 'lokal'], 'none, local, long, ext'),
-    (['--preset', 'huge'], 'tiny'),
-    (['--tokens-per-step', '100'], '--tokens-per-step 96'),
-    (['--dtype', 'fp8'], 'auto, bf16, fp32'),
-    (['--max-steps', '0'], '1 or more'),
-    (['--micro-batch', '-3'], '1 or more'),
-    (['--tokenizer', 'byte'], 'bytes'),
-    (['--data', 'no/such/folder'], 'no/such/folder'),
-    (['--block-size', '1000000', '--tokens-per-step', '2000000'], 'not enough'),
-    (['--n-embd', '15'], 'n_embd'),
-    (['--n-head', '0'], '1 or more'),
-    (['--dropout', '2'], 'dropout'),
-    (['--seed', '-1'], 'seed'),
-    (['--lr', '-1'], 'lr'),
-    (['--device', 'gpu'], 'cuda, cpu, mps'),
-    (['--groups', '2'], 'belongs to --model drt, not to trime'),
-    (['--no-gate'], 'belongs to --model rpt'),
-    (['--reference', 'somewhere'], 'the teacher of --model rpt --retriever sem'),
-    (['--device', 'cuda'], 'no GPU' if not torch.cuda.is_available() else ''),
-])
-def test_bad_flags_get_one_line(here, flags, message):
-    if not message:
-        pytest.skip('there is a GPU here')
-    with pytest.raises(SystemExit) as e:
-        train.main(SMALL + flags)
-    assert message in str(e.value) and len(str(e.value).strip().splitlines()) == 1
-    assert not Path('out').exists()
-
-
-@pytest.mark.parametrize('flags', [['--lr', 'fast'], ['--n-layer', '2.5'], ['--model', 'gpt']])
-def test_values_of_the_wrong_type(here, flags, capsys):
-    with pytest.raises(SystemExit):
-        train.main(SMALL + flags)
-    assert flags[0] in capsys.readouterr().err and not Path('out').exists()
-
-
-def test_imports_touch_nothing_heavy():
-    """A decorator of torch.compile's at the top of a file imported Triton for everyone, and seconds with it."""
-    script = ('import sys, bm25, data, drt, eval, gca_kernel, rpt, train, trime, torch\n'
-              'print({"triton", "torch._dynamo", "faiss", "tiktoken", "matplotlib", "transformers"} & set(sys.modules), torch.cuda.is_initialized())')
-    assert subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, cwd=Path(train.__file__).parent).stdout == 'set() False\n'
-
-
-def test_help_is_the_comments(capsys):
-    """Each field of each config is a flag, with the comment beside it as its help."""
-    with pytest.raises(SystemExit):
-        train.main(['--help'])
-    screen = ' '.join(capsys.readouterr().out.split())
-    for Config in (TRIMEConfig, train.TrainConfig, train.RunConfig):
-        for f in dataclasses.fields(Config):
-            assert '--' + f.name.replace('_', '-') in screen
-            assert ' '.join(train.comments(Config)[f.name].split()[:3]) in screen
-
-
-@pytest.mark.parametrize('about, faster', [('vendor_id : GenuineIntel\nflags : avx512_bf16 amx_bf16 amx_tile', True), ('vendor_id : AuthenticAMD\nflags : avx512_bf16', True),
-                                           ('vendor_id : GenuineIntel\nflags : avx512_bf16', False), ('vendor_id : AuthenticAMD\nflags : avx2', False)])
-def test_which_cpus_multiply_bf16(monkeypatch, about, faster):
-    """An Intel with AVX512-BF16 and no AMX took 1.4 times as long in bf16, and auto chose it."""
-    monkeypatch.setattr(Path, 'exists', lambda self: True)
-    monkeypatch.setattr(Path, 'read_text', lambda self: about)
-    assert train.multiplies_bf16(torch.device('cpu')) == faster and not train.multiplies_bf16(torch.device('mps'))
-
-
-def test_learning_rate():
-    """Linear from lr/rise to lr, a cosine to lr/10; never zero, never above."""
-    config = train.TrainConfig(max_steps=100, warmup=0.1, lr=1.0)
-    rates = [train.learning_rate(s, config) for s in range(100)]
-    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) == max(rates)
-    assert rates[55] == pytest.approx(0.55) and rates[99] == pytest.approx(0.1, abs=1e-3) and rates[10:] == sorted(rates[10:], reverse=True)
-
-
-def test_validation_is_fixed_and_complete(here):
-    """All tokens but the first, each once, and the same subset every time; training's randomness is not touched."""
-    corpus = data.load('texts', 'bytes', quiet=True)
-    batches = data.Batches(corpus.val, 'segments', 16, 3, seed=0)
-    torch.manual_seed(0)
-    model = TRIME(TRIMEConfig(vocab_size=257, block_size=16, micro_batch=3, n_layer=1, n_head=2, n_embd=16))
-    run = lambda at_most=None: train.validate(model, batches, torch.device('cpu'), lambda: torch.autocast('cpu', enabled=False), 1.0, at_most)
-    state = torch.get_rng_state()
-    loss, n = run()
-    assert n == len(corpus.val.tokens) - 1 and model.training and torch.equal(torch.get_rng_state(), state)
-    assert run(500) == run(500) and run(500)[1] <= 500
-    total = 0.0                                                         # by hand: segment by segment
-    for i in range(batches.n_rows):
-        piece = torch.from_numpy(corpus.val.tokens[16 * i:16 * i + 17].astype('int64'))
-        log_p = model.eval().log_probs(piece[None, :-1])[0].gather(1, piece[1:, None])
-        total -= log_p.sum().item()
-    assert loss == pytest.approx(total / n, rel=1e-5)
-
-
-def test_matrices_alone_decay(here, monkeypatch):
-    seen = []
-    AdamW = torch.optim.AdamW
-    monkeypatch.setattr(torch.optim, 'AdamW', lambda groups, **more: seen.extend(groups) or AdamW(groups, **more))
-    train.main(SMALL + ['--max-steps', '1'])
-    decayed, not_decayed = seen[0], seen[1]
-    assert decayed['weight_decay'] == 0.1 and all(p.dim() == 2 for p in decayed['params'])
-    assert not_decayed['weight_decay'] == 0 and all(p.dim() == 1 for p in not_decayed['params'])
-    assert len(decayed['params']) + len(not_decayed['params']) == len(list(TRIME(TRIMEConfig(n_layer=2)).parameters()))
+@pytest.mark.parametrize('B, hint, error', [
+    (4, '--micro-batch 2', torch.OutOfMemoryError('Tried to allocate 9 GiB')),
+    (1, '--block-size 8', RuntimeError("can't allocate memory")), (4, '-batch 2', MemoryError())])
+def test_out_of_memory_names_the_next_smaller_size(here, monkeypatch, B, hint, error):
+    monkeypatch.setattr(trime.TRIME, 'forward', Mock(side_effect=error))
+    with pytest.raises(SystemExit, match=hint):
+        run(flags('trime', f'--micro-batch {B}'))
 
 
 def test_init_starts_from_other_weights(here):
-    train.main(SMALL + ['--max-steps', '20', '--out', 'first'])
-    train.main(SMALL + ['--max-steps', '1', '--lr', '1e-12', '--init', 'first/ckpt.pt', '--out', 'second'])
-    first, second = (torch.load(f'{run}/ckpt.pt', weights_only=True)['model'] for run in ('first', 'second'))
-    assert all(torch.allclose(first[k], second[k], atol=1e-6) for k in first)
+    run(flags('trime', '--out first'))
+    run(flags('trime', '--out second --init first/ckpt.pt --lr 1e-12 --max-steps 1'))
+    for a, b in zip(outcome('first')[0], outcome('second')[0], strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+    for more in ('--init nowhere.pt', '--init first/ckpt.pt --n-embd 32', '--init texts/val.jsonl'):
+        with pytest.raises(SystemExit) as e:
+            run(flags('trime', f'--out third {more}'))
+        assert more.split()[1] in str(e.value) and '\n' not in str(e.value)
 
 
-def test_init_needs_a_checkpoint_of_the_same_sizes(here):
-    with pytest.raises(SystemExit, match='--init nowhere.pt: no checkpoint'):
-        train.main(SMALL + ['--max-steps', '1', '--init', 'nowhere.pt'])
+@pytest.mark.parametrize('more, message', [
+    ('--learning-rate 1', 'nearest is --'), ('--wieght-decay 1', '--weight-decay'),
+    ('rpt', 'no flag rpt'), ('--device cuda', '--device cpu'), ('--memory lokal', 'lokal'),
+    ('--preset huge', 'tiny'), ('--tokens-per-step 100', 'multiple of 32'), ('--dtype fp8', 'bf16'),
+    ('--device gpu', 'mps'), ('--max-steps 0', 'max_steps 0'), ('--micro-batch -3', 'micro_batch'),
+    ('--micro-batch 0', 'micro_batch'), ('--lr -1', 'lr -1'), ('--lr inf', 'lr inf'),
+    ('--lr nan', 'lr nan'), ('--lr fast', 'fast'), ('--n-layer 2.5', '2.5'), ('--lr', '--lr'),
+    ('--beta1 1', 'beta1'), ('--warmup 2', 'warmup'), ('--seed -1', 'seed'), ('--fold 2', 'fold'),
+    ('--weight-decay nan', 'weight_decay'), ('--dropout 2', 'dropout'), ('--n-embd 15', 'n_embd'),
+    ('--block-size 1000000 --tokens-per-step 2000000', 'block-size'), ('--model gpt', 'trime'),
+    ('--tokenizer byte', 'bytes'), ('--data no/such', 'such'), ('--resume yes', 'auto'),
+    ('--out texts/val.jsonl', 'val.jsonl'), ('--out /proc/x', '/proc/x'),
+    ('--out ' + 300 * 'x', 'too long')])
+def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, message):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    with pytest.raises(SystemExit) as e:
+        run(flags('trime', more))
+    assert message in str(e.value) and len(str(e.value).splitlines()) == 1
+    assert not Path('out').exists()
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize('memory', ['long', 'ext'])
-def test_two_processes_that_gather_are_one_with_twice_the_segments(here, memory):
-    """The same micro-batches, in the same order, with the same coins: the whole run is that of one process of 2B."""
-    flags = ['--max-steps', '4', '--memory', memory, '--dropout', '0', '--p', '0.5', '--no-same-document']
-    train.main(SMALL + flags + ['--out', 'one', '--micro-batch', '4'])
-    process = start(*flags, '--gather-memory', '--out', 'two', launcher=['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2'])
-    printed = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, printed
-    (one, log_one), (two, log_two) = outcome('one'), outcome('two')
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one[:len(one) // 3], two[:len(two) // 3], strict=True))
-    assert [x['loss'] for x in log_one] == pytest.approx([x['loss'] for x in log_two], rel=1e-5)
-
-
-def test_accumulation_counts():
-    assert train.accumulation(8, 512, 4096, 1) == 1 and train.accumulation(8, 512, 16384, 2) == 2
-    with pytest.raises(SystemExit, match='--tokens-per-step 8192'):
-        train.accumulation(8, 512, 9000, 2)
-
-
-def test_a_run_logs_what_it_promises(here, capsys):
-    train.main(SMALL + ['--max-steps', '12', '--eval-every', '6'])
+@pytest.mark.parametrize('model', FLAGS)
+def test_every_preset_is_a_command_line(capsys, model):
+    for preset, values in __import__(model).PRESETS.items():
+        _, model_config, config = train.parse(['--model', model, '--preset', preset, '--seed', '3'])
+        given = dataclasses.asdict(model_config) | dataclasses.asdict(config)
+        assert given == given | values | dict(seed=3)
+        assert config.tokens_per_step % (model_config.micro_batch * model_config.block_size) == 0
+    with pytest.raises(SystemExit):
+        train.parse(['--model', model, '--help'])
     screen = capsys.readouterr().out
-    assert 'tok/s' in screen and 'left' in screen and 'it writes' in screen and 'bits per byte' in screen
-    log = [json.loads(line) for line in Path('out/trime/log.jsonl').read_text().splitlines()]
-    assert all({'step', 'tokens', 'loss', 'lr', 'grad_norm', 'tokens_per_s'} <= x.keys() for x in log)
-    assert [x['step'] for x in log if 'val_loss' in x] == [6, 12] and all(math.isfinite(x['loss']) for x in log)
-    assert os.path.getsize('out/trime/loss.png') > 1000
+    assert all('--' + name.replace('_', '-') in screen for name in given)
 
 
-@pytest.mark.parametrize('preset', trime.PRESETS)
-@pytest.mark.parametrize('memory', ['none', 'ext'])
-def test_presets_are_command_lines(preset, memory):
-    """Every field of a preset is a field of the configurations; a flag beats it; a step is whole micro-batches."""
-    module, model_config, config, _ = train.parse(['--preset', preset, '--memory', memory, '--seed', '3'])
-    given = {**dataclasses.asdict(model_config), **dataclasses.asdict(config)}
-    assert all(given[key] == value for key, value in module.PRESETS[preset].items())
-    assert (given['memory'], given['seed']) == (memory, 3)
-    assert train.accumulation(model_config.micro_batch, model_config.block_size, config.tokens_per_step, 1) >= 1
+def test_validation_is_fixed_and_complete(here):
+    """All tokens but the first, by hand; a subset is always the same."""
+    corpus = data.load('texts', 'bytes', quiet=True)
+    batches = data.Batches(corpus.val, 'segments', 16, 3, seed=0)
+    torch.manual_seed(0)
+    model = trime.TRIME(trime.TRIMEConfig(257, 16, 3, n_layer=1, n_head=2, n_embd=16))
+    device, autocast = torch.device('cpu'), lambda: torch.autocast('cpu', enabled=False)
+    state = torch.get_rng_state()
+    loss, n = train.validate(model, batches, device, autocast, 1.0)
+    some = [train.validate(model, batches, device, autocast, 1.0, 200) for _ in range(2)]
+    assert n == len(corpus.val.tokens) - 1 and some[0] == some[1] and some[0][1] <= 200
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+    model.eval()
+    text, total = torch.from_numpy(corpus.val.tokens[:].astype('int64')), 0
+    for i in range(0, n, 16):
+        tokens, targets = text[i:i + 17][:-1], text[i + 1:i + 17]
+        total -= model.log_probs(tokens[None])[0].gather(1, targets[:, None]).sum().item()
+    assert loss == pytest.approx(total / n, rel=1e-5)
 
 
-def test_drt_is_a_command_line(here, capsys):
-    """The base LM, both encoders and the preset of the paper; a bad number of groups is one line."""
-    for preset in drt.PRESETS:
-        _, model_config, config, _ = train.parse(['--model', 'drt', '--preset', preset, '--groups', '2'])
-        given = {**dataclasses.asdict(model_config), **dataclasses.asdict(config)}
-        assert all(given[key] == value for key, value in drt.PRESETS[preset].items()) and given['groups'] == 2
-        assert train.accumulation(model_config.micro_batch, model_config.block_size, config.tokens_per_step, 1) >= 1
-    with pytest.raises(SystemExit, match='twice a multiple of groups 3'):
-        train.parse(['--model', 'drt', '--groups', '3'])
-    for groups in '01':
-        train.main(DRT + ['--max-steps', '12', '--lr', '1e-2', '--groups', groups, '--out', groups])
-        log = [json.loads(line) for line in Path(groups, 'log.jsonl').read_text().splitlines()]
-        assert log[-1]['val_loss'] < log[0].get('lm_loss', log[0]['loss']) - 0.5 and ('top_weight' in log[-1]) == (groups == '1')
-        assert groups == '0' or 'mlm_loss' in log[5] and 'mlm_loss' not in log[6]
+def test_a_step_is_adamw_on_the_mean_gradient_and_only_matrices_decay(here, monkeypatch):
+    """One step by hand: both micro-batches, a norm of at most grad_clip, decay, lr."""
+    run(flags('trime', '--max-steps 1 --dropout 0 --grad-clip 0.01 --weight-decay 0.5 --lr 0.1'))
+    module, model_config, config = train.parse(flags('trime', '--dropout 0'))
+    corpus = data.load('texts', 'bytes', quiet=True)
+    batches = data.Batches(corpus.train, 'segments', 16, 2, seed=0)
+    torch.manual_seed(0)
+    model = module.TRIME(dataclasses.replace(model_config, vocab_size=257))
+    sum(model(batches[g], 0.0)[0] / 2 for g in (0, 1)).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    after = torch.load('out/trime/ckpt.pt', weights_only=True)['model']
+    assert log_of('out/trime')[0]['grad_norm'] == pytest.approx(norm.item(), rel=1e-4)
+    for name, p in model.named_parameters():
+        g = p.grad * 0.01 / (norm + 1e-6)                   # Adam's first step is g / (|g| + eps)
+        by_hand = p * (1 - 0.1 * 0.5 * (p.dim() > 1)) - 0.1 * g / (g.abs() + 1e-8)
+        assert torch.allclose(after[name], by_hand, atol=2e-4), name
+    run(flags('trime', '--max-steps 3 --dropout 0 --lr 1e-12 --out run'))
+    last = sum(model(batches[g], 2 / 3)[0].item() / 2 for g in (4, 5))      # of other micro-batches
+    assert log_of('run')[2]['loss'] == pytest.approx(last, rel=1e-5)
 
 
-def test_rpt_is_one_command(here, capsys):
-    """Reference LM, scoring, RPT; what is there is not made again; only documents are scored that the reference LM has not seen."""
-    flags = RPT + ['--max-steps', '30', '--lr', '1e-2', '--out', 'a']
-    train.main(flags)
-    screen = capsys.readouterr().out
-    assert all(f'{n} of 3' in screen for n in '123') and 'M tokens for the reference LM' in screen
-    log = [json.loads(line) for line in Path('a/log.jsonl').read_text().splitlines()]
-    assert log[-1]['val_loss'] < log[0]['lm_loss'] - 0.5 and log[0]['loss'] == pytest.approx(log[0]['lm_loss'])     # α starts at 0
-    assert log[9]['loss'] == pytest.approx(log[9]['lm_loss'] + 0.005 * log[9]['ret_loss'], rel=1e-4) and 0 < log[9]['ndcg'] <= 1
-    reference = json.loads(Path('a-reference/config.json').read_text())
-    assert (reference['model_config']['retriever'], reference['model_config']['n_layer'], reference['train_config']['fold']) == ('none', 1, 0)
-    assert reference['train_config']['max_steps'] == 30
-
-    corpus = data.load('many', 'bytes', quiet=True)
-    (folder,) = corpus.folder.glob('candidates-*')
-    done, candidates, scores = (np.load(folder / f'{name}.npy') for name in ('done', 'candidates', 'scores'))
-    texts = data.Batches(corpus.train, 'documents', 70, 2, seed=0)
-    visited = {row for g in range(60) for row in texts.rows(g)}
-    assert {row for row in np.flatnonzero(done)} == visited and len(visited) <= texts.n_rows
-    some = np.flatnonzero(done)
-    doc = texts.take(some[:2], 0).doc.numpy()
-    for row, documents in zip(some[:2], doc):
-        owner = documents[:68].reshape(17, 4)[:, -1]                        # of each chunk
-        there = (candidates[row] >= 0).any(1)
-        assert (np.isnan(scores[row]).all(1) == ~(there & (owner % 2 == 1)))[there].all()
-    assert np.isfinite(scores[some]).any() and (~np.isnan(scores[some]) <= (candidates[some] >= 0)).all()
-
-    train.main(flags)                                                       # finished: nothing happens
-    assert 'finished after 30 steps' in capsys.readouterr().out
-    before = (folder / 'done.npy').stat().st_mtime_ns
-    train.main(RPT + ['--max-steps', '30', '--lr', '1e-2', '--out', 'b', '--reference', 'a-reference'])       # the same by another way
-    assert (folder / 'done.npy').stat().st_mtime_ns == before and not Path('b-reference').exists() and '1 of 3' not in capsys.readouterr().out
-    assert same(outcome('a'), outcome('b'))
-    train.main(RPT + ['--max-steps', '4', '--lr', '3e-3', '--out', 'a-reference-2'])                        # its own reference LM beside it
-    train.main(RPT + ['--max-steps', '4', '--lr', '2e-3', '--out', 'a2', '--data', 'texts', '--tokenizer', 'bytes'])
-    assert 'too few documents' in capsys.readouterr().out
-    assert 'know by heart' not in capsys.readouterr().out
-    with pytest.raises(SystemExit, match='retriever none'):
-        train.main(flags + ['--reference', 'b', '--out', 'c'])
-    Path('broken.pt').write_text('x')
-    torch.save(dict(model_name='drt', config=dict(groups=1), fold=-1, corpus='', tokenizer={}), 'drt.pt')
-    for reference, says in (('nothing', 'nothing does not exist'), ('broken.pt', 'no checkpoint of this house'), ('drt.pt', 'retriever none')):
-        with pytest.raises(SystemExit, match=says):
-            train.main(flags + ['--reference', reference, '--out', 'c'])
-    assert not Path('c').exists()
+@pytest.mark.parametrize('vendor, flag, fast', [
+    ('GenuineIntel', 'amx_bf16', True), ('AuthenticAMD', 'avx512_bf16', True),
+    ('GenuineIntel', 'avx512_bf16', False), ('AuthenticAMD', 'avx2', False)])
+def test_which_cpus_are_fast_in_bf16(monkeypatch, vendor, flag, fast):
+    monkeypatch.setattr(Path, 'read_text', lambda _: f'vendor_id : {vendor}\nflags : {flag}')
+    given = [train.precision(torch.device('cpu'), x)[0] for x in ('auto', 'bf16', 'fp32')]
+    assert given == [fast, True, False]
 
 
-def test_scoring_goes_on_where_it_was_killed(here, monkeypatch):
-    flags = ['--max-steps', '20', '--eval-every', '10', '--n-candidates', '8']
-    train.main(RPT + flags + ['--out', 'a'])
-    (folder,) = Path('corpora').glob('many*/candidates-*')
-    arrays = [np.load(folder / f'{name}.npy') for name in ('candidates', 'scores', 'done')]
-    shutil.rmtree(folder)
-    Path('slow.py').write_text(f'import sys, time; sys.path.insert(0, {str(TRAIN.parent)!r}); import train, rpt; real = rpt.target_scores\n'
-                               'rpt.target_scores = lambda *a: (time.sleep(0.2), real(*a))[1]\ntrain.main()')
-    process = start(*flags, '--out', 'b', '--reference', 'a-reference', small=RPT, script='slow.py')
-    some = lambda: (folder / 'done.npy').exists() and np.load(folder / 'done.npy').sum() > 1
-    wait_for(some, process)
-    process.send_signal(signal.SIGINT)
-    printed = process.communicate(timeout=60)[0]
-    assert process.returncode == 130 and 'the same command goes on' in printed and 'Traceback' not in printed
-    assert 1 < np.load(folder / 'done.npy').sum() < arrays[2].sum() and not Path('b').exists()
-    train.main(RPT + flags + ['--out', 'b', '--reference', 'a-reference'])
-    for name, array in zip(('candidates', 'scores', 'done'), arrays):
-        np.testing.assert_array_equal(np.load(folder / f'{name}.npy'), array)
-    assert same(outcome('a'), outcome('b'))
+class PretendedGPU(TorchFunctionMode):
+    """
+    Tensors that would be on a GPU are marked, and remain on the CPU. To compute with one of each is
+    an error, as is numpy of a GPU's. Indices and tensors without axes may be the CPU's.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name, owner, kwargs = func.__name__, getattr(func, '__self__', None), dict(kwargs or {})
+        tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)]
+        place = lambda t: t.__dict__.get('place')
+        if owner in (torch.Tensor.device, torch.Tensor.is_cuda):
+            device = place(args[0]) or CPU
+            return device == GPU if owner is torch.Tensor.is_cuda else device
+        named = [x for x in [kwargs.get('device'), *args[1:2] * (name == 'to')]
+                 if isinstance(x, (str, torch.device))]
+        where = None
+        if named or name == 'cpu' or not tensors:
+            where = GPU if named and 'cuda' in str(named[0]) else CPU
+        if 'device' in kwargs:
+            kwargs['device'] = 'cpu'
+        elif named:
+            args = (args[0], 'cpu', *args[2:])
+        places = {place(t) for t in tensors if t.dim()} - {None}
+        indexed = 'item__' in name and place(args[0]) == GPU
+        if where is None and (name in ('copy_', '__set__', 'to') or indexed):
+            where = place(tensors[-1] if name == 'to' else args[0])
+        elif where is None and len(places) > 1 or name == 'numpy' and GPU in places:
+            raise RuntimeError(f'{name}: {[(place(t), tuple(t.shape)) for t in tensors]}')
+        elif where is None:
+            where = next(iter(places or {place(t) for t in tensors} - {None}), None)
+        out = func(*args, **kwargs)
+        if name in ('to', 'cpu') and out is args[0] and place(out) != where:
+            out = out.view_as(out)
+        if owner is torch.Tensor.data and name == '__set__':            # Module.to
+            args[0].place = place(args[1])
+        for t in tree_leaves(out) if where is not None else ():
+            if torch.is_tensor(t):
+                t.place = where
+        return out
 
 
-@pytest.mark.parametrize('retriever', ['none', 'bm25', 'lex'])
-def test_rpts_other_retrievers_train(here, retriever):
-    train.main(RPT + ['--max-steps', '30', '--lr', '1e-2', '--retriever', retriever, '--n-cca', '1' if retriever == 'lex' else '0'])
-    log = [json.loads(line) for line in Path('out/rpt/log.jsonl').read_text().splitlines()]
-    assert log[-1]['val_loss'] < log[0].get('lm_loss', log[0]['loss']) - 0.5 and ('ret_loss' in log[0]) == (retriever == 'lex')
-    assert not Path('out/rpt-reference').exists()
+@pytest.mark.parametrize('model, more', [
+    ('trime', ''), ('trime', '--memory long'), ('trime', '--memory ext'), ('drt', ''), ('rpt', ''),
+    ('drt', '--encoder lower --sink'), ('drt', '--groups 0')])
+def test_no_tensor_stays_on_the_cpu(here, monkeypatch, model, more):
+    """A run on a pretended H200, whose log has the share of its peak (MFU)."""
+    autocast = lambda self, _, *args, base=torch.autocast, **kw: base.__init__(self, 'cpu', **kw)
+    generator = lambda cls, *_, base=torch.Generator: base.__new__(cls)
+    monkeypatch.setattr(torch, 'autocast', type('A', (torch.autocast,), dict(__init__=autocast)))
+    monkeypatch.setattr(torch, 'Generator', type('G', (torch.Generator,), dict(__new__=generator)))
+    for name, value in dict(is_available=True, is_initialized=True, get_device_name='NVIDIA H200',
+                            get_device_capability=(9, 0), max_memory_allocated=2 ** 30).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    with PretendedGPU():
+        x, y = torch.ones(3, device='cuda'), torch.ones(3)
+        assert (x[y.long()] * 2).is_cuda and not x.cpu().is_cuda
+        for wrong in (lambda: x + y, lambda: y[x.long()], lambda: x.numpy()):
+            pytest.raises(RuntimeError, wrong)
+        run(flags(model, more + ' --device cuda --kernel torch --compile off --dtype bf16 --out g'))
+    run(flags(model, more + ' --dtype bf16 --out cpu'))
+    losses = [[x['loss'] for x in log_of(out)] for out in ('g', 'cpu')]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)      # bf16 or TF32 in fp32 products
+    entry, weights = log_of('g')[-1], outcome('g')[0]
+    flops = entry['mfu'] * 989e12 / entry['tokens_per_s']               # of a token
+    assert 0.7 < flops / 6 / sum(p.numel() for p in weights if p.dim() > 1) < 1.5
 
 
-@pytest.mark.parametrize('preset', rpt.PRESETS)
-def test_rpts_presets_are_command_lines(preset):
-    _, model_config, config, _ = train.parse(['--model', 'rpt', '--preset', preset, '--seed', '3'])
-    given = {**dataclasses.asdict(model_config), **dataclasses.asdict(config)}
-    assert all(given[key] == value for key, value in rpt.PRESETS[preset].items()) and given['seed'] == 3
-    assert train.accumulation(model_config.micro_batch, model_config.block_size, config.tokens_per_step, 1) >= 1
-    with pytest.raises(SystemExit, match='two chunks'):
-        train.parse(['--model', 'rpt', '--preset', preset, '--window', '100'])
-
-
-def test_rpts_reference_stays_the_same(here, capsys):
-    """A run that is gone on with keeps its teacher, without being told which; another one is refused; folds stay apart."""
-    flags = RPT + ['--max-steps', '12', '--eval-every', '4', '--lr', '1e-2']
-    plain = flags + ['--retriever', 'none', '--n-layer', '1', '--fold', '1']
-    train.main(plain + ['--out', 'one'])
-    train.main(plain + ['--out', 'other', '--seed', '5'])
-    train.main(flags + ['--out', 'straight', '--reference', 'one', '--fold', '0'])
-    forward, calls = rpt.RPT.forward, []
-
-    def stop_after_9_steps(self, *a):
-        calls.append(self.training and self.config.retriever == 'sem')
-        if sum(calls) == 18:
-            os.kill(os.getpid(), signal.SIGINT)
-        return forward(self, *a)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(rpt.RPT, 'forward', stop_after_9_steps)
-        train.main(flags + ['--out', 'stopped', '--reference', 'one', '--fold', '0'])
-    assert stopped.value.code == 130
-    with pytest.raises(SystemExit, match='another teacher, one.*--out stopped-2'):
-        train.main(flags + ['--out', 'stopped', '--reference', 'other', '--fold', '0'])
-    capsys.readouterr()
-    train.main(flags + ['--out', 'stopped', '--fold', '0'])
-    assert '1 of 3' not in capsys.readouterr().out and same(outcome('straight'), outcome('stopped'))
-
-    before = {path.name for path in Path('corpora').glob('many*/candidates-*')}
-    train.main(flags + ['--out', 'odd', '--fold', '1'])                     # its reference LM takes the even ones; row numbers are others
-    assert json.loads(Path('odd-reference/config.json').read_text())['train_config']['fold'] == 0
-    assert json.loads(Path('odd/config.json').read_text())['supervision'] not in before
-    log = [json.loads(line) for line in Path('odd/log.jsonl').read_text().splitlines()]
-    assert all(x['ranked'] > 0 for x in log)                                # every document of this run is held out
-    train.main(flags + ['--retriever', 'none', '--out', 'all'])
-    train.main(flags + ['--out', 'heart', '--reference', 'all', '--max-steps', '1'])
-    assert 'know by heart' in capsys.readouterr().out
-    with pytest.raises(SystemExit, match='no chunk has a score'):
-        train.main(flags + ['--out', 'nothing', '--reference', 'one', '--fold', '1'])
-    with pytest.raises(SystemExit, match='--window 16'):
-        train.main(flags + ['--out', 'nothing', '--window', '8'])
-    with pytest.raises(SystemExit, match='left the window'):
-        train.main(flags + ['--out', 'nothing', '--block-size', '16', '--tokens-per-step', '64'])
-    assert not Path('nothing').exists() and not Path('nothing-reference').exists()
+def test_imports_touch_nothing_heavy():
+    script = ('import os, sys, train, trime, rpt, drt, torch; print({"triton", "faiss", '
+              '"torch._dynamo"} & set(sys.modules), os.environ["OMP_WAIT_POLICY"])')
+    command = ['env', '-u', 'OMP_WAIT_POLICY', sys.executable, '-c', script]
+    screen = subprocess.run(command, capture_output=True, text=True, cwd=FILE.parent).stdout
+    assert screen == 'set() PASSIVE\n'

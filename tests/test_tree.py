@@ -1,0 +1,67 @@
+"""
+The tree as a whole: sizes, imports, and the text that the model files share.
+
+    $ python -m pytest -q tests/test_tree.py
+"""
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BUDGET = {'trime.py': 847, 'rpt.py': 843, 'drt.py': 519, 'gca_kernel.py': 405, 'bm25.py': 145,
+          'data.py': 540, 'train.py': 375, 'eval.py': 371}          # lines; they may only shrink
+MODELS = ('trime.py', 'rpt.py', 'drt.py')
+PER_MODEL = {'SelfAttention', 'UpperBlock', 'EvalConfig', 'batches', 'setup', 'demo'}
+PAPERS = {('MLP', 'drt.py'), ('Block', 'drt.py')}       # as the header of drt.py declares
+IMPORTS = {'bm25.py': set(), 'gca_kernel.py': set(), 'data.py': {'bm25'}, 'trime.py': set(),
+           'rpt.py': {'bm25'}, 'drt.py': {'gca_kernel'}, 'train.py': {'data'},
+           'eval.py': {'data', 'train'}}
+
+
+def n_lines(path):
+    return len(path.read_text().splitlines())
+
+
+def definitions(name):
+    """{name: text} of the top-level classes and functions of a file"""
+    text = (ROOT / name).read_text()
+    return {node.name: ast.get_source_segment(text, node) for node in ast.parse(text).body
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+
+
+def test_the_budgets():
+    sizes = {name: n_lines(ROOT / name) for name in BUDGET}
+    assert {name: n for name, n in sizes.items() if n > BUDGET[name]} == {}
+    assert sum(n_lines(path) for path in (ROOT / 'tests').glob('*.py')) <= 3400
+
+
+def test_no_other_python_file():
+    assert {path.name for path in ROOT.glob('*.py')} == BUDGET.keys()
+
+
+@pytest.mark.parametrize('name', BUDGET)
+def test_lines_and_functions_are_short(name):
+    text = (ROOT / name).read_text()
+    assert max(map(len, text.splitlines())) <= 100
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 110, node.name
+
+
+@pytest.mark.parametrize('name', BUDGET)
+def test_who_imports_whom(name):
+    """A model file imports no other model file; train.py and eval.py import models by name only."""
+    modules = {path.stem for path in ROOT.glob('*.py')}
+    imported = set(re.findall(r'^\s*(?:import|from) (\w+)', (ROOT / name).read_text(), re.M))
+    assert imported & modules <= IMPORTS[name]
+
+
+def test_what_the_models_share_is_the_same_text():
+    """A change made in one model file and forgotten in another shows up here."""
+    texts = {name: definitions(name) for name in MODELS}
+    assert {'RMSNorm', 'rotate', 'softmax_attention'} <= set.intersection(*map(set, texts.values()))
+    for name in set().union(*texts.values()) - PER_MODEL:
+        files = [f for f in MODELS if name in texts[f] and (name, f) not in PAPERS]
+        assert len({texts[f][name] for f in files}) <= 1, name
