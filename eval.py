@@ -180,7 +180,7 @@ def stretches(run, n):
         tokens, i = run.documents[d], STRETCH * int(sums[d].argmax())
         t = i + int(gains[d][i:i + STRETCH].argmax())
         text = lambda a, b: run.tokenizer.decode(tokens[a:b].tolist())
-        gain = float(sums[d].max())
+        gain = round(float(sums[d].max()), 6)
         yield tokens, t, dict(run=run.name, document=d, token=i + 1, gain=gain,
                               before=text(max(0, i - 31), i + 1), text=text(i + 1, i + 1 + STRETCH),
                               best=text(t + 1, t + 2))
