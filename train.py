@@ -38,6 +38,7 @@ class TrainConfig:
     seed: int = 0                   # of the weights, the order of the data, the model's randomness
     max_steps: int = 500            # optimizer steps
     tokens_per_step: int = 2048     # over all processes; micro-batches are accumulated to reach it
+    optimizer: Literal['muon', 'adamw'] = 'muon'        # muon: AdamW for embedding and vectors
     lr: float = 2e-3                # peak learning rate
     warmup: float = 0.05            # share of the steps with rising rate; then a cosine to a tenth
     weight_decay: float = 0.1       # on matrices only
@@ -132,6 +133,56 @@ def learning_rate(step, config):
     return config.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
+def orthogonalize(x):
+    """
+    U Vᵀ of x = U S Vᵀ (n, m), roughly: five Newton-Schulz steps take each singular value of x / |x|
+    to between 0.7 and 1.2; the coefficients are Jordan's.
+    """
+    if x.size(0) > x.size(1):
+        return orthogonalize(x.T).T
+    x = x / (x.norm() + 1e-12)
+    if torch.get_float32_matmul_precision() != 'highest':           # see precision
+        x = x.bfloat16()
+    for _ in range(5):
+        A = x @ x.T                                                 # (n, n)
+        B = torch.addmm(A, A, A, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, B, x, beta=3.4445)                       # 3.4445 x + B x
+    return x
+
+
+class Muon(torch.optim.Optimizer):
+    """
+    Momentum whose update has equal singular values (Jordan et al. 2024), for matrices but the
+    embedding. The factor gives it the size of AdamW's, so that one rate serves both (Liu et al.
+    2025, arXiv:2502.16982). Each process computes all updates, from equal gradients.
+    """
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group['params']:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault('momentum', torch.zeros_like(p))
+                m.lerp_(p.grad, 0.05)
+                update = orthogonalize(p.grad.lerp(m, 0.95))        # Nesterov's
+                p.mul_(1 - group['lr'] * group['weight_decay'])
+                p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group['lr'])
+
+
+def optimizers_of(model, config):
+    """Muon for the matrices but the embedding and AdamW for the rest, or AdamW for all."""
+    matrices, embedding, vectors = [], [], []
+    for name, p in model.named_parameters():
+        kind = vectors if p.dim() < 2 else embedding if name.startswith('embedding') else matrices
+        kind.append(p)
+    decays = dict(lr=0.0, weight_decay=config.weight_decay)
+    muon = [Muon(matrices, decays)] if config.optimizer == 'muon' else []
+    groups = [dict(params=embedding + matrices * (not muon)), dict(params=vectors, weight_decay=0)]
+    adamw = dict(decays, betas=(config.beta1, config.beta2), fused=True)
+    return [torch.optim.AdamW(groups, **adamw), *muon]
+
+
 def average(tensors):
     """The mean over all processes, in place, in one message."""
     if WORLD > 1:
@@ -200,9 +251,10 @@ def show(entry, steps, seconds, done):
               f'| {entry["tokens_per_s"]:,.0f} tokens/s | {left:.1f} min left', flush=True)
 
 
-def loop(out, config, state, model, optimizer, gradient, check, peak_seconds):
+def loop(out, config, state, model, optimizers, gradient, check, peak):
     """Steps, validations and checkpoints, until the last step or a signal. -> the last log entry"""
-    parameters = [p for group in optimizer.param_groups for p in group['params']]
+    parameters = list(model.parameters())
+    n_weights = sum(p.numel() for p in parameters if p.dim() > 1)       # 6 FLOPs each for a token
     began, resumed_at = time.time(), state['step']
     while (step := state['step']) < config.max_steps:
         start, lr = time.time(), learning_rate(step, config)
@@ -210,16 +262,17 @@ def loop(out, config, state, model, optimizer, gradient, check, peak_seconds):
         metrics['stopped'] = metrics['loss'].new_tensor(len(STOP))
         average([p.grad for p in parameters if p.grad is not None] + list(metrics.values()))
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
-        for group in optimizer.param_groups: group['lr'] = lr
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups: group['lr'] = lr
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
         metrics = {key: x.item() for key, x in metrics.items()}         # waits for the GPU
         seconds, progress, step = time.time() - start, step / config.max_steps, step + 1
         state.update(step=step, tokens=step * config.tokens_per_step)
         stopped, last = metrics.pop('stopped'), step == config.max_steps
         entry = dict(step=step, tokens=state['tokens'], **metrics, lr=lr, grad_norm=norm.item(),
                      tokens_per_s=config.tokens_per_step / seconds)
-        if peak_seconds: entry['mfu'] = peak_seconds / seconds
+        if peak: entry['mfu'] = 6 * n_weights * entry['tokens_per_s'] / peak
         if torch.cuda.is_initialized(): entry['gb'] = torch.cuda.max_memory_allocated() / 2 ** 30
         if due := last or step % config.eval_every == 0:
             entry['val_loss'], entry['val_tokens'] = check(progress, config.val_tokens)
@@ -235,7 +288,7 @@ def loop(out, config, state, model, optimizer, gradient, check, peak_seconds):
                 state['best'] = entry['val_loss']
                 write(out / 'best.pt', state)
             if due or stopped:
-                write(out / 'ckpt.pt', dict(state, optimizer=optimizer.state_dict()))
+                write(out / 'ckpt.pt', dict(state, optimizers=[x.state_dict() for x in optimizers]))
         if stopped and not last:
             print(f'stopped at step {step}; the same command resumes from there')
             raise SystemExit(128 + (STOP or [signal.SIGTERM])[0])
@@ -253,12 +306,10 @@ def train(module, model_config, config, corpus=None):
         n = WORLD * B * T
         raise SystemExit(f'--tokens-per-step: no multiple of {n} ({WORLD} processes x {B} x {T})')
 
-    # data; processes that gather their memories share a micro-batch of WORLD x B sequences
-    sharing = WORLD if getattr(model_config, 'gather_memory', False) else 1
     if RANK > 0: dist.barrier()                         # the first process prepares and packs
     corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size)
     how = dict(block_size=T, **module.batches(model_config))
-    batches = data.Batches(corpus.train, micro_batch=sharing * B, seed=config.seed,
+    batches = data.Batches(corpus.train, micro_batch=B, seed=config.seed,
                            fold=config.fold, cache=corpus.folder, **how)
     how['kind'] = how['kind'].replace('packed', 'segments')
     val_batches = data.Batches(corpus.val, micro_batch=B, seed=0, **how)
@@ -278,7 +329,6 @@ def train(module, model_config, config, corpus=None):
 
     torch.manual_seed(config.seed)
     model = getattr(module, name.upper())(model_config).to(device)
-    model.kernel = 'torch'                              # Triton's FLOPs are not counted
     setup = getattr(module, 'setup', lambda *_: lambda batch, g: batch)
     attach = setup(model, corpus, batches, config, autocast, train_reference, data.progress)
     if source := out / 'ckpt.pt' if checkpoint else config.init:
@@ -287,16 +337,15 @@ def train(module, model_config, config, corpus=None):
             model.load_state_dict(weights['model'])
         except Exception as e:                          # no such file, other names, other sizes
             raise SystemExit(f'{source} has no weights for this model: {str(e)[:200]!r}')
-    groups = [dict(params=[p for p in model.parameters() if (p.dim() > 1) == matrix],
-                   weight_decay=config.weight_decay * matrix) for matrix in (True, False)]
-    optimizer = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=True)
+    optimizers = optimizers_of(model, config)
     # a packed run has no best.pt: it is validated with another memory than it is trained with
     state = checkpoint or dict(
         model_name=name, config=asdict(model_config), step=0, tokens=0, data=config.data,
         tokenizer=corpus.tokenizer.to_dict(), corpus=corpus.fingerprint, fold=config.fold,
         best=math.nan if batches.kind == 'packed' else math.inf)
     if checkpoint:
-        optimizer.load_state_dict(state.pop('optimizer'))
+        for optimizer, saved in zip(optimizers, state.pop('optimizers')):
+            optimizer.load_state_dict(saved)
         print(f'resuming {out} from step {state["step"]}')
     state['model'] = model.state_dict()                 # of the live weights
 
@@ -304,24 +353,15 @@ def train(module, model_config, config, corpus=None):
         """Adds that of the mean loss of this process's share of a step to .grad. -> metrics"""
         metrics = {}
         for n in range(step * passes, (step + 1) * passes):
-            g = n * (WORLD // sharing) + RANK // sharing        # its number in any division
-            batch = attach(batches[g], g)
-            if sharing > 1:
-                batch = batch._make(x[RANK * B:][:B] if torch.is_tensor(x) else x for x in batch)
+            g = n * WORLD + RANK                        # its number in any division
+            batch = on(device, attach(batches[g], g))
             with autocast():
-                loss, more = model(on(device, batch), step / config.max_steps)
+                loss, more = model(batch, step / config.max_steps)
             (loss / passes).backward()                  # a mean of means: padding weighs a little
             for key, value in {'loss': loss, **more}.items():
                 metrics[key] = metrics.get(key, 0) + value.detach() / passes
         return metrics
 
-    gpu = torch.cuda.get_device_name(device) if bf16 and device.type == 'cuda' else ''
-    peak = [flops for part, flops in PEAK_FLOPS.items() if part in gpu]
-    if peak:
-        from torch.utils.flop_counter import FlopCounterMode            # imports Triton
-        with FlopCounterMode(display=False) as counter:
-            gradient(config.max_steps - 1)
-        model.zero_grad(set_to_none=True)
     model.kernel = config.kernel
     if config.compile == 'on' or config.compile == 'auto' and device.type == 'cuda':
         model.encode = torch.compile(model.encode)
@@ -338,8 +378,9 @@ def train(module, model_config, config, corpus=None):
           f'a step on {ran_on}, in {out}')
     print(' '.join(f'{key}={value}' for key, value in about.items()))
     check = functools.partial(validate, model, val_batches, device, autocast)
-    seconds = counter.get_total_flops() / peak[0] if peak else 0        # of a step at the peak
-    entry = loop(out, config, state, model, optimizer, gradient, check, seconds)
+    gpu = torch.cuda.get_device_name(device) if bf16 and device.type == 'cuda' else ''
+    peak = WORLD * next((flops for part, flops in PEAK_FLOPS.items() if part in gpu), 0)
+    entry = loop(out, config, state, model, optimizers, gradient, check, peak)
     loss, n = entry['val_loss_all'], entry['val_tokens_all']
     print(f'\nvalidation, {n:,} tokens: loss {loss:.4f}, perplexity {math.exp(loss):.2f}, '
           f'{loss / math.log(2) * n / corpus.val.n_bytes:.3f} bits per byte\npython eval.py {out}')
