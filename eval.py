@@ -4,7 +4,7 @@ Evaluates trained models: any mixture of them in one table, on the same tokens.
     $ python eval.py out/trime out/rpt out/drt      the table, examples, loss curves, samples
     $ python eval.py out/drt --task examples        where retrieval helped most; or for a --prompt
     $ python eval.py out/drt --task generate --prompt 'def ' --temperature 0.5 --top-p 0.9
-    $ python eval.py out/rpt out/xl --task speed    time and MACs of a training step
+    $ python eval.py out/rpt out/xl --task speed    time and MACs of training
     $ python eval.py out/trime --help               all flags, those of its model too
 
 A run is a folder (its best.pt, else its ckpt.pt) or a .pt file. The table has a row for each way in
@@ -43,7 +43,7 @@ class EvalConfig:
     prompt: str = ''            # examples, generate: a text in place of the split
     max_tokens: int = 200       # generate: new tokens, at most
     temperature: float = 0.8    # generate: 0 takes the likeliest token
-    top_p: float = 1.0          # generate: from the likeliest tokens with this sum of probability
+    top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
     seed: int = 0               # generate: of the random draws
     json: str = ''              # a file for every number that the screen shows
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
@@ -218,7 +218,7 @@ def examples(runs, args, n=3):
 
 
 @torch.no_grad()
-def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p=1.0, seed=0):
+def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p=0.95, seed=0):
     """
     Yields text that continues the prompt, in whole characters, until <|endoftext|> or max_tokens.
     Tokens are drawn from P^(1/temperature), limited to the fewest of them with a sum of top_p
@@ -245,21 +245,35 @@ def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p
     yield tokenizer.decode(ids)[len(shown):]
 
 
+def repeated(ids, n=8):
+    """The share of the n-grams of ids (a list) that occur earlier in it."""
+    grams = [tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0
+
+
 def samples(runs, args):
-    """Prints a continuation of --prompt, or of 512 tokens of the split's first document."""
+    """Continues --prompt, or 512 tokens of the split's longest document, with and without memory"""
     result = []
     for run in runs:
-        prompt = args.prompt or run.tokenizer.decode(run.documents[0][:-1][:512].tolist())
-        text, began = '', time.time()
-        print(f'\n{run.name} continues {prompt[-100:]!r}')
-        run.set_way(next(iter(run.ways)))
-        for piece in generate(run.model, run.tokenizer, prompt, args.max_tokens,
-                              args.temperature, args.top_p, args.seed):
-            print(piece, end='', flush=True)
-            text += piece
-        rate = len(run.tokenizer.encode(text)) / (time.time() - began)
-        print(f'\n{rate:.1f} tokens/s, with the prompt', file=sys.stderr)
-        result.append(dict(run=run.name, prompt=prompt, text=text, tokens_per_s=rate))
+        ids = max(run.documents, key=len)[:512 + args.max_tokens].tolist()
+        prompt, truth = map(run.tokenizer.decode, (ids[:512], ids[512:]))
+        prompt = args.prompt or prompt
+        print(f'\n{run.name} continues\n\n{prompt[-300:]}')
+        texts = {} if args.prompt else {'text': [truth]}
+        texts |= {way: generate(run.model, run.tokenizer, prompt, args.max_tokens, args.temperature,
+                                args.top_p, args.seed) for way in run.ways if way != 'shuffled'}
+        for way, pieces in texts.items():
+            print(f'\n[{way}]')
+            texts[way], began = '', time.time()
+            if way in run.ways:
+                run.set_way(way)
+            for piece in pieces:                        # drawn while they are printed
+                print(piece, end='', flush=True)
+                texts[way] += piece
+            ids = run.tokenizer.encode(texts[way]).tolist()
+            rate = f'; {len(ids) / (time.time() - began):.0f} tokens/s' * (way in run.ways)
+            print(f'\n[{repeated(ids):.0%} of the 8-grams are repeated{rate}]')
+        result.append(dict(run=run.name, prompt=prompt, texts=texts))
     return result
 
 
@@ -285,9 +299,9 @@ def plot(runs):
 
 def speed(runs, args, rounds=5):
     """
-    Time of a training step on random tokens (the runs interleaved; median of `rounds`) and MACs of
-    its forward and backward passes, per token, and their ratios to the first run. MACs: half the
-    FLOPs that torch counts, attention by its definition: the fused kernel of a CPU is not counted.
+    Time of a forward and a backward pass on random tokens (the runs interleaved; median of
+    `rounds`), their MACs, per token, and the ratios to the first run. MACs: half the FLOPs that
+    torch counts, attention by its definition: the fused kernel of a CPU is not counted.
     """
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
     steps, rows, device = [], [], train.hardware(args.device)
@@ -296,14 +310,12 @@ def speed(runs, args, rounds=5):
         model, c = run.model.train(), run.model.config
         tokens = torch.randint(c.vocab_size, (c.micro_batch, c.block_size), device=device)
         batch = data.Batch(tokens, tokens.roll(-1, 1), torch.zeros_like(tokens), seed=0)
-        optimizer = torch.optim.AdamW(model.parameters())
 
-        def step(model=model, batch=batch, optimizer=optimizer):
+        def step(model=model, batch=batch):
             with autocast():
                 loss, _ = model(batch, 1.0)
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            model.zero_grad(set_to_none=True)
             next(model.parameters()).sum().item()       # waits for a GPU
 
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

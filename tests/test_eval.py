@@ -234,13 +234,21 @@ def test_the_default_tasks_and_those_of_a_model(run, monkeypatch, capsys):
     assert [row['run'] for row in result['table']['rows']] == [*'aaaccc']
     assert all(f'{row["loss"]:#.5g}' in screen for row in result['table']['rows'])
     assert [x['run'] for x in result['examples']] == ['a', 'c']
-    assert all(x['text'] in screen and x['tokens_per_s'] > 0 for x in result['samples'])
+    for x in result['samples']:                 # without memory it is another text
+        assert list(x['texts']) == ['text', 'on', 'off'] and x['texts']['on'] != x['texts']['off']
+        assert all(text in screen for text in x['texts'].values())
     assert len(BIGRAM.made[-1].scored) == 9 and os.path.exists('a/loss.png')
     assert max(map(len, screen.splitlines())) <= 160
     assert evaluate('a', 'c', '--task', 'count') == dict(tokens=len(''.join(TEXTS).encode()) + 3)
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     evaluation.main(['a', '--max-tokens', '1'])
     assert 'matplotlib' in capsys.readouterr().err
+
+
+def test_the_share_of_repeated_n_grams():
+    """Of a b c a b c a: ab bc ca ab bc ca, half of which are repeated; none of a short text."""
+    assert evaluation.repeated([1, 2, 3, 1, 2, 3, 1], n=2) == 0.5
+    assert evaluation.repeated([1, 2, 3], n=8) == evaluation.repeated([1, 2, 3, 4], n=2) == 0
 
 
 class Fixed:
