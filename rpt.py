@@ -15,7 +15,7 @@ Where the paper is in this file (its equations have no numbers)
     §3.1  chunked cross-attention                   ChunkedCrossAttention
     §3.2  candidates by BM25; s_t, the target score bm25_candidates, target_scores, setup
     §3.3  L_ret, LambdaRank with a margin           ranking_loss
-    §3.4  schedules; windows; inference             RPT.forward, SelfAttention, RPT.encode
+    §3.4  schedules; windows; inference             RPT.schedule, SelfAttention, RPT.encode
     §5    Transformer-XL, RETRO, RPT-Lex; Table 3   --retriever none, bm25, lex; ranks
 
 Letters in the shape comments
@@ -26,6 +26,9 @@ Letters in the shape comments
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); a chunk without neighbors gets 0 from cross-attention; s_t is a
     mean over tokens, L_ret over the ranked chunks of a step; |Δ NDCG| is of 1 / log2(1 + rank).
+    BM25 has the idf of the training corpus, for RETRO at test time and for candidates.
+    With --shift-values, off in the preset `paper`, what followed a token in a neighbor is at the
+    token's key, as in TRIME's memories: one layer can copy, where two had to learn it together.
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
     Scheduled sampling draws for each chunk. AdamW. Dropout on what a layer adds.
     The reference LM (paper: Pythia 1.4B) is trained here on every second document and scores the
@@ -51,8 +54,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from bm25 import BM25
 
 @dataclass
 class RPTConfig:
@@ -69,6 +72,7 @@ class RPTConfig:
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper)
     n_cca: int = 0                # last layers that cross-attend; 0: the upper half (paper: 5)
     retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'        # bm25: RETRO (§5.1)
+    shift_values: bool = True     # the key of a token has the value of the next one (ours)
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
     eta: float = 0.1              # lower bound of the gate, η (paper)
     alpha: float = 0.005          # weight of L_ret from a fifth of the steps on (ours; paper: 1e-9)
@@ -80,40 +84,37 @@ class RPTConfig:
     reference_steps: int = 0      # steps of its training; 0: as many as RPT's (ours)
 
     def __post_init__(self):
-        W, m, upper = self.window, self.chunk_size, self.n_layer - self.n_layer // 2
-        for name, value in vars(self).items():
-            if type(value) is int and value < (name not in ('n_inner', 'n_cca', 'reference_steps')):
-                raise ValueError(f'{name} {value} is too small')
-        retrieves = self.retriever != 'none'
+        span, retrieves = 2 * self.chunk_size, self.retriever != 'none'
         for wrong, message in (
             (self.n_embd % (2 * self.n_head), 'n_embd is no multiple of 2 x n_head'),
-            (W % (2 * m if retrieves else 2), 'window is no multiple of two chunks'),
-            (not 0 <= self.dropout < 1 or not 0 <= self.eta <= 1, 'dropout, eta: from 0 to 1'),
-            (min(self.alpha, self.tau) < 0, 'alpha, tau: 0 or more'),
-            (self.reference and self.retriever != 'sem', 'a reference is for retriever sem'),
-            (retrieves and self.block_size < W + 2 * m, 'block_size < window + 2 x chunk_size'),
-            (retrieves and not self.n_cca <= upper < self.n_layer, 'n_cca > half of n_layer'),
-            (retrieves and self.n_candidates < self.n_neighbors, 'n_candidates < n_neighbors'),
+            (retrieves and self.window % span, 'window is no multiple of 2 x chunk_size'),
+            (retrieves and self.block_size < self.window + span,
+             'block_size < window + 2 x chunk_size'),
+            (self.n_candidates < self.n_neighbors, 'n_candidates < n_neighbors'),
         ):
             if wrong:
                 raise ValueError(f'{message} in {self}')
+
 
 PRESETS = {         # §3.4 and App. A; lr for AdamW and reference_steps are ours
     'tiny': dict(tokens_per_step=2048, max_steps=1000, n_candidates=4, score_every=2),
     'paper': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_384,
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
                   chunk_size=64, n_cca=5, tokens_per_step=131_072, max_steps=500_000, lr=5e-4,
-                  warmup=0.01, weight_decay=0.01, eval_every=1000, reference_steps=50_000),
+                  optimizer='adamw', warmup=0.01, weight_decay=0.01, eval_every=1000,
+                  shift_values=False, reference_steps=50_000),
 }
+
 
 @dataclass
 class EvalConfig:
-    n_neighbors: int = 0        # rpt: chunks that a chunk retrieves; 0: as trained
     sequences: int = 16         # rpt, ranks: evenly spread sequences of the split
+
 
 def batches(config):
     """Arguments of data.Batches."""
     return dict(kind='documents')
+
 
 # --------------------------------------------------------------------------------------------------
 # the transformer (the same text in trime.py, rpt.py and drt.py)
@@ -128,9 +129,11 @@ class RMSNorm(nn.Module):
     def forward(self, x):
         return F.rms_norm(x, self.gain.shape, self.gain, eps=1e-6)
 
+
 def fp32(x):
     """bf16 and fp16 become fp32; fp64 remains, for the tests."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
 
 def rotary(positions, D):
     """
@@ -141,10 +144,12 @@ def rotary(positions, D):
     angle = positions[:, None, None] * theta                        # (T, 1, D/2)
     return angle.cos(), angle.sin()
 
+
 def rotate(x, rotary):
     """Rotates each pair (x_2d, x_2d+1) of a head by its angle. x (B, T, H, D) -> same shape"""
     pairs = torch.view_as_complex(fp32(x).unflatten(-1, (-1, 2)).contiguous())  # (B, T, H, D/2)
     return torch.view_as_real(pairs * torch.complex(*rotary)).flatten(-2).type_as(x)
+
 
 def softmax_attention(q, k, v, mask=None):
     """
@@ -159,6 +164,7 @@ def softmax_attention(q, k, v, mask=None):
     if mask is not None:
         z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
     return z.softmax(-1) @ v
+
 
 def attend(q, k, v, block, window, slopes=None):
     """
@@ -197,6 +203,7 @@ def attend(q, k, v, block, window, slopes=None):
     rest = rest.view(B, N - 1, H, block, D).transpose(1, 2).flatten(2, 3)
     return torch.cat([first, rest], dim=2)[:, :, P:P + T].transpose(1, 2)
 
+
 class MLP(nn.Module):
     """Two layers, the hidden one wider."""
 
@@ -208,6 +215,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.proj(F.gelu(self.fc(x)))
+
 
 class Block(nn.Module):
     """One pre-norm Transformer layer; returns its keys and values too, for streaming."""
@@ -224,44 +232,22 @@ class Block(nn.Module):
         x = x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
         return x, kv
 
-class CrossEntropy(torch.autograd.Function):
+
+def cross_entropy(f, E, targets):
     """
     Σ -log P(w), P = softmax(f Eᵀ), over the targets w >= 0. The (n, V) logits are never held: rows
-    are taken in slices, and the gradient of a slice, P minus one at w, is computed as soon as P is.
-    Logits are fp32; under autocast the gradient's products are bf16 like the rest of the backward
-    pass. (F.cross_entropy in checkpointed slices takes 1.8 to 2.4 times as long on a CPU.)
+    are taken in slices, whose logits the backward pass computes again.
 
     f (n, C)   E (V, C)   targets (n,), -1 is not scored -> ()
     """
-    SLICE = 512
+    def of_slice(f, targets):
+        with torch.autocast(f.device.type, enabled=False):                  # logits in fp32
+            return F.cross_entropy(f @ E.T, targets, ignore_index=-1, reduction='sum')
 
-    @staticmethod
-    def forward(ctx, f, E, targets, with_grad):
-        total = f.new_zeros(())
-        df, dE = (torch.zeros_like(x) if with_grad else None for x in (f, E))
-        logits = f.new_empty(min(CrossEntropy.SLICE, len(f)), len(E))
-        for i in range(0, len(f), CrossEntropy.SLICE):
-            rows = slice(i, i + CrossEntropy.SLICE)
-            scored, w = targets[rows, None] >= 0, targets[rows, None].clamp(min=0)      # (R, 1)
-            with torch.autocast(f.device.type, enabled=False):
-                z = torch.mm(f[rows], E.T, out=logits[:len(f) - i])         # (R, V)
-            z -= z.amax(1, keepdim=True)
-            z_w = z.gather(1, w)                                    # (R, 1)
-            exp_z = z.exp_()                                        # in the same memory
-            Z = exp_z.sum(1, keepdim=True)
-            total += ((Z.log() - z_w) * scored).sum()
-            if with_grad:
-                dz = exp_z.mul_(scored / Z).scatter_add_(1, w, -scored.to(z))
-                df[rows] = dz @ E
-                dE += dz.T @ f[rows]
-        ctx.grads = df, dE
-        return total
+    slices = zip(f.split(256), targets.split(256))
+    return torch.stack([checkpoint(of_slice, *rows, use_reentrant=False, preserve_rng_state=False)
+                        for rows in slices]).sum()
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d):
-        (df, dE), ctx.grads = ctx.grads, None
-        return df * d, dE * d, None, None
 
 # --------------------------------------------------------------------------------------------------
 # what is new in RPT
@@ -288,12 +274,16 @@ class SelfAttention(nn.Module):
         start = max(0, end // self.block - 1) * self.block                  # of the last two blocks
         return y, (k[:, start:end], v[:, start:end])
 
-class Attention(nn.Module):
-    """Multi-head attention of x (n, t, C) to y (n, s, C), by default to x itself."""
 
-    def __init__(self, config):
+class Attention(nn.Module):
+    """
+    Multi-head attention of x (n, t, C) to y (n, s, C), by default to x itself. With shift, y is
+    texts of so many tokens, and the key of a token has the value of the next one.
+    """
+
+    def __init__(self, config, shift=0):
         super().__init__()
-        self.n_head = config.n_head
+        self.n_head, self.shift = config.n_head, shift
         self.query = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.kv = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
@@ -303,10 +293,13 @@ class Attention(nn.Module):
         y, y_positions = (x, x_positions) if y is None else (y, y_positions)
         q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, t, H, D)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(2)     # 2 x (n, s, H, D)
+        if self.shift:
+            v = v.unflatten(1, (-1, self.shift)).roll(-1, dims=2).flatten(1, 2)
         q = rotate(q, rotary(x_positions, q.size(-1)))
         k = rotate(k, rotary(y_positions, k.size(-1)))
         y = softmax_attention(*(z.transpose(1, 2) for z in (q, k, v)), mask)
         return self.proj(y.transpose(1, 2).flatten(2))
+
 
 class Retriever(nn.Module):
     """
@@ -326,6 +319,7 @@ class Retriever(nn.Module):
         positions = torch.arange(x.size(2), device=x.device)
         x = x + self.attention(self.norm(x).flatten(0, 1), positions).view_as(x)
         return x, self.query(self.norm_q(x.mean(2))), self.key(self.norm_k(x.mean(2)))
+
 
 class NeighborEncoder(nn.Module):
     """§3.1: a neighbor, a retrieved chunk and its next one, before it is attended to."""
@@ -363,6 +357,7 @@ class NeighborEncoder(nn.Module):
             z = self.gate(self.norm_gate(fp32(c))) / self.config.n_embd
         return z.sigmoid().clamp(min=self.config.eta).view(B, n, K)
 
+
 class ChunkedCrossAttention(nn.Module):
     """
     Borgeaud et al. 2022, §2.4: the group that attends to the neighbors of chunk i is the last token
@@ -372,7 +367,8 @@ class ChunkedCrossAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.norm, self.attention = RMSNorm(config.n_embd), Attention(config)
+        shift = 2 * config.chunk_size if config.shift_values else 0         # see the header
+        self.norm, self.attention = RMSNorm(config.n_embd), Attention(config, shift)
 
     def forward(self, x, neighbors, key_mask, token_mask):
         """x (B, t, C), neighbors (B, G, K, 2m, C), masks (B G, 1, 1, K 2m), (B, t, 1) -> as x"""
@@ -382,6 +378,7 @@ class ChunkedCrossAttention(nn.Module):
         y = self.attention(self.norm(groups), positions[m - 1:-1],
                            neighbors.reshape(B * G, K * n, C), positions.repeat(K), key_mask)
         return y.view(B, G * m, C)[:, 1:t + 1] * token_mask
+
 
 class UpperBlock(Block):
     """A layer of the upper half: self-attention, cross-attention to neighbors, MLP."""
@@ -398,10 +395,29 @@ class UpperBlock(Block):
         x = x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
         return x, kv
 
+
 def doc_of_chunks(doc, m):
     """doc (B, T) -> (B, N): the document of a chunk; -1 if it has tokens of two or padding"""
     doc = doc[:, :doc.size(1) // m * m].unflatten(1, (doc.size(1) // m, m))
     return doc[..., -1].where((doc == doc[..., -1:]).all(2), -1)
+
+
+def permitted(doc, c, w):
+    """
+    Which chunks k the last c chunks i may retrieve: those of their document that have left the
+    window, k <= i - w. doc (B, M), -1: chunk of no document -> (B, c, M)
+    """
+    k = torch.arange(doc.size(1), device=doc.device)
+    i, doc_i = k[-c:, None], doc[:, -c:, None]
+    return (k <= i - w) & (doc[:, None] == doc_i) & (doc_i >= 0)
+
+
+def top_k(scores, K):
+    """scores (..., n), -inf: not permitted -> numbers of the K largest (..., K), -1: none"""
+    values, numbers = scores.sort(dim=-1, descending=True, stable=True)
+    numbers = numbers.masked_fill(values == -math.inf, -1)[..., :K]
+    return F.pad(numbers, (0, K - numbers.size(-1)), value=-1)
+
 
 def ranking_loss(scores, candidates, target_scores, tau):
     """
@@ -415,54 +431,57 @@ def ranking_loss(scores, candidates, target_scores, tau):
     candidates  (B, N, J)  -1: none      target_scores (B, N, J)  s_t, nan: not scored
     returns     sums over the ranked chunks, those with a positive: of L_ret, NDCG@20 and 1
     """
-    (B, N, _), permitted = scores.shape, scores > -math.inf
-    order = scores.detach().argsort(dim=2, descending=True, stable=True)
-    ranks = torch.arange(1, N + 1, device=scores.device).expand_as(order)
-    rank = torch.empty_like(order).scatter(2, order, ranks)                 # (B, N, N)
-    scores, s_t = scores.masked_fill(~permitted, 0), target_scores.to(scores)
-    s_t = scores.new_full((B, N, N + 1), -math.inf).scatter(                # column N: no chunk
-        2, candidates.where(candidates >= 0, N), s_t.nan_to_num(-math.inf))[..., :N]
-    gain, discount = torch.exp2(s_t.clamp(min=0)) - 1, 1 / torch.log2(1 + rank)
-    best = gain.sort(2, descending=True).values / torch.log2(1 + ranks)     # sums to IDCG
+    (B, N, _), may = scores.shape, scores > -math.inf
+    column = candidates.where(candidates >= 0, N)                           # N: of no chunk
+    s_t = target_scores.to(scores).nan_to_num(-math.inf)
+    s_t = scores.new_full((B, N, N + 1), -math.inf).scatter(2, column, s_t)[..., :N]
+    gain = torch.exp2(s_t.clamp(min=0)) - 1                                 # (B, N, N)
+    order = scores.argsort(dim=2, descending=True, stable=True)
+    rank = 1 + order.argsort(dim=2)
+    discount = 1 / torch.log2(1 + rank)
+    ideal = gain.sort(dim=2, descending=True).values * discount.sort(dim=2, descending=True).values
 
     at = lambda x: x.gather(2, candidates.clamp(min=0))[..., None]          # (B, N, J, 1)
-    lam = (at(gain) - gain[:, :, None]).abs() * (at(discount) - discount[:, :, None]).abs()
-    hinge = (tau - (at(scores) - scores[:, :, None])).clamp(min=0)          # (B, N, J, N)
-    pairs = (candidates >= 0)[..., None] & permitted[:, :, None]
-    pairs = pairs & (at(s_t) > s_t[:, :, None].clamp(min=0))
-    loss = (lam * hinge * pairs).sum((2, 3)) / best.sum(2).clamp(min=1e-9)  # (B, N)
-    ndcg = (gain * discount * (rank <= 20)).sum(2) / best[..., :20].sum(2).clamp(min=1e-9)
+    gain_l = at(gain) * (candidates >= 0)[..., None]
+    lam = (gain_l - gain[:, :, None]).clamp(min=0)                          # 0: l helps no more
+    lam = lam * (at(discount) - discount[:, :, None]).abs()                 # (B, N, J, N)
+    scores = scores.masked_fill(~may, 0)
+    hinge = (tau - (at(scores) - scores[:, :, None])).clamp(min=0)
+    loss = (lam * hinge * may[:, :, None]).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
+    ndcg = (gain * discount * (rank <= 20)).sum(2) / ideal[..., :20].sum(2).clamp(min=1e-9)
     return loss.sum(), ndcg.sum(), (s_t > 0).any(2).sum()
 
-def bm25_vectors(tokens, idf):
-    """
-    RETRO's queries and keys: <q, k> is the BM25 score of bm25.py, as all lengths are equal. Weights
-    are multiples of 2^-10, so that ties remain ties. tokens (B, c, m), idf (V,) -> (B, c, V) x 2
-    """
-    q = torch.zeros(*tokens.shape[:2], len(idf), device=tokens.device)
-    q = q.scatter_add(2, tokens, torch.ones_like(tokens, dtype=q.dtype))    # occurrences
-    return q, (2 ** 10 * idf * q / (q + 1.2)).round() / 2 ** 10
 
 def corpus_idf(tokens, m, V):
     """idf (V,) of all chunks of m tokens, as in bm25.py"""
     n, df = len(tokens) // m, np.zeros(V)
     for i in range(n):
         df[tokens[i * m:(i + 1) * m]] += 1                                  # a repeated id: once
-    return np.log(1 + (n - df + 0.5) / (df + 0.5))
+    return torch.from_numpy(np.log(1 + (n - df + 0.5) / (df + 0.5))).float()
 
-def bm25_candidates(chunks, doc, w, J, idf=None):
+
+def bm25_vectors(tokens, idf):
+    """
+    Queries and keys: <q, k> is the BM25 score of bm25.py, as all lengths are equal. Weights are
+    multiples of 2^-10, so that ties remain ties. tokens (..., m), idf (V,) -> 2 x (..., V)
+    """
+    q = torch.zeros(*tokens.shape[:-1], len(idf), device=tokens.device)
+    q = q.scatter_add(-1, tokens, torch.ones_like(tokens, dtype=q.dtype))   # occurrences
+    return q, (2 ** 10 * idf * q / (q + 1.2)).round() / 2 ** 10
+
+
+def bm25_candidates(chunks, doc, w, J, idf):
     """
     §3.2: the J best permitted chunks by BM25 for the query (c_i, c_{i+1}), which has the target.
-    chunks (N, m), doc (N,) of chunks, idf (V,), None: of each document -> (N, J), -1: none
+    chunks (N, m), doc (N,) of chunks, idf (V,) -> (N, J), -1: none
     """
-    candidates = np.full((len(chunks), J), -1)
-    for d in np.unique(doc[doc >= 0]):
-        i, = np.nonzero(doc == d)                                           # consecutive
-        queries = np.concatenate([chunks[i[:-1]], chunks[i[1:]]], axis=1)
-        limit = np.maximum(0, np.arange(len(queries)) - w + 1)
-        ids, _ = BM25(list(chunks[i]), idf=idf).search_many(list(queries), J, limit)
-        candidates[i[:-1]] = np.where(ids >= 0, ids + i[0], -1)
-    return candidates
+    terms, chunks = chunks.unique(return_inverse=True)
+    q, keys = bm25_vectors(chunks, idf[terms])
+    scores = (q + q.roll(-1, 0)).double() @ keys.T.double()                 # (N, N)
+    target = F.pad(doc[1:] == doc[:-1], (0, 1))                             # c_{i+1}: same document
+    may = permitted(doc[None], len(doc), w)[0] & target[:, None] & (scores > 0)
+    return top_k(scores.masked_fill(~may, -math.inf), J)
+
 
 @torch.no_grad()
 def target_scores(reference, chunks, candidates):
@@ -489,9 +508,11 @@ def target_scores(reference, chunks, candidates):
         log_p[i, slot] = -F.cross_entropy(logits, tokens[:, m:], reduction='none').mean(1)
     return log_p[:, 1:] - log_p[:, :1]
 
-# data.Batch; candidates (B, N, J), -1: none; target_scores (B, N, J), nan: not scored; number of
-# chunks of the step that have a positive, divided by its micro-batches
+
+# data.Batch; candidates (B, N, J), -1: none; target_scores (B, N, J), nan: not scored; ranked: mean
+# number, over the micro-batches of the step, of chunks that have a positive
 TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed candidates target_scores ranked')
+
 
 def setup(model, corpus, batches, config, autocast, train_reference, progress):
     """
@@ -500,76 +521,74 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     depend on; an interrupted run resumes, and each process does its share.
     returns attach(batch, g) -> TaughtBatch of micro-batch g
     """
-    c, device, reference, facts, idf = model.config, model.embedding.weight.device, None, [], None
+    c, device, reference = model.config, model.embedding.weight.device, None
     N, m, J = c.block_size // c.chunk_size, c.chunk_size, c.n_candidates
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if c.retriever == 'none':
         return lambda batch, g: batch
+    idf = corpus_idf(corpus.train.tokens, m, c.vocab_size)
+    facts = [c.retriever, corpus.fingerprint, config.fold, c.block_size, c.window, m, J]
     if c.retriever == 'bm25':
-        idf = corpus_idf(corpus.train.tokens, m, c.vocab_size)
-        model.idf.copy_(torch.from_numpy(idf))
+        model.idf.copy_(idf)
     if c.retriever == 'sem':
-        if not c.reference and c.window < 4 * m:
-            raise SystemExit(f'--window {c.window}: the reference LM needs four chunks, {4 * m}')
         sizes = np.diff(corpus.train.offsets)
         fold = 0 if 0.2 < sizes[::2].sum() / sizes.sum() < 0.8 else -1      # -1: too few documents
-        path = Path(c.reference or train_reference(
-            replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), reference_steps=0),
+        path = c.reference or train_reference(
+            replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), reference_steps=0,
+                    window=max(c.window, 4 * m)),
             replace(config, fold=1 - config.fold if config.fold >= 0 else fold, init='',
-                    max_steps=c.reference_steps or config.max_steps), 'reference'))
-        if world > 1:
-            dist.barrier()                                                  # it is written
-        try:
-            file = torch.load(path / 'ckpt.pt' if path.is_dir() else path, 'cpu', weights_only=True)
-            reference = RPT(RPTConfig(**file['config'])).to(device).eval().requires_grad_(False)
-            reference.load_state_dict(file['model'])
-            assert reference.config.retriever == 'none' and reference.config.window >= 4 * m
-            assert file['tokenizer'] == corpus.tokenizer.to_dict()
-        except Exception as error:
-            raise SystemExit(f'--reference {path}: a checkpoint of retriever none with window >= '
-                             f'{4 * m} and the same tokenizer is needed ({error!r:.99})')
+                    max_steps=c.reference_steps or config.max_steps), 'reference')
+        path = Path(path)
+        file = torch.load(path / 'ckpt.pt' if path.is_dir() else path, 'cpu', weights_only=True)
+        reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
+        reference.load_state_dict(file['model'])
+        if (reference.config.retriever != 'none' or reference.config.window < 4 * m
+                or file['tokenizer'] != corpus.tokenizer.to_dict()):
+            raise SystemExit(f'--reference {path}: not of retriever none, window >= {4 * m} and '
+                             'the same tokenizer')
         fold = file['fold'] if file['corpus'] == corpus.fingerprint else -1         # -1: scores all
-        weights = b''.join(p.cpu().numpy().tobytes() for p in reference.parameters())
-        facts = [hashlib.sha256(weights).hexdigest(), fold, c.score_every, config.dtype]
-    facts += [c.retriever, corpus.fingerprint, config.fold, c.block_size, c.window, m, J]
-    folder = f'teacher-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}'
-    folder = Path(corpus.folder) / folder
+        weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
+        facts += [hashlib.sha256(weights).hexdigest(), fold, c.score_every, config.dtype]
+        reference.to(device)
+    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    folder = Path(corpus.folder) / f'teacher-{name}'
     folder.mkdir(exist_ok=True)
 
     def load(row):
         """candidates and scores of a sequence, (2, N, J) fp32"""
         path = folder / f'{row}.npy'
-        if not path.exists():
-            batch = batches.take(np.array([row]), seed=0)
-            chunks = batch.tokens[0, :N * m].view(N, m)
-            doc = doc_of_chunks(batch.doc[:1], m)[0].numpy()
-            candidates = bm25_candidates(chunks.numpy(), doc, model.w, J, idf)
-            scores = np.where(candidates >= 0, 1 - np.arange(J) / J, np.nan)        # RPT-Lex
-            if reference:
-                scored = (np.arange(N) % c.score_every == 0) & ((fold < 0) | (doc % 2 != fold))
-                scored = torch.from_numpy(np.where(scored[:, None], candidates, -1)).to(device)
-                with autocast():
-                    scores = target_scores(reference, chunks.to(device), scored).half().cpu()
-            temporary = folder / f'{row}-{os.getpid()}.tmp.npy'
-            np.save(temporary, np.stack([candidates, scores]).astype(np.float32))
-            os.replace(temporary, path)
-        return np.load(path)
+        if path.exists():
+            return torch.from_numpy(np.load(path))
+        batch = batches.take(np.array([row]), seed=0)
+        chunks, doc = batch.tokens[0, :N * m].view(N, m), doc_of_chunks(batch.doc[:1], m)[0]
+        candidates = bm25_candidates(chunks, doc, model.w, J, idf)
+        scores = (1 - torch.arange(J) / J).where(candidates >= 0, math.nan)         # RPT-Lex
+        if reference:
+            scored = (torch.arange(N) % c.score_every == 0) & (doc % 2 != fold)
+            scored = candidates.where(scored[:, None], -1).to(device)
+            with autocast():
+                scores = target_scores(reference, chunks.to(device), scored).cpu()
+        temporary = folder / f'{row}-{os.getpid()}.tmp.npy'
+        np.save(temporary, torch.stack([candidates, scores]).float().numpy())
+        os.replace(temporary, path)
+        return load(row)
 
-    per_step = config.tokens_per_step // (batches.B * batches.T)
-    used = {row: 0 for g in range(config.max_steps * per_step) for row in batches.rows(g).tolist()}
-    for row in progress(list(used)[rank::world], f'candidates and scores in {folder}', quiet=rank):
+    n = config.tokens_per_step // (batches.B * batches.T)               # micro-batches of a step
+    used = np.unique(np.concatenate([batches.rows(g) for g in range(n * config.max_steps)]))
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for row in progress(used[rank::world], f'candidates and scores in {folder}', quiet=rank):
         load(row)
 
     def attach(batch, g):
-        rows, shape = batches.rows(g), (len(batch.tokens), N, J)
-        candidates, scores = torch.full(shape, -1), torch.full(shape, math.nan)
-        for i, row in enumerate(rows):                                      # the rest is padding
-            candidates[i], scores[i] = torch.from_numpy(load(row))
-        step = range(g // per_step * per_step, (g // per_step + 1) * per_step)
-        ranked = sum((load(row)[1] > 0).any(1).sum() for i in step for row in batches.rows(i))
-        return TaughtBatch(*batch[:4], candidates, scores, ranked / per_step)
+        stored = torch.full((len(batch.tokens), 2, N, J), math.nan)
+        for i, row in enumerate(batches.rows(g)):                           # the rest is padding
+            stored[i] = load(row)
+        candidates, scores = stored.unbind(1)
+        rows = np.concatenate([batches.rows(i) for i in range(g - g % n, g - g % n + n)])
+        ranked = sum((load(row)[1] > 0).any(1).sum().item() for row in rows)
+        return TaughtBatch(*batch, candidates.nan_to_num(-1).long(), scores, max(1, ranked) / n)
 
     return attach
+
 
 # --------------------------------------------------------------------------------------------------
 # the model
@@ -579,10 +598,11 @@ class State(NamedTuple):
     past: list                  # of each layer, keys and values of the last two blocks
     E: torch.Tensor             # (B, M, m, C) tokens of all chunks, to be retrieved
     keys: torch.Tensor          # (B, M, C) of all chunks; RETRO: (B, M, V)
-    chosen: torch.Tensor        # (B, w - 1 + c, K) neighbors of the last chunks, -1: none
-    means: torch.Tensor         # (B, w - 1 + c, K, C) the means of their tokens
+    chosen: torch.Tensor        # (B, w + c, K) neighbors of the last chunks, -1: none
+    means: torch.Tensor         # (B, w + c, K, C) the means of their tokens
     neighbors: torch.Tensor     # (B, 1 + c, K, 2m, C) their tokens, weighted
     gates: torch.Tensor         # (B, c, K) their weights
+
 
 class RPT(nn.Module):
     """A sliding-window LM whose upper layers attend to chunks that its lower layers retrieve."""
@@ -593,9 +613,9 @@ class RPT(nn.Module):
         C, m, upper = config.n_embd, config.chunk_size, config.n_layer - config.n_layer // 2
         n_cca = 0 if config.retriever == 'none' else config.n_cca or upper
         self.config, self.head_size = config, C // config.n_head
-        self.w = max(1, config.window // m)
+        self.w = config.window // m
         self.piece = max(1, 2048 // m) * m                                  # tokens encoded at once
-        self.n_neighbors, self.retrieval = config.n_neighbors, 'on' if n_cca else 'off'
+        self.retrieval = 'on' if n_cca else 'off'                           # see ways
         self.embedding = nn.Embedding(config.vocab_size, C)                 # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - upper))
         self.upper = nn.ModuleList(UpperBlock(config, i >= upper - n_cca) for i in range(upper))
@@ -613,10 +633,10 @@ class RPT(nn.Module):
                 nn.init.zeros_(p)
 
     def empty_state(self, B):
-        m, w, K, C = self.config.chunk_size, self.w, self.n_neighbors, self.config.n_embd
+        m, w, K, C = self.config.chunk_size, self.w, self.config.n_neighbors, self.config.n_embd
         zeros, width = self.embedding.weight.new_zeros, C if self.idf is None else len(self.idf)
         return State([None] * self.config.n_layer, zeros(B, 0, m, C), zeros(B, 0, width),
-                     zeros(B, w - 1, K).long() - 1, zeros(B, w - 1, K, C),
+                     zeros(B, w, K).long() - 1, zeros(B, w, K, C),
                      zeros(B, 1, K, 2 * m, C), zeros(B, 1, K))
 
     def retrieve(self, x, tokens, doc, teacher, state):
@@ -624,23 +644,19 @@ class RPT(nn.Module):
         §3.1 for c chunks: x (B, c, m, C) their lower states, tokens (B, c, m), doc (B, M) of all
         chunks so far -> the state with their neighbors; s_q (B, c, M), -inf: not permitted
         """
-        (B, c, m, _), K, M = x.shape, self.n_neighbors, doc.size(1)
+        (B, c, m, _), K, M = x.shape, self.config.n_neighbors, doc.size(1)
         E, q, k = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
         E, keys = torch.cat([state.E, E], dim=1), torch.cat([state.keys, k], dim=1)
         with torch.autocast(x.device.type, enabled=False):                  # bf16 has ties
             scores = fp32(q) @ fp32(keys).transpose(1, 2) / q.size(-1) ** 0.5
-        # chunk i may retrieve k <= i - w of its document: it has left the window, and k + 1 < i
-        k = torch.arange(M, device=x.device)
-        i, same = k[M - c:, None], doc[:, None] == doc[:, M - c:, None]
-        permitted = same & (doc[:, None] >= 0) & (k <= i - self.w)          # (B, c, M)
+        may = permitted(doc, c, self.w)                                     # (B, c, M)
         if self.retriever is None:
-            permitted = permitted & (scores > 0)                            # a term in common
-        order = scores = scores.masked_fill(~permitted, -math.inf)
+            may = may & (scores > 0)                                        # a term in common
+        order = scores = scores.masked_fill(~may, -math.inf)
         if self.retrieval == 'shuffled':                                    # a hash of i and k
-            order = (((7919 * i + k) % 1_000_037) ** 3 % 1_000_037).where(permitted, -math.inf)
-        values, chosen = order.detach().sort(dim=2, descending=True, stable=True)
-        chosen = chosen.masked_fill(values == -math.inf, -1)[..., :K]
-        chosen = F.pad(chosen, (0, K - chosen.size(2)), value=-1)           # (B, c, K)
+            k = torch.arange(M, device=x.device)
+            order = (((7919 * k[-c:, None] + k) % 1_000_037) ** 3 % 1_000_037).where(may, -math.inf)
+        chosen = top_k(order.detach(), K)                                   # (B, c, K)
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
 
@@ -648,8 +664,8 @@ class RPT(nn.Module):
         k = k + M * torch.arange(B, device=x.device)[:, None, None, None]
         new = E.flatten(0, 1).index_select(0, k.flatten()).view(B * c, K, 2 * m, -1)
         new = self.neighbor_encoder(new, x.flatten(0, 1)).unflatten(0, (B, c))
-        chosen = torch.cat([state.chosen[:, 1 - self.w:], chosen], dim=1)
-        means = torch.cat([state.means[:, 1 - self.w:], new.mean(3)], dim=1)
+        chosen = torch.cat([state.chosen[:, -self.w:], chosen], dim=1)
+        means = torch.cat([state.means[:, -self.w:], new.mean(3)], dim=1)
         gates = self.neighbor_encoder.gates(means, chosen)[:, -c:]          # (B, c, K)
         new = torch.cat([state.neighbors[:, -1:], new * gates[..., None, None].to(new)], dim=1)
         return State(state.past, E, keys, chosen, means, new, gates), scores
@@ -698,35 +714,41 @@ class RPT(nn.Module):
         alpha = self.config.alpha * min(1, progress / 0.2)
         return chance, alpha, 1 + (self.config.tau - 1) * progress
 
+    def taught_neighbors(self, batch, chance):
+        """
+        The K candidates that help most, or as many as help; without scores, BM25's first K. With
+        a retriever, scheduled sampling. -> (B, N, K), -1: none, -2: those retrieved
+        """
+        s_t, candidates = batch.target_scores, batch.candidates
+        order = s_t.masked_fill(s_t <= 0, -math.inf)
+        order = order.where(~s_t.isnan(), -torch.arange(s_t.size(2)).to(s_t))
+        order = order.masked_fill(candidates < 0, -math.inf)
+        chosen = top_k(order, self.config.n_neighbors)
+        teacher = candidates.gather(2, chosen.clamp(min=0)).where(chosen >= 0, -1)
+        if self.retriever:
+            generator = torch.Generator(s_t.device).manual_seed(batch.seed)
+            draws = torch.rand(s_t.shape[:2], device=s_t.device, generator=generator)
+            teacher = teacher.masked_fill((draws >= chance)[..., None], -2)
+        return teacher
+
     def forward(self, batch, progress):
         """
         TaughtBatch (target -1: not predicted), step / max_steps -> loss () in nats per token, dict
         of what to log. In eval mode or without candidates, the LM loss.
         """
-        teacher, candidates, log = None, getattr(batch, 'candidates', None), {}
-        taught = self.training and candidates is not None
+        taught, teacher, log = self.training and hasattr(batch, 'candidates'), None, {}
+        chance, alpha, tau = self.schedule(progress)
         if self.training and self.config.dropout:
             torch.manual_seed(batch.seed)
         if taught:
-            chance, alpha, tau = self.schedule(progress)
-            s_t, rank = batch.target_scores, torch.arange(candidates.size(2)).to(candidates)
-            # the K best positives, or as many as there are; without scores, BM25's first K
-            order = torch.where(s_t.isnan(), -rank, s_t.masked_fill(s_t <= 0, -math.inf))
-            order = order.masked_fill(candidates < 0, -math.inf).topk(self.n_neighbors, dim=2)
-            teacher = candidates.gather(2, order.indices)                   # (B, N, K)
-            teacher = teacher.masked_fill(order.values == -math.inf, -1)
-            if self.retriever:                                              # scheduled sampling
-                generator = torch.Generator(s_t.device).manual_seed(batch.seed)
-                draws = torch.rand(s_t.shape[:2], device=s_t.device, generator=generator)
-                teacher = teacher.masked_fill((draws >= chance)[..., None], -2)
+            teacher = self.taught_neighbors(batch, chance)
         f, _, scores = self.encode(batch.tokens, batch.doc, teacher)
         f, E, targets = fp32(f).flatten(0, 1), fp32(self.embedding.weight), batch.targets.flatten()
-        loss = CrossEntropy.apply(f, E, targets, torch.is_grad_enabled())
-        loss = loss / (targets >= 0).sum().clamp(min=1)
+        loss = cross_entropy(f, E, targets) / (targets >= 0).sum().clamp(min=1)
         if taught and self.retriever:
-            sums = ranking_loss(scores, candidates, s_t, tau)
-            ranking, ndcg = (x / max(1, batch.ranked) for x in sums[:2])
-            log = dict(lm_loss=loss.detach(), ret_loss=ranking.detach(), ndcg=ndcg, ranked=sums[2])
+            sums = ranking_loss(scores, batch.candidates, batch.target_scores, tau)
+            ranking, ndcg = (x / batch.ranked for x in sums[:2])
+            log = dict(lm_loss=loss, ret_loss=ranking, ndcg=ndcg, ranked=sums[2])
             loss = loss + alpha * ranking
         return loss, log
 
@@ -742,9 +764,10 @@ class RPT(nn.Module):
         text, parts = torch.cat([rest, tokens], dim=1), []
         for piece in text.split(self.piece, dim=1):
             f, state, _ = self.encode(piece, state=state)
-            parts.append(self.logits(f).log_softmax(-1))
+            parts.append(f)
+        f = torch.cat(parts, dim=1)[:, rest.size(1):]
         whole = text.size(1) // self.config.chunk_size * self.config.chunk_size
-        return torch.cat(parts, dim=1)[:, rest.size(1):], (state, text[:, whole:])
+        return self.logits(f).log_softmax(-1), (state, text[:, whole:])
 
     @torch.no_grad()
     def log_p(self, tokens):
@@ -757,8 +780,8 @@ class RPT(nn.Module):
 
     def ways(self):
         """shuffled: permitted chunks, chosen by a hash of their numbers"""
-        names = ('on', 'shuffled', 'off') if self.config.retriever != 'none' else ()
-        return {name: {'retrieval': name} for name in names} or {'off': {}}
+        names = ('off',) if self.config.retriever == 'none' else ('on', 'shuffled', 'off')
+        return {name: {'retrieval': name} for name in names}
 
     @torch.no_grad()
     def trace(self, tokens, t):
@@ -767,11 +790,12 @@ class RPT(nn.Module):
         for piece in tokens[None, :t + 1].split(self.piece, dim=1):
             _, state, _ = self.encode(piece, state=state)
         used = zip(state.gates[0, -1].tolist(), state.chosen[0, -1].tolist())
-        return sorted(((gate, tokens, k * m, (k + 2) * m) for gate, k in used if k >= 0),
-                      key=lambda span: -span[0])
+        spans = [(gate, tokens, k * m, (k + 2) * m) for gate, k in used if k >= 0]
+        return sorted(spans, key=lambda span: -span[0])
 
     def prepare_eval(self, corpus, args, path, progress):
-        self.n_neighbors = args.n_neighbors or self.config.n_neighbors
+        pass
+
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
@@ -779,65 +803,49 @@ class RPT(nn.Module):
 @torch.no_grad()
 def ranks(runs, corpus, split, args):
     """
-    Precision@2, Recall@10, nDCG@20 (Table 3) of chunks with a positive. One of the runs, with
-    retriever none, is the reference LM that scores all permitted chunks. gain+, gain-: nats per
-    token of the target over no retrieval, where a positive was retrieved, and elsewhere (Figure 6).
+    Table 3: of chance, recency, BM25 and the runs, for chunks that have a positive. The last run,
+    with retriever none, is the reference LM, which scores all permitted chunks.
     """
-    reference = next((run.model for run in runs if run.model.config.retriever == 'none'), None)
-    runs, values = [run for run in runs if run.model.config.retriever != 'none'], {}
-    if not reference or len({(run.model.w, run.model.config.chunk_size) for run in runs}) != 1:
-        raise SystemExit('ranks: give a reference LM, as out/rpt-reference, and runs that retrieve '
-                         'with the same window and chunk_size')
-    c, w, device = runs[0].model.config, runs[0].model.w, reference.embedding.weight.device
-    m, N = c.chunk_size, c.block_size // c.chunk_size
-    idf = torch.from_numpy(corpus_idf(corpus.train.tokens, m, c.vocab_size)).float().to(device)
+    *runs, reference = [(run.name, run.model) for run in runs]
+    if not runs or reference[1].config.retriever != 'none':
+        raise SystemExit('ranks: runs that retrieve, then a reference LM, as out/rpt-reference')
+    reference, c, values = reference[1], runs[0][1].config, {}
+    device, m, N = reference.embedding.weight.device, c.chunk_size, c.block_size // c.chunk_size
+    idf = corpus_idf(corpus.train.tokens, m, c.vocab_size).to(device)
     k = torch.arange(N, device=device)
-    permitted = (k <= k[:, None] - w) & (k[:, None] < N - 1)                # and there is a target
-    T, offsets = N * m, split.offsets
+    may = permitted(0 * k[None], N, c.window // m)[0] & (k[:, None] < N - 1)        # has a target
+    T, offsets, discount = N * m, split.offsets, 1 / torch.log2(2 + k[:20])
     starts = [i for a, b in zip(offsets, offsets[1:]) for i in range(a, b - T + 1, T)]
     for start in starts[::-(-len(starts) // args.sequences) or 1]:
         tokens = torch.from_numpy(split.tokens[start:start + T].astype(np.int64)).to(device)
-        s_t = target_scores(reference, tokens.view(N, m), k.where(permitted, -1))
-        s_t = s_t.nan_to_num(-math.inf)                                     # (N, N)
-        q, keys = bm25_vectors(tokens.view(1, N, m), idf)
+        q, keys = bm25_vectors(tokens.view(N, m), idf)
         scores = dict(chance=torch.rand(N, N, device=device), recency=k.float().expand(N, N),
-                      BM25=(q @ keys.transpose(1, 2))[0])
-        for run in runs:
-            run.model.retrieval = 'off'
-            off = run.model.log_p(tokens)
-            run.model.retrieval = 'on'
-            gain = F.pad(run.model.log_p(tokens) - off, (1, 0)).view(N, m).mean(1)[w + 1:]
-            _, state, (scores[run.name],) = run.model.encode(tokens[None])
-            chosen = state.chosen[0, 2 * w - 1:-1]                          # (N - w - 1, K)
-            right = ((s_t[w:-1].gather(1, chosen.clamp(min=0)) > 0) & (chosen >= 0)).any(1)
-            for name, x in (('gain+', gain[right]), ('gain-', gain[~right])):
-                values.setdefault((run.name, name), []).extend(x.tolist())
+                      BM25=q @ keys.T)
+        scores.update((name, model.encode(tokens[None])[2][0]) for name, model in runs)
+        s_t = target_scores(reference, tokens.view(N, m), k.where(may, -1))
+        s_t = s_t.nan_to_num(-math.inf)                                     # (N, N)
         for name, s_q in scores.items():
-            order = s_q.masked_fill(~permitted, -math.inf).argsort(dim=1, descending=True)
+            order = s_q.masked_fill(~may, -math.inf).argsort(dim=1, descending=True)
             s = s_t.gather(1, order)[(s_t > 0).any(1)]                      # (n, N), best s_q first
-            good, gain, discount = s > 0, 2 ** s.clamp(min=0) - 1, 1 / torch.log2(2 + k[:20])
-            best = gain.sort(dim=1, descending=True).values[:, :20] @ discount
-            for measure, x in (('precision@2', good[:, :2].sum(1) / 2),
-                               ('recall@10', good[:, :10].sum(1) / good.sum(1)),
-                               ('ndcg@20', gain[:, :20] @ discount / best)):
-                values.setdefault((name, measure), []).extend(x.tolist())
-    result = {name: {} for name, _ in values}
-    for (name, measure), x in values.items():
-        result[name][measure] = float(np.mean(x))
-        print(f'{name:24} {measure:12} {result[name][measure]:8.4f}')
+            gain, positive = torch.exp2(s.clamp(min=0)) - 1, (s > 0).double()
+            ideal = gain.sort(dim=1, descending=True).values[:, :20] @ discount
+            for measure, x in (('precision@2', positive[:, :2].mean(1)),
+                               ('recall@10', positive[:, :10].sum(1) / positive.sum(1)),
+                               ('ndcg@20', gain[:, :20] @ discount / ideal)):
+                values.setdefault(name, {}).setdefault(measure, []).extend(x.tolist())
+    result = {name: {key: float(np.mean(x)) for key, x in values[name].items()} for name in values}
+    for name, row in result.items():
+        print(f'{name:24}', *(f'{key} {value:.4f}' for key, value in row.items()))
     return result
+
 
 TASKS = {'ranks': ranks}
 
+
 # --------------------------------------------------------------------------------------------------
 # a demo
-
 if __name__ == '__main__':
     model, tokens = RPT(RPTConfig()).eval(), torch.randint(4096, (1, 1024))
     f, state, scores = model.encode(tokens)
     print(f'tokens {tuple(tokens.shape)} -> states {tuple(f.shape)}, scores {tuple(scores.shape)}')
     print('neighbors of the last chunk:', state.chosen[0, -1].tolist())
-    first, state = model.stream(tokens[:, :600])
-    second, _ = model.stream(tokens[:, 600:], state)
-    error = (torch.cat([first, second], dim=1) - model.log_probs(tokens)).abs().max()
-    print(f'in two pieces: {error:.0e} from one')

@@ -20,18 +20,21 @@ Where the paper is in this file
 Letters used in the shape comments
     B segments    T tokens per segment    C width    H heads    D width per head    V vocabulary
     N = B T       M memories              R rows of a block     Q queries           K neighbors
-Memory j is (c_j, x_j): key g(c_j), value x_j. In training the values are memory_targets.
+Memory j is (c_j, x_j): key g(c_j), value x_j, the token after it. In training, those of a
+micro-batch.
 
 Where this differs from the paper, and why
     RMSNorm and RoPE replace LayerNorm and sinusoids: the three models share one Transformer, also
     no biases, GELU for ReLU, GPT-2's initial weights, no sqrt(C) on the embeddings, a final norm.
     AdamW and a cosine replace NAG (247M) and the inverse square root (7M).
     §4.3's m = 1: other segments of the same document are masked (not in the official code).
+    The memories of a process are those of its own micro-batch (official code: of all processes).
     At test time each context is in memory once (official code: the window's twice). P' of Eq. 8 is
-    over all memories (official code: the external ones). --gather-memory passes gradients.
+    over all memories (official code: the external ones).
     With memory ext g starts small: at a gain of 1 more than 90% of the probability is on other
     documents at first, and the words do not recover in hundreds of steps.
-    The datastore has exact similarities of fp16 keys (paper: product quantization).
+    The datastore has exact similarities of fp16 keys (paper: product quantization), and is of the
+    corpus that is evaluated (Table 5: also of another one).
     Not here: translation (§5.4) and SRU++ (App. E).
 
     $ python trime.py                       a demo on a CPU
@@ -42,17 +45,16 @@ import itertools
 import json
 import math
 import random
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -72,7 +74,6 @@ class TRIMEConfig:
     bm25: bool = True           # ext packs similar segments together (paper section 4.3, Table 11)
     memory_grad: bool = True    # back-propagate to the memories (paper section 3, Table 11)
     same_document: bool = True  # long memory within documents, ext across (paper; official: no)
-    gather_memory: bool = False     # memories of all processes, not of one (official code: yes)
     cutoffs: str = ''           # adaptive softmax: first id of each tail cluster, as 20000,60000
     div_value: int = 4          # each cluster's vectors are narrower by this (official code: 4)
     stride: int = 0             # tokens scored per window in tests; 0: T/2 (paper: T/6 to T/2)
@@ -80,31 +81,26 @@ class TRIMEConfig:
     def __post_init__(self):
         for name, value in vars(self).items():
             least = 0 if name in ('n_inner', 'm', 'stride') else 1
-            if type(value) is int and value < least or type(value) is float and not 0 <= value <= 1:
-                raise ValueError(f'{name} {value} is below {least}, or not between 0.0 and 1.0')
-        cutoffs = [int(x) if x.isdecimal() else 0 for x in self.cutoffs.split(',') if x]
-        if cutoffs != sorted({*cutoffs} - {0}) or self.n_embd < self.div_value ** len(cutoffs):
-            raise ValueError(f'cutoffs {self.cutoffs!r} are not rising ids, as 20000,60000, or too '
-                             f'many: n_embd {self.n_embd} is divided by div_value for each')
-        if self.n_embd % (2 * self.n_head) or self.stride > self.block_size:
-            raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}, or '
-                             f'stride {self.stride} above block_size {self.block_size}')
+            if type(value) is int and value < least:
+                raise ValueError(f'{name} {value} is below {least}')
+            if type(value) is float and not 0 <= value <= 1:
+                raise ValueError(f'{name} {value} is not between 0.0 and 1.0')
+        if self.n_embd % (2 * self.n_head):
+            raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
+        if self.stride > self.block_size:
+            raise ValueError(f'stride {self.stride} is above block_size {self.block_size}')
 
 
-Memories = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
+MemoryNames = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
 
 
 @dataclass
 class EvalConfig:
-    memory: Memories = ''       # trime: memories at test time; default: as in Table 1
-    formula: Literal['auto', 'linear', 'trime'] = 'auto'    # trime: linear is cache and kNN-LM
+    memory: MemoryNames = ''    # trime: memories at test time; default: as in Table 1
     long: int = 24_576          # trime: tokens of long memory, at most; tuned on val
-    n_neighbors: int = 0        # trime: entries retrieved for each token, at most; 0: 1,024
+    stride: int = 0             # trime: tokens scored per window (0: as trained)
     nprobe: int = 16            # trime: lists of the datastore that are searched, of 1,000 entries
     recall: bool = False        # trime: measure the recall of this search
-    datastore_from: str = ''    # trime: another corpus for external memory
-    stride: int = 0             # trime: tokens scored per window (0: as trained)
-    tau: float = 0.0            # trime: temperature of Eq. 6 (0: tuned on val)
 
 
 # Table 9: T, B = in-batch memories / T, m, n_layer, n_embd, n_inner, tokens_per_step, lr (247M:
@@ -112,7 +108,7 @@ class EvalConfig:
 # (its 150M model has 10), cutoffs, div_value, dropout, stride, weight_decay, beta2.
 WIKITEXT = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000',
                 eval_every=2000)
-ADAM = dict(weight_decay=0.01, beta2=0.98, grad_clip=0.0)
+ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0)
 PRESETS = {
     'tiny': {},                         # the defaults: minutes on two CPU cores
     '7m': dict(WIKITEXT, **ADAM, block_size=3072, micro_batch=8, n_layer=8, n_head=4, n_embd=128,
@@ -122,7 +118,7 @@ PRESETS = {
                  lr=2.5e-4, warmup=0.0, max_steps=400_000),
     '247m': dict(WIKITEXT, block_size=3072, micro_batch=8, m=4, n_layer=16, n_head=8, n_embd=1024,
                  dropout=0.3, stride=512, tokens_per_step=73_728, lr=5e-4, warmup=0.056,
-                 grad_clip=0.1, max_steps=286_000),
+                 optimizer='adamw', grad_clip=0.1, max_steps=286_000),
     'enwik8': dict(ADAM, data='enwik8', tokenizer='bytes', vocab_size=257, block_size=512,
                    micro_batch=24, n_layer=12, n_head=8, n_embd=512, dropout=0.1, stride=80,
                    same_document=False, tokens_per_step=49_152, lr=2.5e-4, warmup=0.0,
@@ -171,21 +167,6 @@ def rotate(x, rotary):
     return torch.view_as_real(pairs * torch.complex(*rotary)).flatten(-2).type_as(x)
 
 
-def softmax_attention(q, k, v, mask=None):
-    """
-    softmax(q kᵀ / sqrt(D) + mask) v; mask, broadcast to (..., t, s), is added, or True where a
-    query may attend. On a CPU in bf16 the definition is faster than the fused kernel (torch 2.13).
-
-    q (..., t, D)   k, v (..., s, D) -> (..., t, D)
-    """
-    if q.device.type != 'cpu' or q.dtype != torch.bfloat16:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    z = q / math.sqrt(q.size(-1)) @ k.transpose(-2, -1)             # (..., t, s)
-    if mask is not None:
-        z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
-    return z.softmax(-1) @ v
-
-
 class SelfAttention(nn.Module):
     """Causal multi-head attention with rotary positions, over the whole segment."""
 
@@ -198,14 +179,13 @@ class SelfAttention(nn.Module):
     def forward(self, x, rotary, past=None):
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, T, H, D)
         q, k = rotate(q, rotary), rotate(k, rotary)
+        mask = None
         if past is not None:                                        # keys, values of earlier tokens
             k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
-        heads = [y.transpose(1, 2) for y in (q, k, v)]              # (B, H, tokens, D)
-        if past is None and (x.is_cuda or q.dtype != torch.bfloat16):       # the faster kernels
-            y = F.scaled_dot_product_attention(*heads, is_causal=True)
-        else:
             j = torch.arange(k.size(1), device=x.device)
-            y = softmax_attention(*heads, j <= j[-x.size(1):, None])        # (B, H, T, D)
+            mask = j <= j[-x.size(1):, None]                        # (T, earlier tokens + T)
+        heads = [z.transpose(1, 2) for z in (q, k, v)]              # (B, H, tokens, D)
+        y = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=past is None)
         return self.proj(y.transpose(1, 2).flatten(2)), (k, v)
 
 
@@ -252,57 +232,67 @@ class Embedding(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        ends = [int(x) for x in config.cutoffs.split(',') if x and int(x) < config.vocab_size]
-        ends += [config.vocab_size]
-        widths = [config.n_embd // config.div_value ** i for i in range(len(ends))]
-        rows = [ends[0] + len(ends) - 1] + [end - start for start, end in zip(ends, ends[1:])]
-        self.clusters = list(zip(range(ends[0], rows[0]), ends, ends[1:]))  # row; ids: from, to
-        self.tables = nn.ParameterList(torch.empty(*size) for size in zip(rows, widths))
-        self.tail_proj = nn.ModuleList(nn.Linear(n, widths[0], bias=False) for n in widths[1:])
+        cutoffs = [int(x) for x in config.cutoffs.split(',') if x]
+        self.ends = [x for x in cutoffs if x < config.vocab_size] + [config.vocab_size]
+        n_tails = len(self.ends) - 1
+        widths = [config.n_embd // config.div_value ** i for i in range(n_tails + 1)]
+        tables = [torch.empty(self.ends[0] + n_tails, config.n_embd)]       # words, then clusters
+        for i in range(n_tails):
+            tables.append(torch.empty(self.ends[i + 1] - self.ends[i], widths[i + 1]))
+        self.tables = nn.ParameterList(tables)
+        self.tail_proj = nn.ModuleList(nn.Linear(n, config.n_embd, bias=False) for n in widths[1:])
+
+    def tails(self):
+        """Of each cluster: its row of the head, its first id, the end of its ids, table_i, W_i"""
+        rows = range(self.ends[0], len(self.tables[0]))
+        return zip(rows, self.ends, self.ends[1:], self.tables[1:], self.tail_proj)
 
     def forward(self, tokens):
         """(B, T) -> (B, T, C)"""
         x = F.embedding(tokens.clamp(max=len(self.tables[0]) - 1), self.tables[0])
-        for (_, start, end), table, proj in zip(self.clusters, self.tables[1:], self.tail_proj):
+        for _, start, end, table, proj in self.tails():
             inside = (tokens >= start) & (tokens < end)
             x[inside] = proj(F.embedding(tokens[inside] - start, table)).type_as(x)
         return x
 
-    def head_index_and_tail_logprob(self, f, w):
+    def word(self, f, w):
         """Words w (Q,) after f (Q, C) -> their rows of the head, log P_i(w) or 0: 2 x (Q, 1)"""
         index, logprob = w.clone(), f.new_zeros(len(w))
-        for (row, start, end), table, proj in zip(self.clusters, self.tables[1:], self.tail_proj):
+        for row, start, end, table, proj in self.tails():
             inside = ((w >= start) & (w < end)).nonzero()[:, 0]
             index[inside] = row
-            logits = f[inside] @ proj.weight @ table.T              # (words inside, ids)
-            nll = F.cross_entropy(logits, w[inside] - start, reduction='none')
-            logprob = logprob.index_put((inside,), -nll)
+
+            def nll(f, w, table=table, proj=proj):                  # logits (few words, ids)
+                return F.cross_entropy(f @ proj.weight @ table.T, w, reduction='none')
+
+            slices = zip(f[inside].split(256), (w[inside] - start).split(256))
+            parts = [checkpoint(nll, *rows, use_reentrant=False) for rows in slices]
+            logprob = logprob.index_put((inside,), -torch.cat(parts))
         return index[:, None], logprob[:, None]
 
-    def logits(self, f, w=None):
-        """E_w · f of Eq. 1 for w (Q,) or all words; log Σ exp. f (Q, C) -> (Q, 1 or V), (Q, 1)"""
+    def logits(self, f):
+        """f (Q, C) -> E_w · f of Eq. 1 for all words (Q, V), log Σ exp of them (Q, 1)"""
         head = f @ self.tables[0].T
-        log_total, words = head.logsumexp(1, keepdim=True), len(self.tables[0]) - len(self.clusters)
-        if w is not None:
-            index, logprob = self.head_index_and_tail_logprob(f, w)
-            return head.gather(1, index) + logprob, log_total
-        tails = [head[:, row, None] + (f @ proj.weight @ table.T).log_softmax(1) for (row, *_),
-                 table, proj in zip(self.clusters, self.tables[1:], self.tail_proj)]
-        return torch.cat([head[:, :words], *tails], dim=1), log_total
+        logits = [head[:, :self.ends[0]]]
+        for row, _, _, table, proj in self.tails():
+            tail = (f @ proj.weight @ table.T).log_softmax(1)
+            logits.append(head[:, row, None] + tail)
+        return torch.cat(logits, dim=1), head.logsumexp(1, keepdim=True)
 
 
-def memory_mask(mode, rows, T, doc, memory_doc, first=0, local=True, same_document=True, m=0):
+def memory_mask(mode, rows, T, doc, local=True, same_document=True, m=0):
     """
     Which memories the queries of slice `rows` may use: lo, hi, and (R, hi - lo) bool for the
     memories lo..hi-1. Memory j is (c_j, x_j), a context and the token after it: memory i holds the
-    answer to query i. doc, memory_doc: documents; first: position of query 0 among the memories
+    answer to query i. doc (N,): documents of the contexts
     """
-    i = first + torch.arange(rows.start, rows.stop, device=doc.device)[:, None]
-    lo = (first + rows.start) // T * T if mode == 'local' else 0
-    hi = len(memory_doc) if mode == 'ext' else first + rows.stop
+    lo = rows.start // T * T if mode == 'local' else 0
+    hi = len(doc) if mode == 'ext' else rows.stop
+    i = torch.arange(rows.start, rows.stop, device=doc.device)[:, None]
     j = torch.arange(lo, hi, device=doc.device)[None, :]
-    segment, earlier = i // T == j // T, j < i
-    document = (doc[rows, None] == memory_doc[None, lo:hi]) & same_document
+    segment = i // T == j // T
+    earlier = j < i
+    document = (doc[rows, None] == doc[None, lo:hi]) & same_document
     if mode == 'local':                                             # Eq. 2
         return lo, hi, segment & earlier
     if mode == 'ext':                                               # §4.3
@@ -311,16 +301,11 @@ def memory_mask(mode, rows, T, doc, memory_doc, first=0, local=True, same_docume
     return lo, hi, earlier & group & (segment | document | (not same_document))
 
 
-def group_logsumexp(x, group, n):
-    """log Σ exp(x) of each of n groups. x, group (few,) -> (n,); -inf for an empty group"""
-    top = x.new_full((n,), -1e30).scatter_reduce_(0, group, x, 'amax')
-    return x.new_zeros(n).index_add_(0, group, (x - top[group]).exp()).log() + top
-
-
 def exponentials_(x):
     """x (R, n) becomes exp(x - max), in place -> max, log Σ exp(x) (R, 1). A row may be all -inf"""
     top = x.amax(1, keepdim=True).clamp(min=-1e30)
-    return top, x.sub_(top).exp_().sum(1, keepdim=True).log() + top
+    x.sub_(top).exp_()
+    return top, x.sum(1, keepdim=True).log() + top
 
 
 class TrimeLoss(torch.autograd.Function):
@@ -330,65 +315,59 @@ class TrimeLoss(torch.autograd.Function):
 
         P(w | c)  ∝  exp(E_w · f(c))  +  Σ_{j: x_j = w} exp(sim(g(c), g(c_j)))
 
-    f, query (N, C)   f(c), g(c)                    key (M, C)   g of the memories; None for Eq. 1
-    targets (N,)   w, -1: not scored                memory_targets (M,)   x_j, -1: no memory
-    mask   slice of queries -> memory_mask          embedding, *weights   an Embedding's parameters
+    f, query (N, C)   f(c), g(c)          key (N, C)   g(c_j), with or without gradient; None: Eq. 1
+    head (n, C)       vectors of words and clusters     targets (N,)   w and x_j; -1: neither scored
+    index, tail (N, 1)   of Embedding.word              nor a memory
+    mask   slice of queries -> memory_mask              with_grad      whether to compute gradients
 
     returns the mean of -log P, and two means without gradient: the probability on memories, the
-    loss without memory. Neither (N, V) nor (N, M) is held: queries are taken in blocks of R, and
-    the gradient of a block is computed in the forward pass. P: the part of word v, of memory j in
-    the sum over everything; W: in the terms of w, zero for all others
+    loss without memory. Neither (N, n) nor (N, M) is held: queries are taken in blocks of R, and
+    the gradient of a block is computed in the forward pass. P: the part of row v of the head, of
+    memory j in the sum over everything; W: in the terms of w, zero for all others
 
         dL/d(E_v · f) = P_v - W_v        dL/d(sim_j) = P_j - W_j
     """
     R = 512
 
     @staticmethod
-    def forward(ctx, f, query, key, targets, memory_targets, mask, embedding, with_grad, *weights):
-        n, C = (targets >= 0).sum().clamp(min=1), f.size(1)
-        nll, memory_prob, word_nll = f.new_zeros(3)                 # sums over the queries
-        df, dq, dk, *dw = (torch.zeros_like(x) if with_grad and x is not None else None
-                           for x in (f, query, key, *weights))
+    def forward(ctx, f, query, key, head, index, tail, targets, mask, with_grad):
+        n, scale = (targets >= 0).sum().clamp(min=1), f.size(1) ** -0.5
+        nll, memory_prob, word_nll = f.new_zeros(3)                 # means over the queries
+        inputs = f, query, key, head, tail
+        df, dq, dk, dh, dt = (None if x is None else torch.zeros_like(x) for x in inputs)
         for start in range(0, len(f), TrimeLoss.R):
             rows = slice(start, min(start + TrimeLoss.R, len(f)))
-            scored = (targets[rows, None] >= 0).to(f) / n           # (R, 1) the weight of a query
-            w = targets[rows, None].clamp(min=0)                    # (R, 1)
-            with torch.set_grad_enabled(with_grad):
-                f_rows = f[rows].detach().requires_grad_(with_grad)
-                index, tail = embedding.head_index_and_tail_logprob(f_rows, w[:, 0])
-            logits = f[rows] @ weights[0].T                         # (R, rows of the head)
-            log_w = log_word = logits.gather(1, index) + tail.detach()      # first term of Eq. 5
+            w = targets[rows, None]                                 # (R, 1)
+            weight = (w >= 0).to(f) / n                             # (R, 1) of a query in the mean
+            logits = f[rows] @ head.T                               # (R, n)
+            log_word = logits.gather(1, index[rows]) + tail[rows]   # first term of Eq. 5
             top, log_total = exponentials_(logits)
-            word_nll += ((log_total - log_word) * scored).sum()
+            word_nll += ((log_total - log_word) * weight).sum()
+            log_w = log_word
             if key is not None:
                 lo, hi, allowed = mask(rows)
-                allowed = allowed & (memory_targets[lo:hi] >= 0)
-                q = query[rows] / C ** 0.5
-                sim = (q @ key[lo:hi].T).masked_fill_(~allowed, -math.inf)          # (R, hi - lo)
-                i, j = (allowed & (memory_targets[lo:hi] == w)).nonzero(as_tuple=True)
-                match = sim[i, j]                                   # (pairs with x_j = w,)
-                log_match = group_logsumexp(match, i, len(w))[:, None]
+                x = targets[None, lo:hi]                            # x_j
+                sim = query[rows] @ key[lo:hi].T * scale            # (R, hi - lo)
+                sim.masked_fill_(~allowed | (x < 0), -math.inf)
+                match = sim.masked_fill(x != w, -math.inf)          # of x_j = w
+                top_match, log_match = exponentials_(match)
                 log_w = torch.logaddexp(log_word, log_match)        # second term of Eq. 5
                 top_sim, log_memory = exponentials_(sim)
                 log_total = torch.logaddexp(log_total, log_memory)
-                memory_prob += ((log_memory - log_total).exp() * scored).sum()
-            nll += ((log_total - log_w) * scored).sum()
+                memory_prob += ((log_memory - log_total).exp() * weight).sum()
+            nll += ((log_total - log_w) * weight).sum()
             if with_grad:
-                dz = logits.mul_(scored * (top - log_total).exp())                  # P_v
-                W_w = scored * (log_word - log_w).exp()
-                dz.scatter_add_(1, index, -W_w)                     # - W_v
-                df[rows] = dz @ weights[0]
-                dw[0].addmm_(dz.T, f[rows])
-                if tail.requires_grad:
-                    grads = torch.autograd.grad(tail, (f_rows, *weights[1:]), -W_w)
-                    for total, grad in zip((df[rows], *dw[1:]), grads):
-                        total += grad
+                dz = logits.mul_(weight * (top - log_total).exp())              # P_v
+                dt[rows] = -weight * (log_word - log_w).exp()
+                dz.scatter_add_(1, index[rows], dt[rows])                       # - W_v
+                df[rows] = dz @ head
+                dh.addmm_(dz.T, f[rows])
             if with_grad and key is not None:
-                ds = sim.mul_(scored * (top_sim - log_total).exp())                 # P_j
-                ds[i, j] -= scored[i, 0] * (match - log_w[i, 0]).exp()              # - W_j
-                dq[rows] = ds @ key[lo:hi] / C ** 0.5
-                dk[lo:hi].addmm_(ds.T, q)
-        ctx.grads = df, dq, dk, *[None] * 5, *dw
+                ds = sim.mul_(weight * (top_sim - log_total).exp())             # P_j
+                ds -= match.mul_(weight * (top_match - log_w).exp())            # - W_j
+                dq[rows] = ds @ key[lo:hi] * scale
+                dk[lo:hi].addmm_(ds.T, query[rows], alpha=scale)
+        ctx.grads = df, dq, dk, dh, None, dt, None, None, None
         ctx.mark_non_differentiable(memory_prob, word_nll)
         return nll, memory_prob, word_nll
 
@@ -398,20 +377,13 @@ class TrimeLoss(torch.autograd.Function):
         return tuple(None if x is None else x * d for x in ctx.grads)
 
 
-class Gather(torch.autograd.Function):
-    """(N, ...) of each process -> (processes N, ...), with the gradient that all_gather lacks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx, d):
-        d = d.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(d)                                          # every process used our rows
-        return d.chunk(dist.get_world_size())[dist.get_rank()]
+class Memories(NamedTuple):
+    """The memories of Q queries at test time. Local memories have negative ranks."""
+    sim: torch.Tensor           # (Q, M) -inf where masked
+    value: torch.Tensor         # (Q, M) x_j; or whether x_j = w
+    ext: torch.Tensor           # (M,) bool: of the datastore
+    rank: torch.Tensor          # (M,) number of more similar ones in ext, of later ones in long
+    j: torch.Tensor             # (M,) of the last query: entry, or position in the text
 
 
 @dataclass
@@ -428,43 +400,48 @@ class Inference:
     τ = 1/θ), then of ext (kNN-LM, Khandelwal et al. 2020), with sim_j = -|q - k|² / (2 sqrt(C)):
     but for a constant the same as ours for keys of one length.
     """
-    memories: tuple = ()        # of local, long, ext; (): Eq. 1
+    local: bool = False         # local memory: the window
+    long: int = 0               # tokens of long memory; with local only
+    n_neighbors: int = 0        # K; 0: no external memory
     linear: bool = False        # continuous cache and kNN-LM
-    long: int = 0               # tokens of long memory
-    n_neighbors: int = 1024     # K
     tau: float = 1.0            # τ of Eq. 6; linear: τ' of the cache
     lam: float = 0.0            # linear: λ of the cache
     tau_ext: float = 1.0        # τ' of Eq. 8; linear: of kNN-LM
     lam_ext: float = 0.0        # λ of Eq. 9; linear: of kNN-LM
 
-    def log_p(self, logits, log_total, memories):
+    def probabilities(self, log_total, memories):
         """
-        log P(w) of one word w per query, or of all words: (Q, 1 or V). logits, log_total: of
-        Embedding.logits; memories: name -> sim (Q, M), and x_j = w, or x_j, (Q, M)
+        P of each memory (Q, M), and a term (Q, 1) that turns logits into log P(w) without
+        memories. log_total (Q, 1): of Embedding.logits
         """
-        def logsumexps(names, tau):                                 # of sim_j / τ: all j, x_j = w
-            size = dict(local=None, long=self.long, ext=self.n_neighbors)
-            sim, x = (torch.cat([memories[name][i][:, :size[name]] for name in names], dim=1)
-                      for i in (0, 1))
-            sim = sim / tau
-            top, total = exponentials_(sim)
-            if x.dtype == torch.bool:
-                return total, (sim * x).sum(1, keepdim=True).log() + top
-            return total, torch.zeros_like(logits).scatter_add_(1, x, sim).log() + top
-
-        log_p = logits - log_total                                  # Eq. 1
-        if self.memories and not self.linear:
-            total, match = logsumexps(self.memories, self.tau)      # Eq. 6
-            log_p = torch.logaddexp(logits, match) - torch.logaddexp(log_total, total)
-        cache = [name for name in self.memories if name != 'ext'], self.tau, self.lam
-        ext = ['ext'] if self.linear else self.memories, self.tau_ext, self.lam_ext
-        for names, tau, lam in (cache, ext):
+        past = ~memories.ext & (memories.rank < self.long) & self.local
+        used = torch.where(memories.ext, memories.rank < self.n_neighbors, past)        # (M,)
+        sim = memories.sim.masked_fill(~used, -math.inf)
+        if self.linear:
+            P, shift = torch.zeros_like(sim), -log_total            # Eq. 1
+            mixed = [(past, self.tau, self.lam), (memories.ext, self.tau_ext, self.lam_ext)]
+        else:
+            total = (sim / self.tau).logsumexp(1, keepdim=True)
+            shift = -torch.logaddexp(log_total, total)
+            P = (sim / self.tau + shift).exp()                      # Eq. 6
+            mixed = [(used, self.tau_ext, self.lam_ext)]
+        for used, tau, lam in mixed:
             if lam > 0:
-                total, match = logsumexps(names, tau)
-                log_p_memory = match - total.clamp(min=-1e30) + math.log(lam)       # Eq. 8
-                mixed = torch.logaddexp(log_p + math.log1p(-lam), log_p_memory)     # Eq. 9
-                log_p = torch.where(total == -math.inf, log_p, mixed)
-        return log_p
+                x = sim.masked_fill(~used, -math.inf)
+                lam = lam * (x > -math.inf).any(1, keepdim=True).to(x)      # 0: no memories yet
+                P_ext = (x / tau).clamp(min=-1e30).softmax(1)       # Eq. 8
+                P = (1 - lam) * P + lam * P_ext                     # Eq. 9
+                shift = shift + torch.log1p(-lam)
+        return P, shift
+
+    def log_p(self, logits, log_total, memories):
+        """log P(w) (Q, 1 or V) for logits, log_total of Embedding.logits, of one word or of all"""
+        P, shift = self.probabilities(log_total, memories)
+        if memories.value.dtype == torch.bool:                      # Σ P of memories with x_j = w
+            match = (P * memories.value).sum(1, keepdim=True)
+        else:
+            match = torch.zeros_like(logits).scatter_add_(1, memories.value, P)
+        return torch.logaddexp(logits + shift, match.log())
 
 
 class Datastore:
@@ -473,17 +450,18 @@ class Datastore:
     keys are fp16 in a faiss inverted file, memory-mapped; the values are the text. A search visits
     the nprobe nearest lists of each query; the similarities that it returns are exact.
     """
+    nprobe = 16                         # of lists of about 1,000 entries
     SHARD = 2 ** 31                     # bytes of keys held in memory while a store is built
 
-    def __init__(self, folder, model, text, about, nprobe, progress):
+    def __init__(self, folder, model, text, about, progress):
         """
         Opens the store of text (n + 1,) in folder, or builds it, or the rest of it after an
         interruption. about: what it depends on. SystemExit if the folder has another store
         """
         import faiss
-        self.text, self.nprobe, file = text, nprobe, folder / 'about.json'
+        self.text, file = text, folder / 'about.json'
         if file.exists() and json.loads(file.read_text()) != about:
-            raise SystemExit(f'{folder} is of another checkpoint or text: move or delete it')
+            raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(about))
         if not (folder / 'keys.faiss').exists():
@@ -496,25 +474,27 @@ class Datastore:
         import faiss
         from faiss.contrib.ondisk import merge_ondisk
         n, C, T = len(self.text) - 1, model.config.n_embd, model.config.block_size
-        n_lists, size = max(1, min(n // 1000, 16_384)), n * (2 * C + 8)     # 8: its number
-        memory = min(size, self.SHARD) + 64 * n_lists * 4 * C
-        print(f'datastore {folder}: {n:,} entries of width {C}, {size / 1e9:.2f} GB on disk; to '
-              f'build it, twice that, and {memory / 1e9:.2f} GB of memory')
+        entry = 2 * C + 8                                           # bytes: a key, its number
+        n_lists = max(1, min(n // 1000, 16_384))
+        memory = min(n * entry, self.SHARD) + 64 * n_lists * 4 * C
+        print(f'{folder}: {n:,} entries, {n * entry / 1e9:.2f} GB on disk; to build it, twice that '
+              f'and {memory / 1e9:.2f} GB of memory')
 
         def write(index, path):
             faiss.write_index(index, str(folder / 'new.faiss'))
             (folder / 'new.faiss').replace(path)                    # complete, or not there
 
-        trained, step = folder / 'trained.faiss', -(-self.SHARD // (2 * C + 8))
+        trained = folder / 'trained.faiss'
         if not trained.exists():                                    # k-means of a sample of keys
             starts = range(0, n, max(T, T * n // (64 * n_lists)))
-            texts = (model.ids(self.text[start:min(start + T, n)])[None] for start in starts)
-            sample = torch.cat([model.encode(tokens)[1][0] for tokens in texts])
+            texts = [model.ids(self.text[start:min(start + T, n)]) for start in starts]
+            sample = torch.cat([model.encode(tokens[None])[1][0] for tokens in texts])
             index = faiss.IndexIVFScalarQuantizer(faiss.IndexFlatL2(C), C, n_lists,
                                                   faiss.ScalarQuantizer.QT_fp16)
             index.by_residual = False
             index.train(sample.float().cpu().numpy())
             write(index, trained)
+        step = -(-self.SHARD // entry)
         shards = {start: folder / f'shard-{start}.faiss' for start in range(0, n, step)}
         for start, path in shards.items():
             if not path.exists():
@@ -531,7 +511,7 @@ class Datastore:
         for path in (trained, *shards.values()):
             path.unlink()
 
-    def search(self, query, K, l2=False, nprobe=None):
+    def search(self, query, K, l2=False, nprobe=0):
         """
         The K entries most similar to each query (Q, C): similarities, falling, and entries (Q, K);
         -inf and -1 where there are fewer. l2: sim is -|q - k|² / (2 sqrt(C)), not q · k / sqrt(C)
@@ -549,7 +529,6 @@ class Datastore:
 
 class TRIME(nn.Module):
     """A Transformer language model whose output softmax has memories beside the words."""
-    TOKENS = 8192                       # encoded at once at test time
 
     def __init__(self, config):
         super().__init__()
@@ -557,7 +536,7 @@ class TRIME(nn.Module):
         self.embedding = Embedding(config)                          # also the output embedding E
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd)
-        self.inference = self.tuned = Inference(('local',) * (config.memory != 'none'))
+        self.inference = self.tuned = Inference(local=config.memory != 'none')
         self.shuffle, self.store, self.kernel = False, None, 'auto'
         self.stride = config.stride or max(1, config.block_size // 2)
         if config.memory == 'ext':                                  # g starts with norm C^(1/4)
@@ -596,83 +575,93 @@ class TRIME(nn.Module):
         loss. batch: tokens, targets, doc (B, T) int64 (targets -1: not scored), seed of all
         randomness; progress: step / max_steps
         """
-        config, (B, T) = self.config, batch.tokens.shape
+        config, T = self.config, batch.tokens.size(1)
         memory = 'none' if progress < config.ce_warmup else config.memory           # §5.2
         if memory == 'ext' and not self.training:                   # ext sees later text
             memory = 'local'
         local = random.Random(batch.seed).random() >= config.p      # §4.3: one Bernoulli draw
-        gather, first = config.gather_memory and dist.is_initialized(), 0
         if self.training and config.dropout:
-            torch.manual_seed(batch.seed + (dist.get_rank() if gather else 0))
+            torch.manual_seed(batch.seed)
         f, g = (fp32(x).flatten(0, 1) for x in self.encode(batch.tokens)[:2])       # 2 x (N, C)
-        key, targets, doc = memories = g, batch.targets.flatten(), batch.doc.flatten()
-        if gather and self.training and memory in ('long', 'ext'):
-            memories, first = map(Gather.apply, memories), dist.get_rank() * B * T
-        key, memory_targets, memory_doc = memories                  # (M, C), (M,), (M,)
-        mask = lambda rows: memory_mask(memory, rows, T, doc, memory_doc, first, local,
-                                        config.same_document, config.m)
-        key = None if memory == 'none' else key if config.memory_grad else key.detach()
+        key = g if config.memory_grad else g.detach()
+        key = None if memory == 'none' else key
+        targets, doc = batch.targets.flatten(), batch.doc.flatten()
+
+        def mask(rows):
+            return memory_mask(memory, rows, T, doc, local, config.same_document, config.m)
+
         with torch.autocast(g.device.type, enabled=False):          # bf16: steps of 0.125 near 20
+            word = self.embedding.word(f, targets.clamp(min=0))
             loss, memory_prob, without_memory = TrimeLoss.apply(
-                f, g, key, targets, memory_targets, mask, self.embedding, torch.is_grad_enabled(),
-                *self.embedding.parameters())
+                f, g, key, self.embedding.tables[0], *word, targets, mask, torch.is_grad_enabled())
         return loss, dict(memory_prob=memory_prob, loss_without_memory=without_memory)
 
     def windows(self, tokens, state=None):
         """
-        Encodes tokens (B, t), which continue the text of `state`. When a window has T tokens, the
-        last T - stride are encoded again with the next `stride` (App. D), many windows at once.
-        Yields f, g (B, q, C) of the next q tokens and the state after them: the last long + T ids
-        (B, n); g of each when it was new (B, n, C); g of the window (B, w, C); the window's past
+        Encodes tokens (B, t), which continue the text of `state`. When the window has T tokens, a
+        new one begins with the last T - stride of them, encoded again (App. D). Yields f, g
+        (B, q, C) of the next q tokens and the state after them: the last long + T ids (B, n); g of
+        each when it was new (B, n, C); g of the window (B, w, C); the window's past
         """
-        T, S, C, kept = self.config.block_size, self.stride, self.config.n_embd, self.inference.long
-        kept, none = kept + T, self.norm.gain.new_zeros(len(tokens), 0, C)
+        T, S, kept = self.config.block_size, self.stride, self.inference.long
+        none = self.norm.gain.new_zeros(len(tokens), 0, self.config.n_embd)
         text, scored, keys, past = state or (tokens[:, :0], none, none, None)
         while tokens.size(1):
-            n, context = 1, keys                                    # the window continues
-            if keys.size(1) < T:
-                new, tokens = tokens.tensor_split([T - keys.size(1)], dim=1)
-                f, g, past = self.encode(new, past)
-            else:                                                   # n windows begin
-                n, context = max(1, min(tokens.size(1) // S, self.TOKENS // T)), none
-                new, tokens = tokens.tensor_split([n * S], dim=1)
-                x = torch.cat([text[:, text.size(1) - T + S:], new], dim=1)
-                f, g, past = self.encode(x.unfold(1, min(T, x.size(1)), S).flatten(0, 1))
-            f, g = (x.unflatten(0, (-1, n)).unbind(1) for x in (f, g))      # n x (B, w, C)
-            for ids, f_window, g_window in zip(new.chunk(n, dim=1), f, g):
-                q, keys = ids.size(1), torch.cat([context, g_window], dim=1)
-                text = torch.cat([text, ids], dim=1)[:, -kept:]
-                scored = torch.cat([scored, g_window[:, -q:]], dim=1)[:, -kept:]
-                state = text, scored, keys, past if n == 1 else None
-                yield f_window[:, -q:], g_window[:, -q:], state
+            if keys.size(1) == T:
+                _, keys, past = self.encode(text[:, text.size(1) - (T - S):])
+            new, tokens = tokens.tensor_split([min(512, T - keys.size(1))], dim=1)
+            f, g, past = self.encode(new, past)                     # 512: (q, V) logits are held
+            keys = torch.cat([keys, g], dim=1)
+            text = torch.cat([text, new], dim=1)[:, -kept - T:]
+            scored = torch.cat([scored, g], dim=1)[:, -kept - T:]
+            yield f, g, (text, scored, keys, past)
 
-    def memories(self, g, state, w=None, every=1):
+    def memories(self, g, i, state, w=None):
         """
-        The memories of g (B, q, C), the last queries of the state's window, or each n-th of them:
-        name -> sim (Q, M), the latest or most similar first, -inf where masked; their values, or
-        where these are w (Q,) (Q, M); their positions in the state's text, or entries (.., M)
+        The Memories of queries g (B, Q, C) at positions i (Q,) of the state's text, B Q in all;
+        w (B, Q): value is whether x_j = w
         """
-        (text, scored, keys, _), (B, q, C), found = state, g.shape, {}
-        n, start, x = text.size(1), text.size(1) - keys.size(1), self.inference
-        g, i = fp32(g[:, ::every]), torch.arange(n - q, n, every, device=g.device)[:, None]
-        spans = dict(local=(start, n), long=(max(0, start - x.long), start))
-        for name in x.memories:
-            if name == 'ext':                                       # Eq. 4
-                sim, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)
-                j = (j + self.shuffle * (len(self.store.text) // 2)) % (len(self.store.text) - 1)
-                values = self.ids(self.store.text[j.cpu().numpy() + 1]).unflatten(0, (B, -1))
-            else:                                                   # Eq. 2, 3
-                a, b = spans[name]
-                j = torch.arange(b - 1, a - 1, -1, device=g.device)[None, :]        # (1, M)
-                k = fp32(keys if name == 'local' else scored[:, a:b])
-                sim = (g @ k.transpose(1, 2) / C ** 0.5).flip(2).masked_fill(j >= i, -math.inf)
-                if self.shuffle:                                    # another memory of this query
-                    M = i.clamp(max=b) - a
-                    j = a + (j - a + M // 2) % M.clamp(min=1)
-                sim, values = sim.flatten(0, 1), text[:, (j + 1).clamp(max=n - 1)]
-            values = values.expand(B, i.size(0), -1) if w is None else values == w.view(B, -1, 1)
-            found[name] = sim, values.flatten(0, 1), j
-        return found
+        (text, scored, keys, _), x = state, self.inference
+        n, start = text.size(1), text.size(1) - keys.size(1)
+        first = max(0, start - x.long)
+        k = torch.cat([scored[:, first:start], keys], dim=1)        # (B, M, C) Eq. 2, 3
+        j = torch.arange(first, n, device=g.device)[None]           # (1, M)
+        sim = (g @ k.transpose(1, 2) / g.size(2) ** 0.5).masked_fill(j >= i[:, None], -math.inf)
+        ext, rank = torch.zeros_like(j[0]) > 0, start - 1 - j[0]
+        if self.shuffle:                                            # other memories of the query
+            M = (i[:, None] - first).clamp(min=1)
+            j = first + (j - first + M // 2) % M
+        value = text[:, (j + 1).clamp(max=n - 1)].expand_as(sim)
+        found = [Memories(sim.flatten(0, 1), value, ext, rank, j[-1])]
+        if x.n_neighbors:                                           # Eq. 4
+            sim, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)
+            if self.shuffle:
+                M = len(self.store.text) - 1
+                j = (j + M // 2) % M
+            value = self.ids(self.store.text[j.cpu().numpy() + 1]).unflatten(0, (len(g), -1))
+            rank = torch.arange(x.n_neighbors, device=g.device)
+            found.append(Memories(sim, value, rank >= 0, rank, j[-1]))
+        sim, value, *of_columns = (torch.cat(parts, dim=-1) for parts in zip(*found))
+        value = value if w is None else value == w[..., None]       # (B, Q, M)
+        return Memories(sim, value.flatten(0, 1), *of_columns)
+
+    def evidence(self, f, g, state, w=None, every=1):
+        """Arguments of Inference.log_p for every n-th query of a window: all words, or w (B, q)"""
+        n, q = state[0].size(1), f.size(1)
+        i = torch.arange(n - q, n, every, device=f.device)
+        logits, log_total = self.embedding.logits(fp32(f[:, ::every]).flatten(0, 1))
+        if w is not None:
+            w = w[:, ::every]
+            logits = logits.gather(1, w.reshape(-1, 1))
+        return logits, log_total, self.memories(fp32(g[:, ::every]), i, state, w)
+
+    @torch.no_grad()
+    def score(self, tokens, every=1):
+        """Arguments of Inference.log_p for tokens 1, 1 + every, ... of a document, by window."""
+        targets = tokens[None, 1:]
+        for f, g, state in self.windows(tokens[None, :-1]):
+            w, targets = targets.tensor_split([f.size(1)], dim=1)
+            yield self.evidence(f, g, state, w, every)
 
     def log_probs(self, tokens):
         """log P(next token | tokens so far) of a document, memory included: (B, t) -> (B, t, V)"""
@@ -686,19 +675,9 @@ class TRIME(nn.Module):
         """
         parts = []
         for f, g, state in self.windows(tokens, state):
-            logits = self.embedding.logits(fp32(f).flatten(0, 1))   # (B q, V), (B q, 1)
-            log_p = self.inference.log_p(*logits, self.memories(g, state))
-            parts.append(log_p.unflatten(0, f.shape[:2]))           # (B, q, V)
+            log_probs = self.inference.log_p(*self.evidence(f, g, state))
+            parts.append(log_probs.unflatten(0, f.shape[:2]))       # (B, q, V)
         return torch.cat(parts, dim=1), state
-
-    @torch.no_grad()
-    def score(self, tokens, every=1):
-        """Arguments of Inference.log_p for tokens 1, 1 + every, ... of a document, by window."""
-        tokens, at = tokens.to(self.norm.gain.device), 1
-        for f, g, state in self.windows(tokens[None, :-1]):
-            w, at = tokens[at:at + f.size(1)][::every], at + f.size(1)
-            logits = self.embedding.logits(fp32(f[0, ::every]), w)  # 2 x (q, 1)
-            yield *logits, self.memories(g, state, w, every)
 
     def log_p(self, tokens):
         """log P of every token but the first of a document (n,), read from its start -> (n - 1,)"""
@@ -706,70 +685,60 @@ class TRIME(nn.Module):
 
     def ways(self):
         """How to evaluate the model: name -> attributes to set."""
-        on, shuffled = (dict(inference=self.tuned, shuffle=shuffle) for shuffle in (False, True))
         off = dict(inference=Inference(), shuffle=False)
-        return dict(on=on, shuffled=shuffled, off=off) if self.tuned.memories else dict(off=off)
+        if not (self.tuned.local or self.tuned.n_neighbors):
+            return dict(off=off)
+        on, shuffled = (dict(inference=self.tuned, shuffle=shuffle) for shuffle in (False, True))
+        return dict(on=on, shuffled=shuffled, off=off)
 
     @torch.no_grad()
     def trace(self, tokens, t):
         """
-        The memories that predict token t + 1 of a document (n,): list of (part of the probability,
-        array of ids, start, end), the largest first; ids[start:end] ends with the memory's value
+        The memories that predict token t + 1 of a document (n,): list of (probability, array of
+        ids, start, end), the largest first; ids[start:end] ends with the memory's value
         """
-        for f, g, state in self.windows(tokens[None, :t + 1].to(self.norm.gain.device)):
-            pass                                                    # the last window has token t
-        memories, n, found = self.memories(g[:, -1:], state), 0, []
-        for name, (sim, _, j) in memories.items():                  # each is a word of its own
-            memories[name] = sim, torch.arange(n, n := n + j.size(1), device=j.device)[None], j
-        log_total = self.embedding.logits(fp32(f[0, -1:]))[1]
-        parts = self.inference.log_p(log_total.new_full((1, n), -math.inf), log_total, memories)
-        for name, (_, word, j) in memories.items():
-            ids = self.store.text if name == 'ext' else tokens
-            shift = 0 if name == 'ext' else t + 1 - state[0].size(1)
-            for part, at in zip(parts.exp()[0, word[0]].tolist(), (j[0] + shift).tolist()):
-                found += [(part, ids, max(0, at - 11), at + 2)] * (part > 0)
+        *_, (f, g, state) = self.windows(tokens[None, :t + 1])      # the last window has token t
+        _, log_total, memories = self.evidence(f[:, -1:], g[:, -1:], state)
+        P, _ = self.inference.probabilities(log_total, memories)
+        j, ext, found = memories.j, memories.ext, []
+        j = torch.where(ext, j, j + t + 1 - state[0].size(1))       # position in the document
+        for p, at, external in zip(P[0].tolist(), j.tolist(), ext.tolist()):
+            if p > 0:
+                ids = self.store.text if external else tokens
+                found.append((p, ids, max(0, at - 11), at + 2))
         return sorted(found, key=lambda memory: -memory[0])
 
     @torch.no_grad()
     def prepare_eval(self, corpus, args, path, progress):
         """
-        Opens the datastore and tunes the inference on corpus.val; what was tuned is kept in the
-        folder of the checkpoint file `path`. args: EvalConfig's fields, split
+        Opens the datastore and tunes the inference on corpus.val; both are kept in the folder of
+        the checkpoint file `path`. args: EvalConfig's fields, split
         """
-        config, text, folder, sha = self.config, corpus, Path(path).parent, hashlib.sha256()
-        for name, x in sorted(self.state_dict().items()):
-            sha.update(name.encode() + x.cpu().contiguous().numpy().tobytes())
-        weights, K = sha.hexdigest()[:16], args.n_neighbors or 1024
-        self.stride = max(1, min(args.stride or self.stride, config.block_size))
-        if args.tau < 0 or min(args.long, args.nprobe, K) < 1:
-            raise SystemExit('--long, --nprobe and --n-neighbors must be positive, --tau 0 or more')
-        names = {'long': 'local,long', 'ext': 'local,long,ext'}.get(config.memory, config.memory)
-        names = [name for name in (args.memory or names).split(',') if name != 'none']  # Table 1
-        linear = args.formula == 'linear' or args.formula == 'auto' and config.memory == 'none'
+        trained, folder, x = self.config.memory, Path(path).parent, Inference()
+        names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
+        x.local = 'local' in names                                  # Table 1
+        x.long = args.long if 'long' in names else 0
+        x.linear = trained == 'none'                                # continuous cache, kNN-LM
+        self.stride = max(1, min(args.stride or self.stride, self.config.block_size))
+        about = dict(checkpoint=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+                     corpus=corpus.fingerprint, stride=self.stride)
         if 'ext' in names:
-            if args.datastore_from:                                 # by the data.py of the corpus
-                load = sys.modules[type(corpus).__module__].load
-                text = load(args.datastore_from, corpus.tokenizer)
-            if args.split == 'train' and text.fingerprint == corpus.fingerprint:
+            if args.split == 'train':
                 raise SystemExit('--split train with --memory ext: each token would find itself')
-            about = dict(weights=weights, corpus=text.fingerprint, stride=self.stride)
-            store = folder / f'datastore-{text.name}-{weights}-{self.stride}'
-            self.store = Datastore(store, self, text.train.tokens, about, args.nprobe, progress)
-        if 'ext' in names and args.recall:
-            windows = self.windows(self.ids(corpus.val.tokens[:8192])[None])
-            query = torch.cat([g[0, ::32] for _, g, _ in windows])
-            exact, rows = (self.store.search(query, K, linear, n)[1] for n in (2 ** 20, None))
-            hits = torch.stack([torch.isin(*pair) for pair in zip(exact, rows)])[exact >= 0]
-            print(f'recall of the {K:,} nearest entries: {hits.float().mean():.1%}')
-        tau, long = args.tau or 1.0, args.long if 'long' in names else 0
-        x = Inference(names, linear, long, K, tau)
-        key = json.dumps([asdict(x), args.tau, args.nprobe, self.stride, corpus.fingerprint,
-                          text.fingerprint])
-        file = folder / f'tuned-{weights}.json'
+            x.n_neighbors, store = 1024, folder / f'datastore-{corpus.name}'
+            self.store = Datastore(store, self, corpus.train.tokens, about, progress)
+            self.store.nprobe = args.nprobe
+            if args.recall:
+                windows = self.windows(self.ids(corpus.val.tokens[:8192])[None])
+                query = torch.cat([g[0, ::32] for _, g, _ in windows])
+                pair = [self.store.search(query, 1024, x.linear, n)[1] for n in (0, 2 ** 20)]
+                hits = [torch.isin(exact[exact >= 0], j) for j, exact in zip(*pair)]
+                print(f'recall of 1,024 entries: {torch.cat(hits).float().mean():.1%}')
+        key, file = json.dumps([about, asdict(x), args.nprobe]), folder / 'tuned.json'
         tuned = json.loads(file.read_text()) if file.exists() else {}
         if key not in tuned:
             windows = collect(self, corpus.val, x, progress)
-            tuned[key] = asdict(tune(windows, x, *['tau'] * bool(args.tau)))
+            tuned[key] = asdict(tune(windows, x, LONG))
             file.write_text(json.dumps(tuned, indent=1))
         self.inference = self.tuned = Inference(**tuned[key])
         print(f'{path}: {self.tuned}')
@@ -780,35 +749,38 @@ class TRIME(nn.Module):
 
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65,
         0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
-LONG = [256 * 2 ** i for i in range(20)]
+LONG = [256 * 2 ** i for i in range(20)]            # tokens
 LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9]
 
 
 def collect(model, split, x, progress=lambda items, _: items):
-    """Every 16th of the first 65,536 tokens of a split, see TRIME.score, with the memories of x."""
+    """Every 16th of the first 65,536 tokens of a split with the memories of x, see TRIME.score."""
     model.inference, windows, ends = x, [], np.minimum(split.offsets, 65_536)
     for a, b in progress([*zip(ends, ends[1:])], 'tuning'):
         windows += model.score(model.ids(split.tokens[a:b]), every=16)
     return windows
 
 
-def tune(windows, x, *fixed):
+def tune(windows, x, long):
     """
     The inference with the highest mean log P over what collect returns: all combinations of a
-    temperature and its weight, then of sizes, until none is better. fixed: names of parameters
+    temperature and its weight, then of sizes, until none is better. long: sizes below x.long
     """
-    K, score = x.n_neighbors, lambda x: sum(x.log_p(*window).sum().item() for window in windows)
-    values = dict(tau=TAUS, lam=LAMBDAS if x.linear and 'local' in x.memories else [0.0],
-                  tau_ext=TAUS, lam_ext=LAMBDAS if 'ext' in x.memories else [0.0],
-                  long=[n for n in LONG if n < x.long] + [x.long],
-                  n_neighbors=[n for n in (1, 8, 64, 512) if n < K] + [K])
-    values.update({name: [getattr(x, name)] for name in fixed})
+    cache, ext = x.linear and x.local, x.n_neighbors > 0
+    grids = [dict(tau=TAUS, lam=LAMBDAS if cache else [0.0]),
+             dict(tau_ext=TAUS if ext else [1.0], lam_ext=LAMBDAS if ext else [0.0]),
+             dict(long=[n for n in long if n < x.long] + [x.long],
+                  n_neighbors=[1, 8, 64, 512, 1024] if ext else [0])]
+
+    def score(x):
+        return sum(x.log_p(*window).sum().item() for window in windows)
+
     before = None
     while x != before:
         before = x
-        for names in (('tau', 'lam'), ('tau_ext', 'lam_ext'), ('long', 'n_neighbors')):
-            tries = itertools.product(*(values[name] for name in names))
-            x = max([x, *(replace(x, **dict(zip(names, tried))) for tried in tries)], key=score)
+        for grid in grids:
+            tries = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
+            x = max([x, *(replace(x, **tried) for tried in tries)], key=score)
     return x
 
 
@@ -816,14 +788,14 @@ def sweep(runs, corpus, split, args):
     """Perplexity by size of the long memory, all else tuned for each size (Figure 3)."""
     result = {}
     for run in runs:
-        x = Inference(['local', 'long'], run.model.tuned.linear, args.long)
-        windows, ends = collect(run.model, corpus.val, x), split.offsets
-        for size in (0, *(n for n in LONG if n < args.long), args.long):
-            run.model.inference = tune(windows, replace(x, long=size), 'long')
-            texts = (run.model.ids(split.tokens[a:b]) for a, b in zip(ends, ends[1:]) if b - a > 1)
-            log_p = torch.cat([run.model.log_p(tokens) for tokens in texts])
-            result[f'{run.name} {size}'] = math.exp(-log_p.mean())
-            print(f'{run.name}  long memory {size:6,}  perplexity {math.exp(-log_p.mean()):9.2f}')
+        x = Inference(local=True, long=args.long, linear=run.model.tuned.linear)
+        windows = collect(run.model, corpus.val, x)
+        for size in [0, *(n for n in LONG if n < args.long), args.long]:
+            run.model.inference = tune(windows, replace(x, long=size), [])
+            log_p = torch.cat([run.model.log_p(tokens) for tokens in run.documents])
+            perplexity = math.exp(-log_p.mean())
+            print(f'{run.name}  long memory {size:6,}  perplexity {perplexity:9.2f}')
+            result[f'{run.name} {size}'] = perplexity
     return result
 
 
@@ -835,13 +807,9 @@ TASKS = {'sweep': sweep}
 
 if __name__ == '__main__':
     torch.manual_seed(0)
-    tokens = torch.randint(4096, (4, 513))
-    batch = SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], seed=0,
-                            doc=torch.arange(4)[:, None].expand(4, 512))
+    tokens, doc = torch.randint(4096, (4, 513)), torch.arange(4)[:, None].expand(4, 512)
+    batch = SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], doc=doc, seed=0)
     for memory in ('none', 'local', 'long', 'ext'):
-        model = TRIME(TRIMEConfig(memory=memory))
-        loss, log = model(batch, progress=1.0)
+        loss, log = TRIME(TRIMEConfig(memory=memory))(batch, progress=1.0)
         print(f'memory {memory:5}  loss {loss:.4f} on random tokens (ln V = {math.log(4096):.4f}), '
               f'{log["memory_prob"]:.3f} of the probability on memories')
-    log_probs, _ = model.stream(tokens[:1, :8])                     # (1, 8, V)
-    print(f'the probabilities of a next token sum to {log_probs[0, -1].exp().sum():.6f}')

@@ -1,8 +1,7 @@
-"""RPT against its definitions: pytest tests/test_rpt.py; it learns: pytest -m slow ..."""
+"""RPT against its definitions, with loops in fp64; models that learn are marked slow."""
 import math
-from collections import Counter, namedtuple
-from dataclasses import dataclass
-from functools import lru_cache
+from collections import Counter
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,604 +9,562 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import data
 import rpt
-from rpt import PRESETS, RPT, RPTConfig, TaughtBatch, bm25_candidates, corpus_idf, doc_of_chunks
+from rpt import PRESETS, RPT, RPTConfig, bm25_candidates, corpus_idf, cross_entropy
 from rpt import ranking_loss, target_scores
 
-torch.set_num_threads(1)                        # the models are tiny
-V, M, W, K = 23, 4, 2, 2                        # vocabulary, tokens of a chunk, chunks of a window
+V, M, W, K = 23, 4, 2, 2                        # ids, m, chunks of a window, neighbors
 N, B = 11, 2                                    # chunks, sequences
-T = N * M
-EPS = 1e-9                                      # fp64 through a few layers
-Batch = namedtuple('Batch', 'tokens targets doc seed')
+T, EPS = N * M, 1e-9
+START = W * M + M - 1                           # the first token that may use a neighbor
+SETTINGS = [{}, dict(retriever='lex'), dict(retriever='bm25'), dict(retriever='none'),
+            dict(gate=False), dict(n_neighbors=1), dict(n_cca=1, n_neighbors=3),
+            dict(window=4 * M, n_layer=3), dict(chunk_size=1, window=4),
+            dict(eta=0.5, n_neighbors=4), dict(retriever='bm25', gate=False, dropout=0.5),
+            dict(shift_values=False)]
+
 
 @pytest.fixture(autouse=True)
-def fp64():
-    torch.set_default_dtype(torch.float64)
+def fp64(request):
+    slow = request.node.get_closest_marker('slow')
+    torch.set_default_dtype(torch.float32 if slow else torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
 
+
 def small(**more):
-    """A model far from its initial values, where everything is alike and all gates are 1/2."""
+    """A model far from its initial state, where all chunks look alike and all gates are 1/2."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=V, block_size=T, micro_batch=B, n_layer=4, n_head=2, n_embd=16,
-                 window=W * M, chunk_size=M, n_neighbors=K, n_candidates=4)
-    model = RPT(RPTConfig(**{**sizes, **more})).eval()
-    for p in model.parameters():
+    config = dict(vocab_size=V, block_size=T, micro_batch=B, n_layer=4, n_head=2, n_embd=16,
+                  window=W * M, chunk_size=M, n_neighbors=K, n_candidates=4)
+    model = RPT(RPTConfig(**{**config, **more})).eval()
+    for name, p in model.named_parameters():
         p.data += 0.3 * torch.randn_like(p)
-    if model.neighbor_encoder and model.config.gate:
-        model.neighbor_encoder.gate.weight.data *= 30                       # some below eta
-    if model.idf is not None:
-        model.idf.copy_(torch.from_numpy(corpus_idf(tokens_of(9, 400)[0].numpy(), M, V)))
+        p.data *= 30 if name.endswith('.gate.weight') else 1
+        p.data -= 48 if name.endswith('.gate.bias') else 0              # some gates below eta
+    if model.config.retriever == 'bm25':
+        text = tokens_of(9, 400)[0].numpy()
+        model.idf.copy_(corpus_idf(text, M, model.config.vocab_size))
     return model
+
 
 def tokens_of(seed=0, t=T, b=B):
     return torch.randint(V, (b, t), generator=torch.Generator().manual_seed(seed))
 
+
 def docs_of(*lengths, b=B):
-    """Documents 0, 1, ... one after the other; a negative length is padding."""
+    """Documents 0, 1, ... of these lengths; a negative length is padding."""
     docs = [torch.full((abs(n),), i if n > 0 else -1) for i, n in enumerate(lengths)]
     return torch.cat(docs).expand(b, -1)
 
-def supervised(doc, J=4, seed=0):
-    """A batch with BM25's candidates and scores of either sign; every third chunk has none."""
-    tokens, generator = tokens_of(b=len(doc), t=doc.size(1)), torch.Generator().manual_seed(seed)
-    chunks, chunk_doc = tokens.unflatten(1, (-1, M)).numpy(), doc_of_chunks(doc, M).numpy()
-    candidates = np.stack([bm25_candidates(c, d, W, J) for c, d in zip(chunks, chunk_doc)])
-    candidates = torch.from_numpy(candidates)
-    scores = torch.randn(candidates.shape, generator=generator)
+
+def batch_of(tokens, doc=None, **more):
+    targets, doc = F.pad(tokens[:, 1:], (0, 1), value=-1), tokens * 0 if doc is None else doc
+    batch = dict(tokens=tokens, targets=targets, doc=doc, seed=0)
+    return SimpleNamespace(**{**batch, **more})
+
+
+IDF = corpus_idf(tokens_of(9, 400)[0].numpy(), M, V)
+
+
+def taught(tokens, J=4, **more):
+    """With BM25 candidates and random scores; every third chunk is not scored."""
+    chunks = tokens.view(len(tokens), -1, M)
+    doc = torch.zeros(chunks.size(1))
+    candidates = torch.stack([bm25_candidates(x, doc, W, J, IDF) for x in chunks])
+    scores = torch.randn(candidates.shape, generator=torch.Generator().manual_seed(1))
     scores[:, 2::3] = math.nan
-    scores[candidates < 0] = math.nan
-    targets = F.pad(tokens[:, 1:], (0, 1), value=-1)
-    return TaughtBatch(tokens, targets, doc, seed, candidates, scores, 1.0)
+    scores = scores.masked_fill(candidates < 0, math.nan)
+    ranked = (scores > 0).any(2).sum().item()
+    return batch_of(tokens, candidates=candidates, target_scores=scores, ranked=ranked, **more)
 
-def neighbors_of(model, tokens, *args):
-    """What each chunk retrieves, (B, N, K)"""
-    return model.encode(tokens, *args)[1].chosen[:, model.w - 1:]
 
-# --------------------------------------------------------------------------------------------------
-# the definition, position by position
+def close(a, b, atol=EPS):
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
-@lru_cache(maxsize=None)
-def rotation(p, D):
-    """RoPE as a matrix (D, D): pair d rotates by the angle p 10000^(-2d/D)."""
-    R = torch.zeros(D, D, dtype=torch.float64)
-    for d in range(0, D, 2):
-        a = p * 10000 ** (-d / D)
-        R[d, d], R[d, d + 1], R[d + 1, d], R[d + 1, d + 1] = (
-            math.cos(a), -math.sin(a), math.sin(a), math.cos(a))
-    return R
 
-def by_definition(model, tokens):
-    """log P (t, V) of one text (t,) in loops over positions, heads, chunks; and the neighbors"""
-    c, C, H, K = model.config, model.config.n_embd, model.config.n_head, model.n_neighbors
-    D, m, w, t = C // H, c.chunk_size, c.window // c.chunk_size, len(tokens)
-    n = t // m
-    norm = lambda module, x: x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * module.gain
-    mlp = lambda module, x: F.gelu(x @ module.fc.weight.T) @ module.proj.weight.T
-    weights = lambda module: (module.query.weight, *module.kv.weight.split(C), module.proj.weight)
-    everything = lambda y: lambda i: list(range(len(y)))
+def gather(log_probs, targets):
+    return log_probs.gather(-1, targets[..., None])[..., 0]
 
-    def attention(parts, x, px, y, py, visible):
-        """Tokens x at positions px attend to y at py: token i to the list visible(i)."""
-        query, key, value, out = parts
-        q, k, v = ((z @ W.T).view(-1, H, D) for z, W in ((x, query), (y, key), (y, value)))
-        k, rows = torch.stack([k[j] @ rotation(p, D).T for j, p in enumerate(py)]), []
-        for i, p in enumerate(px):
-            js = visible(i)
-            rows.append(torch.cat([(k[js, h] @ (rotation(p, D) @ q[i, h]) / D ** 0.5).softmax(0)
-                                   @ v[js, h] for h in range(H)]))
-        return torch.stack(rows) @ out.T
+
+# the definition
+
+def rope(x, positions):
+    """x (n, H, D): the complex number x_2d + i x_2d+1 is rotated by p 10000^(-2d/D)."""
+    theta = 10000 ** -(torch.arange(0, x.size(2), 2) / x.size(2))
+    angle = torch.tensor(positions)[:, None, None] * theta
+    z = torch.view_as_complex(x.unflatten(2, (-1, 2)).contiguous())
+    return torch.view_as_real(z * torch.polar(torch.ones_like(angle), angle)).flatten(2)
+
+
+def attention(module, x, x_positions, y, y_positions, visible=lambda i, j: True):
+    """Token i of x attends to the tokens j of y that are visible(i, j)."""
+    H, qkv = module.n_head, getattr(module, 'qkv', None)
+    weight = qkv.weight if qkv else torch.cat([module.query.weight, module.kv.weight])
+    q, k, v = (z @ w.T for z, w in zip((x, y, y), weight.split(x.size(1))))
+    q, k, v = (z.unflatten(1, (H, -1)) for z in (q, k, v))              # (t or s, H, D)
+    n = getattr(module, 'shift', 0)
+    if n:                                       # values of the next tokens of texts of n tokens
+        v = torch.stack([v[i + 1 if (i + 1) % n else i + 1 - n] for i in range(len(v))])
+    q, k = rope(q, x_positions), rope(k, y_positions)
+    mask = torch.tensor([[visible(i, j) for j in range(len(y))] for i in range(len(x))])
+    z = torch.einsum('thd,shd->hts', q, k) / q.size(2) ** 0.5
+    p = z.masked_fill(~mask, -math.inf).softmax(-1)
+    return torch.einsum('hts,shd->thd', p, v).flatten(1) @ module.proj.weight.T
+
+
+@torch.no_grad()
+def by_definition(model, tokens, doc=None):
+    """§3 for one text (t,): -> log P (t, V), neighbors and gates of each chunk"""
+    c, C, m, t = model.config, model.config.n_embd, model.config.chunk_size, len(tokens)
+    w, n, doc = c.window // m, t // m, [0] * t if doc is None else doc.tolist()
+    parts = [set(doc[i * m:(i + 1) * m]) for i in range(n)]
+    of = [min(part) if len(part) == 1 else -1 for part in parts]        # documents of chunks
+
+    def norm(module, x):
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * module.gain
+
+    def mlp(block, x):
+        return F.gelu(norm(block.norm2, x) @ block.mlp.fc.weight.T) @ block.mlp.proj.weight.T
 
     def self_attention(block, x):
-        b, y = c.window // 2, norm(block.norm1, x)
-        parts = (*block.attention.qkv.weight.split(C), block.attention.proj.weight)
-        visible = lambda i: list(range(max(0, (i // b - 1) * b), i + 1))
-        return attention(parts, y, range(t), y, range(t), visible)
+        y, b = norm(block.norm1, x), c.window // 2
+        return attention(block.attention, y, range(t), y, range(t),
+                         lambda i, j: max(0, (i // b - 1) * b) <= j <= i)
 
-    x = model.embedding.weight[tokens]                                      # (t, C)
+    def within(module, y, z=None):
+        z = y if z is None else z
+        return attention(module, y, range(len(y)), z, range(len(z)))
+
+    x = model.embedding.weight[tokens]
     for block in model.lower:
         x = x + self_attention(block, x)
-        x = x + mlp(block.mlp, norm(block.norm2, x))
-    chunks = [x[i * m:(i + 1) * m] for i in range(n)]
-    E, found = chunks, [[] for _ in range(n)]
-    if model.retriever:
-        r, E, q, k = model.retriever, [], [], []
-        for chunk in chunks:
-            y, p = norm(r.norm, chunk), range(m)
-            E.append(chunk + attention(weights(r.attention), y, p, y, p, everything(y)))
-            mean = sum(E[-1]) / m
-            q.append(r.query.weight @ norm(r.norm_q, mean) + r.query.bias)
-            k.append(r.key.weight @ norm(r.norm_k, mean) + r.key.bias)
-        for i in range(n):
-            found[i] = sorted(range(i - w + 1), key=lambda j: -(q[i] @ k[j]).item())[:K]
+        x = x + mlp(block, x)
+    chunks = E = [x[i * m:(i + 1) * m] for i in range(n)]
+    permitted = [[k for k in range(i - w + 1) if of[i] == of[k] >= 0] for i in range(n)]
+    found, gates = [[] for _ in range(n)], [[] for _ in range(n)]
+    if c.retriever in ('sem', 'lex'):
+        r = model.retriever
+        E = [chunk + within(r.attention, norm(r.norm, chunk)) for chunk in chunks]
+        q = [norm(r.norm_q, e.mean(0)) @ r.query.weight.T + r.query.bias for e in E]
+        k = [norm(r.norm_k, e.mean(0)) @ r.key.weight.T + r.key.bias for e in E]
+        found = [sorted(permitted[i], key=lambda j: -(q[i] @ k[j]).item()) for i in range(n)]
     elif c.retriever == 'bm25':
         for i in range(n):
-            score = {}
-            for j in range(i - w + 1):
-                tf = Counter(tokens[j * m:(j + 1) * m].tolist())
-                query = [a for a in tokens[i * m:(i + 1) * m].tolist() if tf[a]]
-                score[j] = sum(round(1024 * model.idf[a].item() * tf[a] / (tf[a] + 1.2))
-                               for a in query)
-            found[i] = sorted((j for j in score if score[j]), key=lambda j: (-score[j], j))[:K]
+            tf = [Counter(tokens[j * m:(j + 1) * m].tolist()) for j in range(n)]
+            score = {j: sum(model.idf[a].item() * tf[j][a] / (tf[j][a] + 1.2)
+                            for a in tokens[i * m:(i + 1) * m].tolist()) for j in permitted[i]}
+            score = {j: round(s, 3) for j, s in score.items() if s > 0}
+            found[i] = sorted(score, key=lambda j: (-score[j], j))
+    found = [some[:c.n_neighbors] for some in found]
 
-    used, means = [[] for _ in range(n)], []                                # (chunk, rank, mean)
+    pooled, read = [], [[] for _ in range(n)]                           # (chunk, rank, mean)
     for i in range(n):
         for rank, j in enumerate(found[i]):
-            e, y = model.neighbor_encoder, torch.cat([E[j], E[j + 1]])      # (2m, C)
-            z = norm(e.norm1, y)
-            y = y + attention(weights(e.attention), z, range(2 * m), z, range(2 * m), everything(z))
-            y = y + attention(weights(e.cross), norm(e.norm2, y), range(2 * m),
-                              norm(e.norm_query, chunks[i]), range(m), everything(chunks[i]))
-            means.append((i, rank, sum(y) / (2 * m)))
-            used[i].append(y)
-    if c.gate and means:
-        e, y = model.neighbor_encoder, torch.stack([mean for _, _, mean in means])
-        places = [i * K + rank for i, rank, _ in means]
-        visible = lambda a: [b for b in range(a + 1) if means[b][0] > means[a][0] - w]
-        z = norm(e.norm3, y)
-        y = y + attention(weights(e.gate_attention), z, places, z, places, visible)
-        for (i, rank, _), z in zip(means, y):
-            z = (e.gate.weight[0] @ norm(e.norm_gate, z) + e.gate.bias[0]) / C
-            used[i][rank] = used[i][rank] * max(c.eta, z.sigmoid())
-    for l, block in enumerate(model.upper):
-        x = x + self_attention(block, x)
-        if c.retriever != 'none' and l >= len(model.upper) - (c.n_cca or len(model.upper)):
-            y = torch.zeros_like(x)
-            for p in range(t):
-                i = (p + 1) // m - 1                                        # the last whole chunk
-                if i >= 0 and used[i]:
-                    places, keys = list(range(2 * m)) * len(used[i]), torch.cat(used[i])
-                    y[p] = attention(weights(block.cca.attention), norm(block.cca.norm, x[p:p + 1]),
-                                     [p - i * m], keys, places, everything(keys))[0]
-            x = x + y
-        x = x + mlp(block.mlp, norm(block.norm2, x))
-    return (norm(model.norm, x) @ model.embedding.weight.T).log_softmax(-1), found
+            e, y = model.neighbor_encoder, torch.cat([E[j], E[j + 1]])  # (2m, C)
+            y = y + within(e.attention, norm(e.norm1, y))
+            y = y + within(e.cross, norm(e.norm2, y), norm(e.norm_query, chunks[i]))
+            pooled.append((i, rank, y.mean(0)))
+            read[i].append(y)
+    if c.gate and pooled:
+        e, y = model.neighbor_encoder, torch.stack([mean for _, _, mean in pooled])
+        places, z = [i * c.n_neighbors + rank for i, rank, _ in pooled], norm(e.norm3, y)
+        y = y + attention(e.gate_attention, z, places, z, places, lambda a, b: (
+            b <= a and pooled[b][0] > pooled[a][0] - w and of[pooled[a][0]] == of[pooled[b][0]]))
+        for (i, rank, _), z in zip(pooled, norm(e.norm_gate, y)):
+            gates[i].append(max(c.eta, ((z @ e.gate.weight[0] + e.gate.bias[0]) / C).sigmoid()))
+            read[i][rank] = read[i][rank] * gates[i][rank]
+    for layer, block in enumerate(model.upper):
+        x, y = x + self_attention(block, x), torch.zeros(t, C)
+        cross = c.retriever != 'none' and layer >= len(model.upper) - (c.n_cca or c.n_layer)
+        for p in range(m - 1, t if cross else 0):
+            i = (p + 1) // m - 1                                        # the last whole chunk
+            if read[i] and of[i] == doc[p]:
+                keys, places = torch.cat(read[i]), list(range(2 * m)) * len(read[i])
+                place = m - 1 + p - (i * m + m - 1)
+                y[p] = attention(block.cca.attention, norm(block.cca.norm, x[p:p + 1]), [place],
+                                 keys, places)[0]
+        x = x + y
+        x = x + mlp(block, x)
+    return (norm(model.norm, x) @ model.embedding.weight.T).log_softmax(-1), found, gates
 
-SETTINGS = [{}, dict(retriever='lex', n_neighbors=3), dict(retriever='bm25'), dict(n_neighbors=1),
-            dict(retriever='none'), dict(gate=False, n_cca=1), dict(window=4 * M, n_layer=3),
-            dict(chunk_size=1, window=4), dict(eta=0.5, n_neighbors=4)]
+
+def found_in(trace, m=M):
+    return [start // m for _, _, start, _ in trace]
+
 
 @pytest.mark.parametrize('more', SETTINGS)
 def test_the_model_is_the_papers(more):
-    """Windows, retrieval, neighbors, gate, cross-attention; in one pass and in pieces, anywhere."""
-    model, tokens = small(**more), tokens_of(t=20 * M + 3, b=1)
-    model.piece = 3 * model.config.chunk_size
-    with torch.no_grad():
-        wanted, found = by_definition(model, tokens[0])
-        torch.testing.assert_close(model.log_probs(tokens)[0], wanted, rtol=0, atol=EPS)
-        if model.config.retriever != 'none':
-            padded = [chunks + [-1] * (model.n_neighbors - len(chunks)) for chunks in found]
-            assert neighbors_of(model, tokens)[0].tolist() == padded
-    sizes = torch.randint(1, 12, (83,), generator=torch.Generator().manual_seed(1)).tolist()
-    for sizes in ([1] * 83, sizes, [83], [M - 1] + [M] * 20):
-        state, parts, rest = None, [], tokens
-        for size in sizes:
-            if rest.size(1):
-                log_probs, state = model.stream(rest[:, :size], state)
-                parts, rest = parts + [log_probs], rest[:, size:]
-        torch.testing.assert_close(torch.cat(parts, dim=1)[0], wanted, rtol=0, atol=EPS)
-    own = wanted[:-1].gather(1, tokens[0, 1:, None])[:, 0]
-    torch.testing.assert_close(model.log_p(tokens[0]), own, rtol=0, atol=EPS)
-    for way in ('shuffled', 'off') if len(model.ways()) > 1 else ():
-        model.retrieval = way
-        full = model.log_probs(tokens)
-        torch.testing.assert_close(model.stream(tokens)[0], full, rtol=0, atol=EPS)
-        assert (full[0] - wanted).abs().max() > 0.1
+    """Windows, retrieval, neighbor encoder, gate and cross-attention; trace names what was used."""
+    model, tokens = small(**more), tokens_of(t=T - 3)[0]
+    log_p, found, gates = by_definition(model, tokens)
+    close(model.log_probs(tokens[None])[0], log_p)
+    if model.config.retriever == 'none':                                # Transformer-XL
+        assert list(model.ways()) == ['off']
+        return
+    m = model.config.chunk_size
+    for t in range(m - 1, T - 3, 3):
+        i, trace = (t + 1) // m - 1, model.trace(tokens, t)
+        assert sorted(found_in(trace, m)) == sorted(found[i])
+        assert all(where is tokens and end == start + 2 * m for _, where, start, end in trace)
+        weights = [weight for weight, *_ in trace]
+        assert weights == sorted(weights, reverse=True)
+        if model.config.gate:
+            wanted = {j: float(gate) for j, gate in zip(found[i], gates[i])}
+            assert weights == pytest.approx([wanted[j] for j in found_in(trace, m)], abs=EPS)
 
-# --------------------------------------------------------------------------------------------------
-# causality, and that the present is not late
+
+@pytest.mark.parametrize('retriever', ['sem', 'bm25'])
+@pytest.mark.parametrize('doc', [docs_of(14, 17, 1, 22, 18, 3, -5), docs_of(40, -40)])
+def test_documents_are_respected(retriever, doc):
+    """Chunks of two documents and padding are not retrieved; a group is of its chunk's document."""
+    model, tokens = small(retriever=retriever, window=2 * M), tokens_of(t=80)
+    f = model.encode(tokens, doc)[0]
+    for b in range(B):
+        log_p, found, _ = by_definition(model, tokens[b], doc[b])
+        assert any(found)
+        close(model.logits(f[b]).log_softmax(-1), log_p)
+
+
+# causality, and nothing too late
 
 @pytest.mark.parametrize('more', SETTINGS)
-@pytest.mark.parametrize('way', ['on', 'shuffled'])
-def test_the_future_is_invisible(more, way):
-    """Changing a token moves no log P before it, bit for bit, and does move its own."""
-    model, a = small(**more), tokens_of(t=T - 3)
-    if way in model.ways():
-        model.retrieval = way
-    before = model.log_probs(a)
-    for i in range(T - 3):
-        b = a.clone()
-        b[:, i] = (b[:, i] + 1) % V
-        after = model.log_probs(b)
-        assert torch.equal(after[:, :i], before[:, :i])
-        assert not torch.equal(after[:, i], before[:, i])
+def test_the_future_is_invisible(more, t=T - 3):
+    """A row of a batch for each changed token: log P changes from this token on, not before."""
+    model, tokens = small(**more), tokens_of(t=t, b=1)
+    changed = tokens.repeat(t, 1)
+    changed[range(t), range(t)] += 1
+    difference = (model.log_probs(changed % V) - model.log_probs(tokens)).abs().amax(2)
+    assert difference.tril(-1).max() < EPS < difference.diag().min()
+    if model.config.retriever == 'sem':                                 # it is felt later too
+        assert difference.triu(START).max() > EPS
 
-@pytest.mark.parametrize('gate', [False, True])
-def test_the_present_is_not_late(gate):
-    """
-    What chunk i retrieves is used from its last token on, by m tokens; through the gate, also by
-    those of the next w - 1 chunks. (An offset of m in place of m - 1 would be causal too.)
-    """
-    model, tokens = small(gate=gate, eta=0.0, n_layer=2, window=4 * M), tokens_of(t=30 * M)
-    teacher = neighbors_of(model, tokens)
-    for i in range(6, 25):
-        other = teacher.clone()
-        other[:, i] = torch.tensor([0, -1]).where(teacher[:, i, :1] > 0, torch.tensor([1, -1]))
-        f, g = (model.encode(tokens, None, x)[0] for x in (teacher, other))
-        reached = list(range(i * M + M - 1, (i + (4 if gate else 1)) * M + M - 1))
-        assert (f != g).any(2)[0].nonzero()[:, 0].tolist() == reached
 
-@pytest.mark.parametrize('retriever', ['sem', 'bm25', 'lex'])
-@pytest.mark.parametrize('t', [1, M - 1, M, W * M + M - 1, W * M + M, 5 * M + 1])
-def test_few_tokens(retriever, t):
-    """Before chunk w is complete nothing can be retrieved: exactly the model without retrieval."""
-    model, tokens, start = small(retriever=retriever, n_neighbors=3), tokens_of(t=t), W * M + M - 1
-    on = model.log_probs(tokens)
-    model.retrieval = 'off'
-    off = model.log_probs(tokens)
-    assert on.isfinite().all() and torch.equal(on[:, :start], off[:, :start])
-    assert retriever == 'bm25' or t <= start or not torch.equal(on[:, start], off[:, start])
+@pytest.mark.parametrize('more', SETTINGS[:3])
+def test_the_loss_in_eval_mode_is_without_a_teacher(more):
+    model, batch = small(**more), taught(tokens_of())
+    nll = -gather(model.log_probs(batch.tokens)[:, :-1], batch.tokens[:, 1:])
+    close(model(batch, 0.5)[0], nll.mean())
 
-def test_positions_are_relative():
-    """fp32: a text at token 40,000 as at the start, once the layers see no token before it."""
+
+@pytest.mark.parametrize('gate', [True, False])
+def test_nothing_comes_too_late(gate):
+    """Other neighbors of chunk i change position im + m - 1 first; those given are used."""
+    model, tokens = small(gate=gate), tokens_of()
+    own = model.encode(tokens)[0]
+    for i in range(W + 1, N):
+        teacher = torch.full((B, N, K), -2)
+        teacher[:, i] = torch.tensor([0, -1])
+        f = model.encode(tokens, teacher=teacher)[0]
+        changed = ((f - own).abs().amax(2) > EPS).tolist()
+        assert [row.index(True) for row in changed] == [i * M + M - 1] * B
+
+
+@pytest.mark.parametrize('retriever', ['sem', 'lex', 'bm25'])
+def test_without_neighbors_cross_attention_is_zero(retriever):
+    """Exactly: chunks before chunk w, and all chunks with an empty choice of a teacher."""
+    model, tokens = small(retriever=retriever), tokens_of()
+    on, log_p = model.encode(tokens)[0], model.log_probs(tokens)
+    empty = model.encode(tokens, teacher=torch.full((B, N, K), -1))[0]
+    loss, _ = model(batch_of(tokens), 0)
+    model.retrieval = model.ways()['off']['retrieval']
+    off = model.encode(tokens)[0]
+    assert torch.equal(empty, off) and torch.equal(on[:, :START], off[:, :START])
+    assert (on - off)[:, START:].abs().max() > EPS and log_p.isfinite().all() and loss.isfinite()
+
+
+# streaming
+
+@pytest.mark.parametrize('more', SETTINGS)
+def test_streaming_equals_the_full_pass(more, t=12 * M + 3):
+    """In pieces of any size, over several windows: stream, log_p and trace."""
+    model, tokens = small(**more), tokens_of(t=t)
+    cuts = torch.randperm(t - 1, generator=torch.Generator().manual_seed(1))[:12].sort().values + 1
+    for n_cuts, attributes in zip((4, 1, 1), model.ways().values()):
+        vars(model).update(attributes, piece=2048)
+        full, trace = model.log_probs(tokens), model.trace(tokens[0], t - 1)
+        model.piece = 3 * model.config.chunk_size
+        for ends in (cuts.tolist(), range(1, t), range(M - 1, t, M), [])[:n_cuts]:
+            state, parts = None, []
+            for piece in tokens.tensor_split(list(ends), dim=1):
+                log_p, state = model.stream(piece, state)
+                parts.append(log_p)
+            close(torch.cat(parts, dim=1), full)
+        close(model.log_p(tokens[0]), gather(full[0, :-1], tokens[0, 1:]))
+        for (weight, _, start, end), wanted in zip(model.trace(tokens[0], t - 1), trace):
+            assert (start, end) == wanted[2:] and weight == pytest.approx(wanted[0])
+
+
+def test_far_positions_equal_near_ones():
+    """In fp32, without retrieval, log P depends on the last windows alone, however far they are."""
     torch.set_default_dtype(torch.float32)
-    model, text = small(retriever='none', n_layer=2), tokens_of(2, 96, 1)
-    noise = tokens_of(1, 40_000, 1)
-    far, near = (model.stream(x)[0][:, -64:] for x in (torch.cat([noise, text], dim=1), text))
-    torch.testing.assert_close(far, near, rtol=0, atol=2e-5)
+    model, tokens, near = small(n_layer=2), tokens_of(t=2 ** 14, b=1), []
+    model.retrieval = model.ways()['off']['retrieval']
+    for text in (tokens, tokens[:, -1024:]):
+        _, state = model.stream(text[:, :-64])
+        near.append(model.stream(text[:, -64:], state)[0])
+    close(*near, atol=1e-4)
 
-# --------------------------------------------------------------------------------------------------
-# documents, random neighbors
 
-DOC = docs_of(14, 17, 1, 22, 18, 3, -5)         # 20 chunks, some of two or three documents
+@pytest.mark.parametrize('more', [{}, dict(retriever='bm25')])
+def test_shuffled_draws_permitted_chunks(more, n=40):
+    """Different ones, at random: none is preferred, and the choice differs from chunk to chunk."""
+    model, tokens = small(**more), tokens_of(t=n * M)[0]
+    own = [found_in(model.trace(tokens, i * M + M - 1)) for i in range(n)]
+    model.retrieval = model.ways()['shuffled']['retrieval']
+    drawn = [found_in(model.trace(tokens, i * M + M - 1)) for i in range(n)]
+    for i in range(n):
+        assert len(set(drawn[i])) == len(drawn[i]) == len(own[i])
+        assert all(0 <= k <= i - W for k in drawn[i])
+    same = [len(set(a) & set(b)) for a, b in zip(own, drawn)]
+    places = [k / (i - W) for i in range(20, n) for k in drawn[i]]
+    assert sum(same) < n / 2 and len(set(map(tuple, drawn))) > n * 0.8
+    assert 0.4 < np.mean(places) < 0.6 and 0.2 < np.std(places) < 0.4  # uniform: 0.5, 0.29
 
-def permitted_by_hand(doc, w):
-    """Chunk i, k <= i - w: all tokens of both chunks are of one document."""
-    n = len(doc) // M
-    docs = [set(doc[i * M:(i + 1) * M].tolist()) for i in range(n)]
-    return torch.tensor([[k <= i - w and len(docs[i] | docs[k]) == 1 and -1 not in docs[i]
-                          for k in range(n)] for i in range(n)])
 
-@pytest.mark.parametrize('way', ['on', 'shuffled'])
-@pytest.mark.parametrize('retriever', ['sem', 'bm25'])
-@pytest.mark.parametrize('doc', [DOC, docs_of(80), docs_of(-80), docs_of(*[7] * 11, 3)])
-def test_what_may_be_retrieved(doc, retriever, way):
-    """Against brute force; the best of these or random ones; all where there are less than K."""
-    model, tokens = small(n_neighbors=3, retriever=retriever), tokens_of(t=80)
-    may = permitted_by_hand(doc[0], W)
-    model.retrieval = way
-    _, state, scores = model.encode(tokens, doc)
-    if retriever == 'sem':
-        assert torch.equal(scores > -math.inf, may.expand(B, 20, 20))
-    may = (scores > -math.inf) & may                                        # BM25: a term in common
-    for b in range(B):
-        for i in range(20):
-            best = sorted(may[b, i].nonzero()[:, 0].tolist(), key=lambda k: -scores[b, i, k].item())
-            chosen = [k for k in state.chosen[b, 1 + i].tolist() if k >= 0]
-            assert chosen == best[:3] if way == 'on' else set(chosen) <= set(best)
-            assert len(chosen) == len(set(chosen)) == min(3, len(best))
+# training
 
-@pytest.mark.parametrize('retriever', ['sem', 'bm25'])
-def test_documents_are_not_crossed(retriever):
-    """Without self-attention, which crosses them, nothing passes from one document to another."""
-    model, a = small(retriever=retriever, n_neighbors=3), tokens_of(t=80)
-    for block in [*model.lower, *model.upper]:
-        block.attention.proj.weight.data.zero_()
-    before = model.encode(a, DOC)[0]
-    for d in (0, 1, 3, 4, -1):
-        after = model.encode(torch.where(DOC == d, tokens_of(5, 80), a), DOC)[0]
-        assert torch.equal(after[DOC != d], before[DOC != d])
-        assert not torch.equal(after[DOC == d], before[DOC == d])
-    alone = model.encode(a[:, 32:54])[0]                                    # it begins with a chunk
-    torch.testing.assert_close(alone, before[:, 32:54], rtol=0, atol=EPS)
+def test_cross_entropy():
+    """In slices, some targets not scored: value and gradients."""
+    f, E = (torch.randn(n, 8, requires_grad=True) for n in (600, V))
+    targets = tokens_of(t=600, b=1)[0].where(torch.arange(600) % 3 > 0, -1)
+    loss = cross_entropy(f, E, targets)
+    wanted = -gather((f @ E.T).log_softmax(-1), targets.clamp(min=0))[targets >= 0].sum()
+    close(loss, wanted)
+    for a, b in zip(*(torch.autograd.grad(x, (f, E)) for x in (loss, wanted))):
+        close(a, b)
 
-def test_random_neighbors():
-    """They are spread evenly over the permitted chunks."""
-    model = small(n_neighbors=1)
-    model.retrieval = 'shuffled'
-    chosen = neighbors_of(model, tokens_of(t=200 * M, b=1))[0, 100:, 0]
-    share = chosen / (torch.arange(100, 200) - W + 1)                       # uniform in [0, 1)
-    assert abs(share.mean() - 0.5) < 0.09 and abs(share.std() - 12 ** -0.5) < 0.06
 
-# --------------------------------------------------------------------------------------------------
-# the ranking loss
+def test_scores_and_logits_are_fp32_under_autocast():
+    torch.set_default_dtype(torch.float32)
+    model = small()
+    with torch.autocast('cpu', torch.bfloat16):
+        f, _, scores = model.encode(tokens_of())
+        logits = model.logits(f)
+    for x in (scores[scores > -math.inf], logits):
+        assert x.dtype == torch.float32 and (x.bfloat16() != x).any()
 
-def ranking_by_definition(scores, candidates, target_scores, tau):
-    """§3.3 for one text, swapping places: L_ret and NDCG@20 of each chunk that has a positive."""
-    losses, ndcgs = [], []
-    for i in range(len(scores)):
-        s_t = {k: s for k, s in zip(candidates[i].tolist(), target_scores[i].tolist())
-               if k >= 0 and s == s}
-        gain = lambda k: 2 ** max(s_t.get(k, 0), 0) - 1
-        dcg = lambda order: sum(gain(k) / math.log2(2 + r) for r, k in enumerate(order))
-        permitted = (scores[i] > -math.inf).nonzero()[:, 0].tolist()
-        ranking = sorted(permitted, key=lambda k: -scores[i, k].item())
-        best = sorted(ranking, key=lambda k: -gain(k))
-        if not any(s > 0 for s in s_t.values()):
-            continue
-        loss = 0
-        for a in [k for k in ranking if s_t.get(k, -1) > 0]:
-            for b in [k for k in ranking if s_t.get(k, -math.inf) < s_t[a]]:
-                swapped = [b if k == a else a if k == b else k for k in ranking]
-                lam = abs(dcg(swapped) - dcg(ranking)) / dcg(best)
-                loss = loss + lam * (tau - (scores[i, a] - scores[i, b])).clamp(min=0)
-        losses.append(loss)
-        ndcgs.append(dcg(ranking[:20]) / dcg(best[:20]))
-    return losses, ndcgs
 
-def ranking_case(n=9, J=4, w=2):
-    """Scores, candidates, s_t of both signs, some not scored; chunks without positives."""
-    generator = torch.Generator().manual_seed(0)
-    candidates, s_t = torch.full((B, n, J), -1), torch.randn(B, n, J, generator=generator)
-    for b, i in np.ndindex(B, n - 1 - w):
-        some = torch.randperm(i + 1, generator=generator)[:J]
-        candidates[b, i + w, :len(some)] = some
-    s_t[:, 4], s_t[:, 5], s_t[:, n - 2] = -s_t[:, 4].abs(), math.nan, s_t[:, n - 2].abs()
-    scores, i = 2 * torch.randn(B, n, n, generator=generator), torch.arange(n)
-    scores = scores.masked_fill(i > i[:, None] - w, -math.inf)
-    return scores, candidates, s_t.masked_fill(candidates < 0, math.nan)
+def ranking_by_loops(scores, candidates, s_t, tau):
+    """§3.3 of one chunk: λ by a swap in the ranking -> the loss, NDCG@20"""
+    s_t = {k: s for k, s in zip(candidates.tolist(), s_t.tolist()) if k >= 0 and s == s}
+    ranking = [k for k in range(len(scores)) if scores[k] > -math.inf]
+    ranking.sort(key=lambda k: -scores[k].item())
+    ideal, loss = sorted(ranking, key=lambda k: -max(s_t.get(k, 0), 0)), scores.new_zeros(())
 
-@pytest.mark.parametrize('n, J, tau', [(9, 4, 4.0), (9, 20, 0.5), (30, 26, 2.0)])
-def test_ranking_loss_is_the_papers(n, J, tau):
-    """Against loops that swap places; λ is a constant in the gradient."""
-    scores, candidates, s_t = case = ranking_case(n, J)
-    loss, ndcg, ranked = ranking_loss(*case, tau)
-    losses, ndcgs = zip(*(ranking_by_definition(*(x[b] for x in case), tau) for b in range(B)))
-    losses, ndcgs = sum(losses, []), sum(ndcgs, [])
-    assert ranked == len(losses) < B * (n - 3) and loss > 0
-    assert loss.item() == pytest.approx(sum(losses).item(), abs=EPS)
-    assert ndcg.item() == pytest.approx(sum(ndcgs), abs=EPS)
-    if n == 9:
-        finite = scores.masked_fill(scores == -math.inf, 0).requires_grad_()
-        mask = lambda x: x.masked_fill(scores == -math.inf, -math.inf)
-        f = lambda x: ranking_loss(mask(x), candidates, s_t, tau)[0]
-        assert torch.autograd.gradcheck(f, finite, eps=1e-6)
+    def dcg(order, cut=None):
+        return sum((2 ** max(s_t.get(k, 0), 0) - 1) / math.log2(2 + i)
+                   for i, k in enumerate(order[:cut]))
+    for a in ranking:
+        for b in ranking:
+            if s_t.get(a, -1) > 0 and s_t[a] > s_t.get(b, -math.inf):
+                swapped = [{a: b, b: a}.get(k, k) for k in ranking]
+                lam = abs(dcg(swapped) - dcg(ranking)) / dcg(ideal)
+                loss = loss + lam * (tau - (scores[a] - scores[b])).clamp(min=0)
+    return loss, dcg(ranking, 20) / max(1e-9, dcg(ideal, 20))
 
-def test_nothing_to_rank():
-    """No positives, candidates or scores: 0, and no nan in the gradient. One at rank 2: 0.6309."""
-    scores, candidates, s_t = ranking_case()
-    scores.requires_grad_()
-    for case in ((candidates, -s_t.abs()), (candidates, s_t * math.nan), (candidates * 0 - 1, s_t)):
-        sums = ranking_loss(scores, *case, 3.0)
-        grad, = torch.autograd.grad(sums[0], scores)
-        assert [x.item() for x in sums] == [0, 0, 0] and (grad == 0).all()
-    one = torch.full((1, 3, 3), -math.inf)
-    one[0, 2, :2] = torch.tensor([1.0, 2.0])
-    case = torch.tensor([[[-1], [-1], [0]]]), torch.tensor([[[math.nan], [math.nan], [0.7]]])
-    assert ranking_loss(one, *case, 1.0)[1].item() == pytest.approx(1 / math.log2(3))
 
-# --------------------------------------------------------------------------------------------------
-# the teacher
+@pytest.mark.parametrize('n, J, tau', [(9, 4, 4.0), (9, 20, 0.5), (28, 26, 2.0)])
+def test_ranking_loss(n, J, tau):
+    """Sums over the chunks with a positive, and gradients; 0 without positives."""
+    batch = taught(tokens_of(t=n * M), J)
+    s_q, k = 2 * torch.randn(B, n, n, generator=torch.Generator().manual_seed(2)), torch.arange(n)
+    s_q = s_q.masked_fill(k > k[:, None] - W, -math.inf).requires_grad_()
+    loss, ndcg, ranked = ranking_loss(s_q, batch.candidates, batch.target_scores, tau)
+    pairs = [ranking_by_loops(s_q[b, i], batch.candidates[b, i], batch.target_scores[b, i], tau)
+             for b in range(B) for i in range(n) if (batch.target_scores[b, i] > 0).any()]
+    assert ranked == len(pairs)
+    wanted, measure = map(sum, zip(*pairs))
+    close(loss, wanted)
+    assert ndcg.item() == pytest.approx(measure) and 0 < ndcg < ranked
+    grads = [torch.autograd.grad(x, s_q)[0] for x in (loss, wanted)]
+    close(*grads)
+    assert grads[0].abs().sum() > 0
+    for case in ((batch.candidates, -batch.target_scores.abs()),
+                 (batch.candidates * 0 - 1, batch.target_scores)):
+        nothing = ranking_loss(s_q, *case, tau)
+        grad, = torch.autograd.grad(nothing[0], s_q)
+        assert [x.item() for x in nothing] == [0, 0, 0] and (grad == 0).all()
 
-@pytest.mark.parametrize('with_idf', [True, False])
-@pytest.mark.parametrize('w', [2, 3])
-def test_bm25_candidates(w, with_idf):
-    """Against the formula in loops; the last chunk of a document has no target."""
-    chunks, doc = tokens_of(3, 120)[0].numpy().reshape(-1, M), docs_of(34, 41, 2, 29, -14)[0]
-    chunk_doc, text = doc_of_chunks(doc[None], M)[0].numpy(), tokens_of(4, 90)[0].numpy()
-    rows = [set(row) for row in text[:88].reshape(-1, M).tolist()]
-    log_idf = lambda n, df: math.log(1 + (n - df + 0.5) / (df + 0.5))
-    idf = corpus_idf(text, M, V) if with_idf else None
-    if with_idf:
-        df = [sum(t in row for row in rows) for t in range(V)]
-        assert idf == pytest.approx([log_idf(22, n) for n in df])
-        vectors = rpt.bm25_vectors(torch.from_numpy(chunks)[None], torch.from_numpy(idf))
-        q, k = (x[0] for x in vectors)
-        tf = [Counter(chunk) for chunk in chunks.tolist()]
-        exact = [[sum(idf[t] * y[t] / (y[t] + 1.2) for t in x) for y in tf]
-                 for x in chunks.tolist()]
-        torch.testing.assert_close(q @ k.T, torch.tensor(exact), rtol=0, atol=M / 2 ** 11)
-    found, may = bm25_candidates(chunks, chunk_doc, w, 5, idf), permitted_by_hand(doc, w)
-    for i in range(30):
-        same = [k for k in range(30) if chunk_doc[k] == chunk_doc[i] >= 0]
-        query, score = chunks[i:i + 2].ravel().tolist(), {}
-        for k in may[i].nonzero()[:, 0].tolist() if i + 1 in same else []:
+
+def test_target_scores_by_reading_each_prompt():
+    reference, batch = small(retriever='none', window=4 * M), taught(tokens_of())
+    chunks, candidates = batch.tokens[0].view(N, M), batch.candidates[0].clone()
+    candidates[5, 0] = 3                                                # the baseline itself
+    scores = target_scores(reference, chunks, candidates)
+
+    def log_p(j, i):
+        prompt = torch.cat([chunks[j], chunks[j + 1], chunks[i], chunks[i + 1]])
+        return gather(reference.log_probs(prompt[None])[0, 3 * M - 1:-1], chunks[i + 1]).mean()
+    for i in range(N):
+        for j, score in zip(candidates[i].tolist(), scores[i]):
+            assert score.isnan() if j < 0 else abs(score - log_p(j, i) + log_p(i - 2, i)) < EPS
+    assert scores[5, 0].abs() < EPS and (candidates >= 0).sum() > 15
+
+
+def test_bm25_candidates(J=3):
+    """By the formula: the query has the target; of one's document, out of the window."""
+    chunks, doc = tokens_of(3, 24 * M)[0].view(24, M), torch.tensor([4] * 13 + [-1] * 2 + [0] * 9)
+    candidates, text = bm25_candidates(chunks, doc, W, J, IDF), tokens_of(9, 400)[0].tolist()
+    rows = [set(text[i:i + M]) for i in range(0, 400, M)]
+    df = [sum(a in row for row in rows) for a in range(V)]
+    assert IDF.tolist() == pytest.approx([math.log(1 + (100 - n + 0.5) / (n + 0.5)) for n in df])
+    for i in range(24):
+        permitted = [k for k in range(i - W + 1) if doc[i] == doc[k] >= 0]
+        scores, last = {}, i == 23 or doc[i + 1] != doc[i]
+        for k in [] if last else permitted:
             tf = Counter(chunks[k].tolist())
-            df = lambda t: sum(t in chunks[j] for j in same)
-            weight = lambda t: idf[t] if with_idf else log_idf(len(same), df(t))
-            score[k] = sum(weight(t) * tf[t] / (tf[t] + 1.2) for t in query if tf[t])
-        best = sorted((k for k in score if score[k]), key=lambda k: (-round(score[k], 5), k))[:5]
-        assert found[i].tolist() == best + [-1] * (5 - len(best)), i
+            scores[k] = sum(round(2 ** 10 * IDF[a].item() * tf[a] / (tf[a] + 1.2))
+                            for a in chunks[i:i + 2].flatten().tolist())
+        best = sorted((k for k in scores if scores[k]), key=lambda k: (-scores[k], k))[:J]
+        assert candidates[i].tolist() == best + [-1] * (J - len(best))
 
-def test_target_scores():
-    """As if each (c_j, c_{j+1}, c_i, c_{i+1}) were a text; candidate i - 2 has exactly 0."""
-    reference, chunks = small(retriever='none', n_layer=2), tokens_of(2)[0].view(N, M)
-    candidates = torch.full((N, 3), -1)
-    candidates[2:6] = torch.tensor([[0, -1, -1], [-1, 1, 0], [2, 0, 1], [-1, -1, -1]])
-    candidates[8:10] = torch.tensor([[0, 4, 6], [7, 1, 3]])
-    s_t = target_scores(reference, chunks, candidates)
 
-    def log_p(i, j):
-        text = torch.cat([chunks[j], chunks[j + 1], chunks[i], chunks[i + 1]])
-        return reference.log_p(text)[-M:].mean().item()
-    for i, slot in np.ndindex(N, 3):
-        j = candidates[i, slot].item()
-        wanted = log_p(i, j) - log_p(i, i - 2) if j >= 0 else math.nan
-        assert s_t[i, slot].item() == pytest.approx(wanted, abs=EPS, nan_ok=True)
-    assert (s_t[[2, 3, 4, 8, 9], [0, 1, 0, 2, 0]] == 0).all() and s_t.nan_to_num().abs().max() > 0.1
-    assert target_scores(reference, chunks, candidates * 0 - 1).isnan().all()
+@pytest.mark.parametrize('teacher, chances', [('annealed', (1, 0.97, 0.75, 0)),
+                                              ('always', (1,) * 4), ('never', (0,) * 4)])
+def test_schedules(teacher, chances, b=600):
+    """§3.4: the share of chunks with the teacher's neighbors; §3.3: α and τ; gradients of each."""
+    model = small(teacher=teacher, n_layer=2, gate=False, alpha=0.5, tau=3.0)
+    batch = SimpleNamespace(**{name: x.expand(b, *x.shape[1:]) if torch.is_tensor(x) else x * b
+                               for name, x in vars(taught(tokens_of(4, b=1))).items()})
+    batch.targets = torch.full((b, T), -1)
+    batch.targets[:, 8 * M - 1] = 5                                     # depends on chunk 7 alone
+    s_t, order = batch.target_scores[0, 7], batch.candidates[0, 7]
+    best = [k for s, k in sorted(zip(-s_t, order.tolist())) if s < 0][:K]
+    given = torch.full((1, N, K), -1)
+    given[0, 7, :len(best)] = torch.tensor(best)
+    nll = [-model.logits(model.encode(batch.tokens[:1], teacher=t)[0]).log_softmax(-1)[
+        0, 8 * M - 1, 5].item() for t in (given, None)]
+    assert best and abs(nll[0] - nll[1]) > 1e-3
+    scores = model.encode(batch.tokens[:1])[2]
+    for progress, chance in zip((0, 0.1, 0.3, 0.9), chances):
+        loss, log = model.train()(batch, progress)
+        share = (log['lm_loss'].item() - nll[1]) / (nll[0] - nll[1])
+        assert abs(share - chance) < (0.08 if 0 < chance < 1 else 1e-6)
+        tau, alpha = 1 + 2 * progress, 0.5 * min(1, progress / 0.2)
+        ranking, _, n = ranking_loss(scores, batch.candidates[:1], batch.target_scores[:1], tau)
+        close(log['ret_loss'], ranking / n)
+        close(loss, log['lm_loss'] + alpha * log['ret_loss'])
+        grad, = torch.autograd.grad(loss, model.retriever.query.weight)
+        assert (grad.abs().max() > 0) == (progress > 0)                 # W_Q: by L_ret alone
 
-class Batches:
-    """In place of data.Batches: 7 sequences, two in a micro-batch; the last one is half padding."""
-    B, T, n_rows = 2, T, 7
 
-    def rows(self, g):
-        return np.arange(7)[g % 4 * 2:][:2]
+def test_training_is_determined_by_the_seed():
+    batch, losses = taught(tokens_of(), J=6), []
+    for seed in (1, 1, 2):
+        batch.seed = seed
+        losses.append(small(dropout=0.2).train()(batch, 0.45)[0].item())
+        torch.rand(seed)
+    assert losses[0] == losses[1] != losses[2]
+    weights = []
+    for retriever in ('sem', 'bm25', 'none'):
+        torch.manual_seed(3)
+        weights.append(dict(RPT(RPTConfig(retriever=retriever)).named_parameters()))
+    assert all(torch.equal(w[name], weights[0][name]) for w in weights[1:] for name in w)
 
-    def take(self, rows, seed):
-        tokens, doc = torch.zeros(B, T, dtype=torch.long), torch.full((B, T), -1)
-        for b, row in enumerate(rows.tolist()):
-            tokens[b], doc[b] = tokens_of(100 + row, T, 1)[0], row % 2 + docs_of(T, b=1)[0]
-        return Batch(tokens, F.pad(tokens[:, 1:], (0, 1), value=-1), doc, seed)
+
+# setup
 
 @dataclass
-class TrainConfig:
-    tokens_per_step: int = 4 * T
-    max_steps: int = 2
+class Config:
+    tokens_per_step: int = 4 * 48
+    max_steps: int = 3
     fold: int = -1
     init: str = ''
     dtype: str = 'fp32'
 
-def run_setup(folder, retriever='sem', progress=lambda items, *_, **__: items, **more):
-    """setup with stand-ins for data.py and train.py -> model, attach, the reference LM"""
-    model = small(retriever=retriever, window=4 * M, **more)
-    reference = small(retriever='none', n_layer=2, window=4 * M)
-    train = SimpleNamespace(tokens=tokens_of(9, 400)[0].numpy(), offsets=np.arange(0, 500, 100))
-    tokenizer = SimpleNamespace(to_dict=str)
-    corpus = SimpleNamespace(folder=folder, fingerprint='f', tokenizer=tokenizer, train=train)
+CONFIG = Config()
 
-    def train_reference(model_config, train_config, suffix):
-        assert (model_config.retriever, model_config.n_layer, train_config.fold) == ('none', 2, 0)
-        torch.save(dict(config=vars(reference.config), model=reference.state_dict(), fold=0,
-                        corpus='f', tokenizer=''), folder / 'ckpt.pt')
-        return folder / 'ckpt.pt'
-    autocast = lambda: torch.autocast('cpu', enabled=False)
-    return model, rpt.setup(model, corpus, Batches(), TrainConfig(), autocast, train_reference,
-                            progress), reference
 
-def taught_batch(attach, g):
-    return attach(Batches().take(Batches().rows(g), g), g)
+@pytest.fixture
+def start(tmp_path):
+    """-> function of settings: attach, the corpus, batches, the model, the reference LM"""
+    rng, words = np.random.default_rng(0), 'ab cde fg hi jkl mno pqr stu vwx yz'.split()
+    for name, size in (('train/a', 150), ('train/b', 100), ('train/c', 90), ('val/d', 40)):
+        path = tmp_path / 'text' / f'{name}.txt'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(' '.join(rng.choice(words, size)))
+    corpus = data.load(tmp_path / 'text', 'bytes', root=tmp_path / 'corpora', quiet=True)
 
-def test_setup(tmp_path):
-    """
-    Attached is what bm25_candidates and target_scores return, of every second chunk of documents
-    that the reference LM was not trained on. An interrupted run resumes.
-    """
-    def interrupted(items, *_, **__):
-        yield from items[:2]
-        raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):
-        run_setup(tmp_path, progress=interrupted, score_every=2)
-    stored = {path: path.stat().st_mtime_ns for path in tmp_path.glob('teacher-*/*')}
-    model, attach, reference = run_setup(tmp_path, score_every=2)
-    assert len(stored) == 2 and all(path.stat().st_mtime_ns == t for path, t in stored.items())
-    assert len(list(tmp_path.glob('teacher-*/*'))) == 7
-    for g in range(4):
-        batch = taught_batch(attach, g)
-        for b, row in enumerate(Batches().rows(g).tolist()):
-            chunks, doc = batch.tokens[b].view(N, M), doc_of_chunks(batch.doc, M)[b].numpy()
-            candidates = torch.from_numpy(bm25_candidates(chunks.numpy(), doc, 4, 4))
-            s_t = target_scores(reference, chunks, candidates)
-            s_t[1::2] = math.nan
-            s_t = s_t if row % 2 else s_t * math.nan                        # even: trained on it
-            assert torch.equal(batch.candidates[b], candidates) and (candidates >= 0).any()
-            torch.testing.assert_close(batch.target_scores[b].double(), s_t, rtol=1e-3, atol=1e-6,
-                                       equal_nan=True)
-    assert (batch.candidates[1] == -1).all() and batch.target_scores[1].isnan().all()
+    def run(config=CONFIG, shift=0.0, seed=0, progress=lambda rows, *_, **__: rows, **more):
+        model = small(**{**dict(vocab_size=257, block_size=48, window=4 * M), **more})
+        reference = small(**{**asdict(model.config), 'retriever': 'none', 'n_layer': 2})
+        reference.norm.gain.data += shift
 
-@pytest.mark.parametrize('retriever', ['sem', 'lex'])
-def test_ranking_loss_over_micro_batches(tmp_path, retriever):
-    """The mean of L_ret over the two micro-batches of a step is that of one big batch."""
-    model, attach, _ = run_setup(tmp_path, retriever, teacher='always')
-    parts, losses = [taught_batch(attach, g) for g in (2, 3)], []
-    mean = sum(model.train()(batch, 0.5)[1]['ret_loss'] for batch in parts) / 2
-    for batch in parts:
-        scores = model.encode(batch.tokens, batch.doc)[2]
-        for case in zip(scores, batch.candidates, batch.target_scores):
-            losses += ranking_by_definition(*case, 2.5)[0]
-    assert parts[0].ranked == parts[1].ranked == len(losses) / 2 > 0
-    assert mean.item() == pytest.approx(sum(losses).item() / len(losses))
+        def train_reference(model_config, train_config, suffix):
+            assert model_config.retriever == 'none' and suffix == 'reference'
+            torch.save(dict(model=reference.state_dict(), config=asdict(reference.config),
+                            tokenizer=corpus.tokenizer.to_dict(), fold=train_config.fold,
+                            corpus=corpus.fingerprint), tmp_path / 'ckpt.pt')
+            return tmp_path / 'ckpt.pt'
+        c = model.config
+        batches = data.Batches(corpus.train, **rpt.batches(c), block_size=c.block_size,
+                               micro_batch=c.micro_batch, seed=seed)
+        autocast = lambda: torch.autocast('cpu', enabled=False)
+        attach = rpt.setup(model, corpus, batches, config, autocast, train_reference, progress)
+        return attach, corpus, batches, model, reference
+    return run
 
-def test_setup_of_retro_and_of_transformer_xl(tmp_path):
-    """RETRO: the corpus' idf at test time and for the candidates; none: nothing to do."""
-    model, attach, _ = run_setup(tmp_path, 'bm25')
-    idf = corpus_idf(tokens_of(9, 400)[0].numpy(), M, V)
-    assert model.idf.numpy() == pytest.approx(idf)
-    batch = taught_batch(attach, 0)
-    wanted = bm25_candidates(batch.tokens[0].view(N, M).numpy(), np.zeros(N), 4, 4, idf)
-    assert np.array_equal(batch.candidates[0], wanted)
+
+@pytest.mark.parametrize('retriever', ['sem', 'lex', 'bm25'])
+def test_setup_scores_the_candidates(start, retriever):
+    """The reference LM scores every n-th chunk of the documents it was not trained on."""
+    attach, corpus, batches, model, reference = start(retriever=retriever, score_every=2)
+    idf, scored = corpus_idf(corpus.train.tokens, M, 257), 0
+    if retriever == 'bm25':
+        assert torch.equal(model.idf, idf.to(model.idf))
+    for g in range(2):
+        batch = attach(batches[g], g)
+        for b in range(B):
+            chunks, doc = batch.tokens[b].view(-1, M), batch.doc[b].view(-1, M)
+            doc = doc[:, 0].where((doc == doc[:, :1]).all(1), -1)
+            wanted = bm25_candidates(chunks, doc, 4, 4, idf)
+            assert torch.equal(batch.candidates[b], wanted)
+            s_t = (1 - torch.arange(4) / 4).where(wanted >= 0, math.nan)
+            if retriever == 'sem':                                      # fold 0: even documents
+                rows = (torch.arange(len(doc)) % 2 == 0) & (doc % 2 == 1)
+                s_t = target_scores(reference, chunks, wanted.where(rows[:, None], -1))
+            stored = batch.target_scores[b].double()
+            torch.testing.assert_close(stored, s_t, rtol=0, atol=1e-6, equal_nan=True)
+            scored += (~s_t.isnan()).sum()
+    assert scored > 10
     model.train()(batch, 0.5)[0].backward()
-    plain, attach, _ = run_setup(tmp_path, 'none')
-    assert attach(batch, 0) is batch and not [name for name in plain.state_dict() if 'cca' in name]
 
-# --------------------------------------------------------------------------------------------------
-# training
 
-LONG = docs_of(61, 50, -9)                      # more candidates than K
+def test_scores_are_computed_once(start, monkeypatch):
+    """Resumed, and reused by a run that differs in nothing they depend on."""
+    computed, original = [], bm25_candidates
+    monkeypatch.setattr(rpt, 'bm25_candidates', lambda *a: computed.append(0) or original(*a))
 
-def teacher_of(batch, K):
-    """The K best positives of each chunk; without scores, BM25's first K."""
-    wanted = torch.full((*batch.candidates.shape[:2], K), -1)
-    for b, i in np.ndindex(*wanted.shape[:2]):
-        pairs = [(k, s) for k, s in zip(batch.candidates[b, i].tolist(),
-                                        batch.target_scores[b, i].tolist()) if k >= 0]
-        if pairs and pairs[0][1] == pairs[0][1]:
-            pairs = sorted(((k, s) for k, s in pairs if s > 0), key=lambda pair: -pair[1])
-        wanted[b, i, :len(pairs[:K])] = torch.tensor([k for k, _ in pairs[:K]], dtype=torch.long)
-    return wanted
+    def interrupted(rows, *_, **__):
+        yield from rows[:3]
+        raise KeyboardInterrupt
 
-@pytest.mark.parametrize('K', [1, 3])
-def test_the_loss_in_training(K):
-    """Cross entropy with the teacher's neighbors and α L_ret, values and gradients."""
-    model, batch = small(teacher='always', alpha=0.7, tau=5.0, n_neighbors=K), supervised(LONG)
-    ce = lambda f: F.cross_entropy(model.logits(f).flatten(0, 1), batch.targets.flatten(),
-                                   ignore_index=-1)
-    f, _, scores = model.encode(batch.tokens, batch.doc, teacher_of(batch, K))
-    cases = [ranking_by_definition(*case, 1.4)                              # τ at a tenth
-             for case in zip(scores, batch.candidates, batch.target_scores)]
-    losses, ndcgs = (sum(x, []) for x in zip(*cases))
-    wanted = ce(f) + 0.7 / 2 * sum(losses) / len(losses)                    # α at half
-    loss, log = model.train()(batch._replace(ranked=len(losses)), 0.1)
-    assert loss.item() == pytest.approx(wanted.item()) and log['ranked'] == len(losses)
-    assert log['lm_loss'].item() == pytest.approx(ce(f).item())
-    assert log['ndcg'].item() == pytest.approx(sum(ndcgs) / len(ndcgs))
-    parameters = list(model.parameters())
-    for a, b in zip(*(torch.autograd.grad(x, parameters, retain_graph=x is loss)
-                      for x in (loss, wanted))):
-        torch.testing.assert_close(a, b)
-    loss, log = model.eval()(batch, 0.0)                                    # the model's neighbors
-    own = model.encode(batch.tokens, batch.doc)[0]
-    assert log == {} and loss.item() == pytest.approx(ce(own).item())
+    def count(*a, **more):
+        computed.clear()
+        start(*a, **more)
+        return len(computed)
+    with pytest.raises(KeyboardInterrupt):
+        start(progress=interrupted)
+    n = len(computed)
+    assert n == 3 and count() == 12 - n and count() == 0
+    assert count(eta=0.3, tau=1.0) == count(Config(max_steps=2)) == count(micro_batch=4) == 0
+    for more in (dict(score_every=3), dict(n_candidates=5), dict(window=6 * M), dict(shift=0.1),
+                 dict(retriever='lex'), dict(retriever='bm25'), dict(block_size=44),
+                 dict(config=Config(dtype='bf16'))):
+        assert count(**more) > 0, more
+    with pytest.raises(SystemExit, match='window'):                     # of the reference LM
+        start(window=2 * M)
 
-def test_schedules():
-    """Each chunk gets the teacher's neighbors or its own; the draws come from the batch's seed."""
-    model, batch, seen = small(alpha=0.5), supervised(docs_of(400, b=8)), []
-    encode = model.encode
-    def spy(*args):
-        seen.append(encode(*args))
-        return seen[-1]
-    model.encode = spy
-    for seed, noise, progress in ((0, 0, 0.3), (0, 1, 0.3), (1, 0, 0.3), (0, 0, 0.0), (0, 0, 0.9)):
-        torch.manual_seed(noise)
-        model.train()(batch._replace(seed=seed), progress)
-    a, b, c, teacher, own = (state.chosen[:, W - 1:] for _, state, _ in seen)
-    assert torch.equal(a, b) and not torch.equal(a, c)
-    assert torch.equal(teacher, teacher_of(batch, K))
-    assert torch.equal(own, neighbors_of(small(), batch.tokens))
-    of_teacher, differ = (a == teacher).all(2), (teacher != own).any(2)
-    assert (of_teacher | (a == own).all(2)).all()
-    assert of_teacher[differ].double().mean().item() == pytest.approx(0.75, abs=0.06)
-    chance, alpha, tau = zip(*(model.schedule(x) for x in (0, 0.1, 0.45, 0.9, 1)))
-    assert chance == pytest.approx([1, 0.9698, 0.5, 0, 0], abs=1e-4)
-    assert alpha == pytest.approx([0, 0.25, 0.5, 0.5, 0.5])
-    assert tau == pytest.approx([1, 1.3, 2.35, 3.7, 4])
 
-def test_which_loss_trains_what():
-    """W_Q, W_K get a gradient from L_ret alone, off at first; all else from the LM loss."""
-    model, batch = small().train(), supervised(LONG)
+@pytest.mark.parametrize('wrong, message', [
+    (dict(window=96), 'window'), (dict(block_size=191), 'block_size'),
+    (dict(n_candidates=1), 'n_candidates'), (dict(n_embd=18), 'n_embd')])
+def test_wrong_configurations_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        RPTConfig(**wrong)
 
-    def trained(progress):
-        model.zero_grad()
-        model(batch, progress)[0].backward()
-        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert all(g.isfinite().all() for g in grads.values())
-        return {name for name, g in grads.items() if g.abs().max() > 1e-9}
-    names = {name for name, _ in model.named_parameters()}
-    scoring = ('retriever.query', 'retriever.key', 'retriever.norm_')
-    assert trained(0) == {name for name in names if not name.startswith(scoring)}
-    assert trained(0.5) >= names - {'retriever.key.bias'}                   # moves all scores
-
-def test_dropout_and_bf16():
-    """All randomness comes from the seed. Under autocast scores and logits are fp32."""
-    torch.set_default_dtype(torch.float32)
-    model, batch, losses, vectors = small(dropout=0.5), supervised(docs_of(T)), [], []
-    for noise, seed in ((0, 7), (1, 7), (0, 8)):
-        torch.manual_seed(noise)
-        losses.append(model.train()(batch._replace(seed=seed), 0.5)[0].item())
-    assert losses[2] != losses[0] == losses[1]
-    for linear in (model.eval().retriever.query, model.retriever.key):
-        linear.register_forward_hook(lambda module, x, y: vectors.append(y))
-    with torch.autocast('cpu', torch.bfloat16):
-        f, _, scores = model.encode(batch.tokens)
-        logits = model.logits(f)
-    (q, k), permitted = vectors, scores > -math.inf
-    exact = (q.double() @ k.double().transpose(1, 2) / 4).float()
-    torch.testing.assert_close(scores[permitted], exact[permitted], rtol=1e-5, atol=1e-6)
-    assert q.dtype == torch.bfloat16 and logits.dtype == torch.float32
-
-# --------------------------------------------------------------------------------------------------
-# sizes, settings, evaluation
 
 @pytest.mark.parametrize('more, millions', [
     (dict(retriever='none'), 202.5), (dict(retriever='none', n_layer=14), 227.7),
@@ -619,144 +576,87 @@ def test_parameter_counts_of_the_paper(more, millions):
         model = RPT(RPTConfig(**{**sizes, 'vocab_size': 50_277, **more}))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
 
-def test_equal_seeds_give_equal_initial_weights():
-    """What two settings share begins equal: else one seed would compare initial weights."""
-    def start(**more):
-        torch.manual_seed(0)
-        return RPT(RPTConfig(n_embd=16, vocab_size=V, **more)).state_dict()
-    plain = start(retriever='none')
-    for more in (dict(), dict(retriever='bm25'), dict(n_cca=1)):
-        weights = start(**more)
-        assert all(p.equal(weights[name]) for name, p in plain.items())
 
-@pytest.mark.parametrize('more', [
-    dict(n_neighbors=0), dict(chunk_size=0), dict(n_embd=18), dict(window=96), dict(window=3),
-    dict(block_size=191), dict(n_layer=1), dict(n_cca=3), dict(n_candidates=1), dict(eta=1.1),
-    dict(dropout=1.0), dict(alpha=-1.0), dict(retriever='lex', reference='x'), dict(n_cca=-1)])
-def test_bad_configurations_are_refused(more):
-    with pytest.raises(ValueError):
-        RPTConfig(**more)
+def test_ranks_by_loops(n=26):
+    """Table 3 by counting; the reference LM scores all permitted chunks."""
+    model = small(n_layer=2, block_size=n * M)
+    reference = small(retriever='none', window=4 * M)
+    tokens = tokens_of(5, n * M, 1)[0]
+    split = SimpleNamespace(tokens=tokens.numpy(), offsets=np.array([0, n * M]))
+    runs = [SimpleNamespace(name=name, model=m) for name, m in (('x', model), ('r', reference))]
+    corpus, args = SimpleNamespace(train=split), SimpleNamespace(sequences=1)
+    result = rpt.TASKS['ranks'](runs, corpus, split, args)
+    k, values = torch.arange(n), {name: [] for name in result['x']}
+    candidates = k.where((k <= k[:, None] - W) & (k[:, None] < n - 1), -1)
+    s_t = target_scores(reference, tokens.view(n, M), candidates)
+    scores = model.encode(tokens[None])[2][0]
+    for i in range(W, n - 1):
+        order = sorted(range(i - W + 1), key=lambda j: -scores[i, j].item())
+        s = [max(0, s_t[i, j].item()) for j in order]
+        if max(s) > 0:
+            dcg, best = (sum((2 ** x - 1) / math.log2(2 + r) for r, x in enumerate(xs[:20]))
+                         for xs in (s, sorted(s, reverse=True)))
+            values['ndcg@20'].append(dcg / best)
+            values['precision@2'].append(sum(x > 0 for x in s[:2]) / 2)
+            values['recall@10'].append(sum(x > 0 for x in s[:10]) / sum(x > 0 for x in s))
+    assert result['x'] == pytest.approx({name: np.mean(x) for name, x in values.items()})
+    with pytest.raises(SystemExit, match='reference'):
+        rpt.TASKS['ranks'](runs[:1], corpus, split, args)
 
-def test_trace():
-    """The neighbors and gates of the last chunk that is complete at t, in the document's tokens."""
-    model, tokens = small(n_neighbors=3), tokens_of(t=90, b=1)[0]
-    model.piece, chosen = 5 * M, neighbors_of(model, tokens[None])[0].tolist()
-    gates = model.encode(tokens[None])[1].gates[0].tolist()
-    for t in (3, 11, 42, 43, 44, 88):
-        i = (t + 1) // M - 1
-        wanted = sorted(((g, k * M, k * M + 2 * M) for g, k in zip(gates[i], chosen[i]) if k >= 0),
-                        reverse=True)
-        spans = model.trace(tokens, t)
-        assert all(where is tokens for _, where, _, _ in spans)
-        assert [(a, b) for _, _, a, b in spans] == [(a, b) for _, a, b in wanted]
-        assert [g for g, *_ in spans] == pytest.approx([g for g, *_ in wanted])
-    assert small(retriever='none').trace(tokens, 50) == []
 
-def test_ranks():
-    """Precision, recall, nDCG and gains of a run against loops."""
-    model, reference = small(window=4 * M), small(retriever='none', n_layer=2, window=4 * M)
-    runs = [SimpleNamespace(model=model, name='run'), SimpleNamespace(model=reference, name='xl')]
-    text, offsets = tokens_of(3, 130, 1)[0].numpy(), np.array([0, 50, 60, 130])
-    corpus = SimpleNamespace(train=SimpleNamespace(tokens=tokens_of(9, 400)[0].numpy()))
-    split = SimpleNamespace(tokens=text, offsets=offsets)
-    result = rpt.ranks(runs, corpus, split, SimpleNamespace(sequences=5))
-    values = {name: [] for name in ('precision@2', 'recall@10', 'ndcg@20', 'gain+', 'gain-')}
-    for start in (0, 60):
-        tokens, k, log_p = torch.from_numpy(text[start:start + T]), torch.arange(N), {}
-        candidates = k.where((k <= k[:, None] - 4) & (k[:, None] < N - 1), -1)
-        s_t = target_scores(reference, tokens.view(N, M), candidates)
-        _, state, (scores,) = model.encode(tokens[None])
-        for model.retrieval in ('off', 'on'):
-            log_p[model.retrieval] = model.log_p(tokens)
-        for i in range(4, N - 1):
-            s = s_t[i, sorted(range(i - 3), key=lambda k: -scores[i, k].item())]
-            gain = (log_p['on'] - log_p['off'])[(i + 1) * M - 1:(i + 2) * M - 1].mean().item()
-            hit = any(k >= 0 and s_t[i, k] > 0 for k in state.chosen[0, 3 + i].tolist())
-            values['gain+' if hit else 'gain-'].append(gain)
-            if (s > 0).any():
-                gains = 2 ** s.clamp(min=0) - 1
-                discount = 1 / torch.log2(2.0 + torch.arange(len(s)))
-                best = gains.sort(descending=True).values
-                values['precision@2'].append((s[:2] > 0).sum().item() / 2)
-                values['recall@10'].append(((s[:10] > 0).sum() / (s > 0).sum()).item())
-                values['ndcg@20'].append(((gains @ discount) / (best @ discount)).item())
-    assert result['run'] == pytest.approx({name: np.mean(x) for name, x in values.items()})
-    assert set(result) == {'chance', 'recency', 'BM25', 'run'}
+# models that learn
 
-# --------------------------------------------------------------------------------------------------
-# it learns
-
-def train(model, batch_of, steps, lr=3e-3):
-    for p in model.parameters():
-        p.data *= 3 if p.dim() == 2 else 1                                  # it learns sooner
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+def learn(model, steps, make, lr=3e-3):
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95))
     for step in range(steps):
         optimizer.param_groups[0]['lr'] = lr * min(1, (step + 1) / 30)
-        model.train()(batch_of(step), step / steps)[0].backward()
+        model.train()(make(step), step / steps)[0].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return model.eval()
 
-@pytest.mark.slow
-def test_random_tokens_cannot_be_predicted_with_larger_weights():
-    """
-    No leak: trained on random tokens with a teacher that knows the target, the loss with the
-    model's neighbors stays at ln V; with the teacher's it falls below.
-    """
-    torch.set_default_dtype(torch.float32)
-    torch.manual_seed(0)
-    V, m, n, i = 4, 2, 24, torch.arange(24)
-    model = RPT(RPTConfig(
-        vocab_size=V, block_size=n * m, n_layer=2, n_head=2, n_embd=32, window=4 * m, chunk_size=m,
-        n_neighbors=1, n_candidates=1, teacher='always', alpha=0.1))
-
-    def batch(seed):
-        tokens = torch.randint(V, (16, n * m))
-        word = tokens.view(16, n, m) @ torch.tensor([1, V])                 # (B, N)
-        like = (word[:, 1:, None] == word[:, None, 1:]) & (i[:-1] <= i[:-1, None] - 4)
-        best = torch.where(like, i[:-1], -1).max(2, keepdim=True).values
-        best = F.pad(best, (0, 0, 0, 1), value=-1)
-        return TaughtBatch(tokens, F.pad(tokens[:, 1:], (0, 1), value=-1), torch.zeros_like(tokens),
-                           seed, best, torch.where(best >= 0, 1.0, math.nan), 100)
-    train(model, batch, 90, 5e-3)
-    with torch.no_grad():
-        own = sum(model(batch(0), 1)[0].item() for _ in range(20)) / 20
-        taught = sum(model.train()(batch(0), 1)[1]['lm_loss'].item() for _ in range(5)) / 5
-    assert taught < math.log(V) - 0.15 and own > math.log(V) - 0.02         # 15,040 tokens
 
 @pytest.mark.slow
-def test_retrieval_is_learned_with_larger_weights():
-    """
-    Six facts, a chunk with a key and one with its value; later the keys again, each followed by its
-    value, which only retrieval can know. The teacher's score is 1 for the key's first place.
-    """
-    torch.set_default_dtype(torch.float32)
+@pytest.mark.parametrize('retriever', ['lex', 'bm25'])
+def test_random_tokens_cannot_be_predicted(retriever):
+    """ln V is the least, although the teacher knows the target."""
     torch.manual_seed(0)
-    at, k = torch.arange(15, 27, 2), torch.arange(26)
+    model = RPT(RPTConfig(vocab_size=V, block_size=16 * M, n_layer=2, n_embd=64, window=W * M,
+                          chunk_size=M, retriever=retriever, n_candidates=4))
+    model = learn(model, 200, lambda step: taught(tokens_of(step, 16 * M, 8), seed=step))
+    tokens = tokens_of(10 ** 6, 16 * M, 256)
+    nll = -gather(model.log_probs(tokens)[:, :-1], tokens[:, 1:])
+    assert nll.mean() > math.log(V) - 4 * nll.std() / nll.numel() ** 0.5
 
-    def batch(step, n=16):
-        keys, values = torch.randint(16, (2, n, 6, M))
-        order, x = torch.rand(n, 6).argsort(1), torch.randint(32, 40, (n, 28, M))
-        x[:, 0:12:2], x[:, 1:12:2] = keys, values + 16
-        x[:, at], x[:, at + 1] = x[:, 0:12:2], x[:, 1:12:2]
-        for start in (at, at + 1):
-            x[:, start] = x[:, start].gather(1, order[..., None].expand(-1, -1, M))
-        targets = torch.full((n, 28, M), -1)
-        targets[:, at + 1] = x[:, at + 1]
-        targets = F.pad(targets.flatten(1)[:, 1:], (0, 1), value=-1)
-        candidates = k.where(k <= torch.arange(28)[:, None] - W, -1).expand(n, 28, 26)
-        s_t = torch.where(candidates >= 0, -1.0, math.nan)
-        s_t[:, at] = s_t[:, at].scatter(2, 2 * order[..., None], 1.0)
-        x = x.flatten(1)
-        return TaughtBatch(x, targets, x * 0, step, candidates, s_t, 6 * n)
-    model = train(RPT(RPTConfig(
-        vocab_size=40, block_size=28 * M, n_layer=2, n_head=4, n_embd=64, window=W * M,
-        chunk_size=M, n_neighbors=1, n_candidates=26)), batch, 150)
-    test, nats = batch(0, 64), {}
-    with torch.no_grad():
-        for model.retrieval in ('off', 'shuffled', 'on'):
-            nats[model.retrieval] = model(test, 1)[0].item()
-    first = test.target_scores[:, at].nan_to_num(-1).argmax(2)
-    right = (neighbors_of(model, test.tokens)[:, at, 0] == first).double().mean()
-    assert right > 0.9 and nats['on'] < 0.3 and min(nats['off'], nats['shuffled']) > 2
+
+@pytest.mark.slow
+def test_retrieval_is_learned_with_three_times_the_initial_weights():
+    """Six keys with values, noise, the keys again: only retrieval knows the second values."""
+    generator, at = torch.Generator().manual_seed(0), torch.arange(15, 27, 2)
+
+    def facts(n, seed=0):
+        keys, values = (torch.randint(16, (n, 6, M), generator=generator) + i for i in (0, 16))
+        asked = torch.rand(n, 6, generator=generator).argsort(1)
+        x, known = torch.randint(32, 40, (n, 28, M), generator=generator), torch.zeros(n, 28, M)
+        x[:, 0:12:2], x[:, 1:12:2], known[:, at + 1] = keys, values, 1
+        rows = torch.arange(n)[:, None]
+        x[:, at], x[:, at + 1] = keys[rows, asked], values[rows, asked]
+        k = torch.arange(26).expand(n, 28, 26)
+        candidates = torch.where(k <= torch.arange(28)[:, None] - W, k, -1)
+        scores = torch.where(candidates >= 0, -1.0, math.nan)
+        scores[:, at] = scores[:, at].scatter(2, 2 * asked[..., None], 1.0)
+        batch = batch_of(x.flatten(1), seed=seed, candidates=candidates, target_scores=scores)
+        batch.targets = batch.targets.where(F.pad(known.flatten(1)[:, 1:], (0, 1)) > 0, -1)
+        return batch
+    torch.manual_seed(0)
+    model = RPT(RPTConfig(vocab_size=40, block_size=28 * M, n_layer=2, n_embd=64, window=W * M,
+                          chunk_size=M, n_neighbors=1, n_candidates=26))
+    for p in model.parameters():
+        p.data *= 3 if p.dim() == 2 else 1
+    learn(model, 150, lambda step: facts(16, step))
+    batch, nll = facts(64), {}
+    for way, attributes in model.ways().items():
+        vars(model).update(attributes)
+        nll[way] = model(batch, 1)[0].item()
+    assert nll['on'] < 0.3 and min(nll['off'], nll['shuffled']) > 2.5   # at random: ln 16 = 2.77

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import trime
@@ -92,29 +91,31 @@ def read(model, tokens, x, store):
     scored, found, words = [], [], tokens.tolist()
     for t, (start, f, g) in enumerate(contexts(model, tokens)):
         scored.append(g[-1])                                        # the states when they were new
-        sim = lambda k: (g[-1] @ k).item() / C ** 0.5
-        local = [(sim(g[j - start]), words[j + 1], j) for j in range(start, t)]
-        long = [(sim(scored[j]), words[j + 1], j) for j in range(max(0, start - x.long), start)]
-        found.append(dict(local=local, long=long, words=word_logits(model.embedding, f[-1:])[0]))
-        if 'ext' in x.memories:
+        keys = {j: scored[j] for j in range(max(0, start - x.long), start)}
+        keys.update({j: g[j - start] for j in range(start, t)})
+        past = [((g[-1] @ k).item() / C ** 0.5, words[j + 1], j) for j, k in keys.items()]
+        found.append(dict(past=past * x.local, ext=[],
+                          words=word_logits(model.embedding, f[-1:])[0]))
+        if x.n_neighbors:
             sims = -(store.keys - g[-1]).pow(2).sum(1) / 2 if x.linear else store.keys @ g[-1]
             top, j = (sims / C ** 0.5).topk(x.n_neighbors)
             found[-1]['ext'] = [(s, TEXT[i + 1], i) for s, i in zip(top.tolist(), j.tolist())]
     return torch.stack([equations_6_to_9(x, **memories) for memories in found]).detach(), found
 
 
-def equations_6_to_9(x, words, **memories):
-    def terms(names, tau):
+def equations_6_to_9(x, words, past, ext):
+    def terms(memories, tau):
         total = torch.zeros(V).double()
-        for sim, value, _ in sum((memories[name] for name in names), []):
+        for sim, value, _ in memories:
             total[value] += math.exp(sim / tau)
         return total
 
-    P = words.exp() + (0 if x.linear else terms(x.memories, x.tau))                 # Eq. 1, 6
-    P, past = P / P.sum(), [name for name in x.memories if name != 'ext']
-    baselines = [(past, x.tau, x.lam), (['ext'], x.tau_ext, x.lam_ext)]
-    for names, tau, lam in baselines if x.linear else [(x.memories, x.tau_ext, x.lam_ext)]:
-        memory = terms(names, tau) if lam else torch.zeros(1)
+    P = words.exp() + (0 if x.linear else terms(past + ext, x.tau))                 # Eq. 1, 6
+    P = P / P.sum()
+    cache_and_knn_lm = [(past, x.tau, x.lam), (ext, x.tau_ext, x.lam_ext)]
+    eq8 = [(past + ext, x.tau_ext, x.lam_ext)]
+    for memories, tau, lam in cache_and_knn_lm if x.linear else eq8:
+        memory = terms(memories, tau) if lam else torch.zeros(1)
         if memory.sum() > 0:
             P = (1 - lam) * P + lam * memory / memory.sum()                         # Eq. 8, 9
     return P
@@ -155,31 +156,34 @@ def test_forward_is_eq5(mode, settings, sizes, R, training, monkeypatch):
         assert torch.allclose(got, value, atol=EPS) and value.abs().max() > 0, name
 
 
-def trime_loss(embedding, f, query, key, w, x, mask):
-    return TrimeLoss.apply(f, query, key, torch.tensor(w), torch.tensor(x), mask, embedding, True,
-                           *embedding.parameters())
+def trime_loss(embedding, f, query, key, targets, mask):
+    targets = torch.tensor(targets)
+    word = embedding.word(f, targets.clamp(min=0))
+    return TrimeLoss.apply(f, query, key, embedding.tables[0], *word, targets, mask, True)
 
 
 @pytest.mark.parametrize('sizes', [{}, ADAPTIVE])
 def test_gradcheck(sizes, monkeypatch):
     monkeypatch.setattr(TrimeLoss, 'R', 4)
-    f, query, key = (torch.randn(n, C).double().requires_grad_() for n in (6, 6, 9))
-    embedding, mask = small(**sizes).embedding, torch.rand(6, 9) < 0.8
+    f, query, key = (torch.randn(9, C).double().requires_grad_() for _ in range(3))
+    embedding, mask = small(**sizes).embedding, torch.rand(9, 9) < 0.8
     mask[4] = False
-    loss = lambda *inputs: trime_loss(embedding, *inputs[:3], [3, 7, 20, 3, 7, -1], [3, 7, 20] * 3,
+    loss = lambda *inputs: trime_loss(embedding, *inputs[:3], [3, 7, 20, 3, 7, -1, 7, 20, 3],
                                       lambda rows: (2, 9, mask[rows, 2:]))[0]
     assert torch.autograd.gradcheck(loss, (f, query, key, *embedding.parameters()), fast_mode=True)
 
 
 def test_extreme_similarities():
-    """fp32 has neither e^200 nor e^-110: the match of query 0 is 110 nats below that of query 1."""
-    query, key, everything = torch.zeros(2, C), torch.zeros(2, C), torch.ones(2, 2) > 0
-    query[:, 0], key[0, 0], key[1, 0] = C ** 0.5, 200.0, 90.0
-    got = trime_loss(small().float().embedding, torch.zeros(2, C), query, key.requires_grad_(),
-                     [1, 3], [3, 1], lambda rows: (0, 2, everything))
+    """fp32 has neither e^200 nor e^-110: the match of query 0 is 110 nats below its maximum."""
+    query, key = torch.zeros(3, C), torch.zeros(3, C)
+    query[0, 0], key[0, 0], key[1, 0] = C ** 0.5, 90.0, 200.0
+    mask = torch.tensor([[True, True, False], [False] * 3, [False] * 3])
+    got = trime_loss(small().float().embedding, torch.zeros(3, C), query, key.requires_grad_(),
+                     [3, 1, -1], lambda rows: (0, 3, mask))
     got[0].backward()
-    assert [x.item() for x in got] == pytest.approx([110 / 2, 1, math.log(V)])
-    assert torch.allclose(key.grad[:, 0], torch.tensor([0.5, -0.5]))
+    want = [(110 + math.log(V)) / 2, 0.5, math.log(V)]
+    assert [x.item() for x in got] == pytest.approx(want)
+    assert torch.allclose(key.grad[:, 0], torch.tensor([-0.5, 0.5, 0]))
 
 
 def test_no_memory_is_cross_entropy():
@@ -209,11 +213,10 @@ def test_randomness_comes_from_the_seed():
 
 
 INFERENCES = dict(
-    off=Inference(), local=Inference(('local',), tau=1.3),
-    long=Inference(('local', 'long'), long=10, tau=0.8), ext=Inference(('ext',), n_neighbors=6),
-    all=Inference(('local', 'long', 'ext'), False, 10, 6, 1.2, 0.0, 0.5, 0.4),
-    cache=Inference(('local', 'long'), True, 10, tau=0.7, lam=0.3),
-    knn_lm=Inference(('local', 'ext'), True, 0, 6, 0.7, 0.3, 2.0, 0.25))
+    off=Inference(), local=Inference(True, tau=1.3), long=Inference(True, 10, tau=0.8),
+    ext=Inference(n_neighbors=6), all=Inference(True, 10, 6, False, 1.2, 0.0, 0.5, 0.4),
+    cache=Inference(True, 10, linear=True, tau=0.7, lam=0.3),
+    knn_lm=Inference(True, 0, 6, True, 0.7, 0.3, 2.0, 0.25))
 TEXT = random_tokens(2001, seed=9).numpy().astype(np.uint16)        # of the datastore
 no_progress = lambda items, *_: items
 
@@ -223,9 +226,9 @@ def store(tmp_path_factory):
     """A datastore of 2,000 entries in 2 lists, moved after it was built; its keys by definition."""
     folder, model = tmp_path_factory.mktemp('store'), small(**ADAPTIVE)
     with torch.no_grad():
-        Datastore(folder / 'a', model, TEXT, {'a': 1}, 8, no_progress)
+        Datastore(folder / 'a', model, TEXT, {'a': 1}, no_progress)
         (folder / 'a').rename(folder / 'b')
-        store = Datastore(folder / 'b', model, TEXT, {'a': 1}, 8, None)     # it is not built again
+        store = Datastore(folder / 'b', model, TEXT, {'a': 1}, None)     # it is not built again
         tokens = torch.from_numpy(TEXT[:-1].astype(int))
         keys = torch.stack([g[-1] for _, _, g in contexts(model, tokens)])
     return SimpleNamespace(store=store, keys=keys.half().double())
@@ -239,12 +242,11 @@ def with_memories(name, store, stride=3):
 
 @pytest.mark.parametrize('stride', [3, T])
 @pytest.mark.parametrize('name', INFERENCES)
-def test_probabilities_at_test_time(name, stride, store, monkeypatch):
+def test_probabilities_at_test_time(name, stride, store):
     """Several windows, each token in memory once: log_probs = stream in any pieces = log_p."""
-    monkeypatch.setattr(TRIME, 'TOKENS', 3 * T, raising=False)      # 3 windows are encoded at once
     model, n = with_memories(name, store, stride=stride), 6 * T + 3
     tokens, sizes = random_tokens(1, n), []
-    eps = 1e-4 if 'ext' in model.inference.memories else EPS        # faiss computes in fp32
+    eps = 1e-4 if model.inference.n_neighbors else EPS        # faiss computes in fp32
     P, log_probs = read(model, tokens[0], model.inference, store)[0], model.log_probs(tokens)
     assert torch.allclose(log_probs.exp().sum(2), torch.ones(1, n).double())
     assert torch.allclose(log_probs[0].exp(), P, atol=eps)
@@ -258,6 +260,10 @@ def test_probabilities_at_test_time(name, stride, store, monkeypatch):
     assert max(sizes) == max(sizes[:4 * T])
     want = log_probs[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
     assert torch.allclose(model.log_p(tokens[0]), want, atol=eps)
+    windows, x = [*model.score(tokens[0])], model.inference         # as when sizes are tuned
+    fewer = dataclasses.replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
+    got, model.inference = torch.cat([fewer.log_p(*window)[:, 0] for window in windows]), fewer
+    assert torch.allclose(got, model.log_p(tokens[0]), atol=eps)
 
 
 @pytest.mark.parametrize('shuffle', [False, True])
@@ -289,8 +295,8 @@ def test_trace(name, store):
         assert torch.allclose(of_words + rest, P[t], atol=1e-4)
         assert found == sorted(found, key=lambda memory: -memory[0])
         positions = {(ids is tokens, end - 2) for _, ids, _, end in found}
-        assert positions == {(name != 'ext', j) for name in model.inference.memories
-                             for _, _, j in memories[t][name]}
+        assert positions == {(kind == 'past', j) for kind in ('past', 'ext')
+                             for _, _, j in memories[t][kind]}
         assert abs((shuffled[t] - rest).clamp(min=0).sum() - of_words.sum()) < 1e-4
 
 
@@ -311,8 +317,8 @@ def test_datastore(stop, tmp_path, monkeypatch):
     monkeypatch.setattr(ondisk, 'merge_ondisk', lambda *args: progress(merge(*args)))
     if stop:
         with pytest.raises(KeyboardInterrupt):
-            Datastore(tmp_path, model, text, {'weights': 1}, 8, progress)
-    store = Datastore(tmp_path, model, text, {'weights': 1}, 8, progress)
+            Datastore(tmp_path, model, text, {'weights': 1}, progress)
+    store = Datastore(tmp_path, model, text, {'weights': 1}, progress)
     assert len(steps) == 4 + (stop > 0) and len([*tmp_path.iterdir()]) == 3     # no shard remains
     tokens, keys = torch.from_numpy(text[:-1].astype(int)), []
     for start, context in ((0, 0), (40, T), (80, T)):
@@ -325,7 +331,7 @@ def test_datastore(stop, tmp_path, monkeypatch):
         assert torch.allclose(sim[:, :-1], want.gather(1, j[:, :-1]) / C ** 0.5, atol=1e-4)
         assert (sim.diff(dim=1) <= 0).all() and sim[:, -1].max() == -math.inf   # 94 entries
     with pytest.raises(SystemExit):
-        Datastore(tmp_path, model, text, {'weights': 2}, 8, progress)
+        Datastore(tmp_path, model, text, {'weights': 2}, progress)
 
 
 def corpus():
@@ -340,15 +346,19 @@ def corpus():
 def prepared(model_memory, folder, progress=no_progress, **flags):
     args = SimpleNamespace(**{**vars(EvalConfig()), 'split': 'val', 'long': 60, **flags})
     model = small(model_memory, block_size=16, stride=8).eval()
+    (folder / 'best.pt').write_bytes(b'a')
     model.prepare_eval(corpus(), args, folder / 'best.pt', progress)
     return model, args
+
+
+def documents():
+    return torch.from_numpy(corpus().val.tokens.astype(int)).split(96)
 
 
 def perplexity(model, **attributes):
     for name, value in attributes.items():
         setattr(model, name, value)
-    documents = torch.from_numpy(corpus().val.tokens.astype(int)).split(96)
-    return math.exp(-torch.cat([model.log_p(document) for document in documents]).mean())
+    return math.exp(-torch.cat([model.log_p(tokens) for tokens in documents()]).mean())
 
 
 @pytest.mark.parametrize('memory, flags', [
@@ -360,7 +370,9 @@ def test_tuning(memory, flags, tmp_path):
     ways = model.ways()
     x = ways['on']['inference']
     assert [*ways] == ['on', 'shuffled', 'off'] and x.linear == (memory == 'none')
-    assert ','.join(x.memories) == flags.get('memory', {'long': 'local,long'}.get(memory, memory))
+    names = flags.get('memory', {'long': 'local,long'}.get(memory, memory))
+    used = dict(local=x.local, long=x.long > 0, ext=x.n_neighbors > 0)
+    assert used == {name: name in names for name in used}
     on, shuffled, off = (perplexity(model, **way) for way in ways.values())
     assert on < 0.98 * shuffled and on < 0.9 * off, (on, shuffled, off)
     for factor in (0.1, 10.0):
@@ -373,24 +385,16 @@ def test_tuning(memory, flags, tmp_path):
 
 def test_flags_and_task(tmp_path):
     """The sweep of Figure 3: perplexity by size of the long memory, as JSON."""
-    model, _ = prepared('ext', tmp_path, memory='local', tau=2.5, stride=5)
-    assert model.ways()['on']['inference'].tau == 2.5 and model.stride == 5
+    model, _ = prepared('ext', tmp_path, memory='local', stride=5)
+    assert model.stride == 5
     with pytest.raises(SystemExit, match='split train'):            # each token would find itself
         prepared('ext', tmp_path, split='train')
     assert [*prepared('ext', tmp_path, memory='none')[0].ways()] == ['off']
     model, args = prepared('long', tmp_path)
-    run = SimpleNamespace(name='run', model=model)
+    run = SimpleNamespace(name='run', model=model, documents=documents())
     result = trime.TASKS['sweep']([run], corpus(), corpus().val, args)
     at_0, at_60 = json.loads(json.dumps(result)).values()
     assert at_60 < at_0 and at_60 == pytest.approx(perplexity(model, **model.ways()['on']))
-
-
-@pytest.mark.parametrize('flags', [
-    dict(n_embd=30), dict(stride=600), dict(n_layer=0), dict(m=-1), dict(p=1.5),
-    dict(cutoffs='14,6'), dict(cutoffs='0,4'), dict(cutoffs='a'), dict(cutoffs='2,3,4,5,6')])
-def test_wrong_settings(flags):
-    with pytest.raises(ValueError, match=next(iter(flags))):
-        TRIMEConfig(**flags)
 
 
 @pytest.mark.parametrize('preset, millions, memory, kind', [
@@ -406,30 +410,6 @@ def test_presets(preset, millions, memory, kind):
     assert values['tokens_per_step'] % (config.block_size * config.micro_batch) == 0
     assert trime.batches(config) == dict(kind=kind, consecutive=config.m,
                                          same_document=preset != 'enwik8')
-
-
-def gradients(mode, rank=None):
-    """Of a micro-batch of 4 segments, or of this process's 2."""
-    model, batch = small(mode, gather_memory=True, p=0.0), random_batch()
-    batch.targets[batch.targets < 0] = 3                            # each process scores as many
-    for name in ('tokens', 'targets', 'doc') if rank is not None else ():
-        setattr(batch, name, getattr(batch, name)[2 * rank:2 * rank + 2])
-    return torch.autograd.grad(model(batch, 1.0)[0], [*model.parameters()])
-
-
-def gather(rank, folder):
-    dist.init_process_group('gloo', f'file://{folder}/group', rank=rank, world_size=2)
-    torch.save([gradients(mode, rank) for mode in ('long', 'ext')], folder / f'{rank}.pt')
-    dist.destroy_process_group()
-
-
-@pytest.mark.dist
-def test_two_processes_gather_what_one_has(tmp_path):
-    """The gradient of a loss reaches the memories of the other process."""
-    torch.multiprocessing.spawn(gather, (tmp_path,), nprocs=2)
-    for mode, *grads in zip(('long', 'ext'), *(torch.load(tmp_path / f'{i}.pt') for i in (0, 1))):
-        for a, b, want in zip(*grads, gradients(mode)):
-            assert torch.allclose((a + b) / 2, want, atol=EPS), mode
 
 
 def trained(memory, batches, **settings):
