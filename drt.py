@@ -79,7 +79,7 @@ class DRTConfig:
 
 TASKS = {}
 PRESETS = {                 # 124m: App. A.1; its base LMs are --groups 0, also with --window 768
-    'tiny': dict(tokens_per_step=1984, max_steps=1000),     # the defaults: minutes on two CPU cores
+    'tiny': dict(tokens_per_step=1984),     # the defaults: minutes on two CPU cores
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
                  n_layer=12, n_head=12, n_embd=768, window=512, chunk_size=64, n_neighbors=8,
                  tokens_per_step=524_160, max_steps=60_000, optimizer='adamw', lr=2e-3, warmup=0.02,

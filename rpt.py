@@ -97,7 +97,7 @@ class RPTConfig:
 
 
 PRESETS = {         # §3.4 and App. A; lr for AdamW and reference_steps are ours
-    'tiny': dict(tokens_per_step=2048, max_steps=1000, n_candidates=4, score_every=2),
+    'tiny': dict(n_candidates=4, score_every=2),
     'paper': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_384,
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
                   chunk_size=64, n_cca=5, tokens_per_step=131_072, max_steps=500_000, lr=5e-4,
@@ -574,6 +574,11 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
 
     n = config.tokens_per_step // (batches.B * batches.T)               # micro-batches of a step
     used = np.unique(np.concatenate([batches.rows(g) for g in range(n * config.max_steps)]))
+    if reference:                                       # candidate i of chunk i holds the target
+        chunks = batches.take(used[:1], seed=0).tokens[0, :N * m].view(N, m).to(device)
+        itself = torch.arange(N - 1, device=device)[:, None]
+        gain = target_scores(reference, chunks, F.pad(itself, (0, 0, 0, 1), value=-1)).nanmean()
+        print(f'a copy of the target is worth {gain:.3f} nats a token to the reference LM')
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for row in progress(used[rank::world], f'candidates and scores in {folder}', quiet=rank):
         load(row)

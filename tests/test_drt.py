@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from drt import DRT, DRTConfig
+from test_train import learn
 
 torch.set_num_threads(1)                        # the models are tiny
 V, S, W, K = 23, 4, 5, 2
@@ -402,21 +403,11 @@ def test_bad_settings_are_refused(settings):
         DRTConfig(**settings)
 
 
-def train(model, make_batch, steps, lr, warmup=1):
-    optimizer = torch.optim.AdamW(model.train().parameters(), betas=(0.9, 0.95))
-    for step in range(steps):
-        optimizer.param_groups[0]['lr'] = lr * min(1, (step + 1) / warmup)
-        model(make_batch(step), step / steps)[0].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
-
-
 @pytest.mark.slow
 def test_random_tokens_cannot_be_predicted():
     torch.manual_seed(0)
     model = DRT(DRTConfig(vocab_size=V, n_layer=2, n_head=2, n_embd=32, window=8, chunk_size=4))
-    train(model, lambda step: batch_of(torch.randint(V, (8, 60)), seed=step), 150, 3e-3)
+    learn(model, 150, lambda step: batch_of(torch.randint(V, (8, 60)), seed=step))
     log_probs = [model.log_p(torch.randint(V, (60,))) for _ in range(160)]
     assert -torch.cat(log_probs).mean() > math.log(V) - 0.02                # 4 standard deviations
 
@@ -461,7 +452,7 @@ def test_retrieval_is_learned_from_the_loss_alone(seed):
         return right, (w * (idx == fact[..., None])).sum(2).mean().item()
 
     before = evaluate()
-    train(model, lambda step: batch_of(facts(24, generator, 12)[0], seed=step), 200, 3e-3, 50)
+    learn(model, 200, lambda step: batch_of(facts(24, generator, 12)[0], seed=step))
     right, weight = evaluate()
     assert right['learned'] > 0.9 and right['random'] < 0.4 and right['off'] < 0.2, right
     assert before[0]['learned'] < 0.2 and weight > before[1], (before, weight)

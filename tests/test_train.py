@@ -55,6 +55,21 @@ def here(tmp_path, texts, monkeypatch):
         signal.signal(number, handler)
 
 
+def learn(model, steps, make_batch):
+    """Training with the defaults of train.py: optimizers, rate and clipping."""
+    config = train.TrainConfig(max_steps=steps)
+    optimizers = train.optimizers_of(model.train(), config)
+    for step in range(steps):
+        model(make_batch(step), step / steps)[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group['lr'] = train.learning_rate(step, config)
+            optimizer.step()
+        model.zero_grad()
+    return model.eval()
+
+
 def log_of(run):
     return [json.loads(line) for line in Path(run, 'log.jsonl').read_text().splitlines()]
 
