@@ -25,10 +25,8 @@ Where this differs from the paper, and why
     Scores, selection and weights are in fp32 (official code: bf16, which ties scores).
     Retrieval never crosses documents that are joined in a sequence. Self-attention does, within a
     window: one (H, W, 2W) bias serves all blocks, masks of documents would take B T / W times that.
-    Initial weights that add to the residual are scaled by depth. GCA's last matrix does not add to
-    it: 0.02 sqrt(768 / C), the official scale. With --shift-values, off in the preset, the value of
-    token j + 1 is at the key of token j: one layer can copy. Not here: retrieval from a corpus
-    (§3.3, Table 4).
+    Initial weights: 0.02 sqrt(768 / C), the official scale, and those that add to the residual are
+    scaled by depth, to which GCA's last matrix does not belong. Not here: retrieval from a corpus (§3.3, Table 4).
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
@@ -64,7 +62,6 @@ class DRTConfig:
     gumbel: bool = True         # noise on the scores before top-k, in training (paper section 3.2)
     mlm: float = 0.15           # with encoder tokens: masked in the first half (official code)
     retriever: Literal['learned', 'random', 'off'] = 'learned'      # random: paper appendix A.5
-    shift_values: bool = True   # the key of a token has the value of the next one (ours)
     sink: bool = False          # a key and a value of zero in each chunk (official code: yes)
 
     def __post_init__(self):
@@ -83,7 +80,7 @@ PRESETS = {                 # 124m: App. A.1; its base LMs are --groups 0, also 
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
                  n_layer=12, n_head=12, n_embd=768, window=512, chunk_size=64, n_neighbors=8,
                  tokens_per_step=524_160, max_steps=60_000, optimizer='adamw', lr=2e-3, warmup=0.02,
-                 shift_values=False, weight_decay=0.001, eval_every=1000),
+                 weight_decay=0.001, eval_every=1000),
 }
 
 
@@ -265,7 +262,7 @@ class ChunkEncoder(nn.Module):
     """
     def __init__(self, config):
         super().__init__()
-        C, self.n_head, self.shift_values = config.n_embd, config.n_head, config.shift_values
+        C, self.n_head = config.n_embd, config.n_head
         self.blocks = nn.ModuleList(nn.ModuleDict(dict(
             norm1=RMSNorm(C), norm2=RMSNorm(C), mlp=MLP(config), proj=nn.Linear(C, C, bias=False),
             qkv=nn.Linear(C, 3 * C, bias=False))) for _ in range(config.n_encoder))
@@ -284,8 +281,6 @@ class ChunkEncoder(nn.Module):
             y = y + block.mlp(block.norm2(y))
         y = self.norm(y).view(x.shape)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (B, N, S, H, D)
-        if self.shift_values:                       # what follows a token is at its key, to copy
-            v = v.roll(-1, dims=2)                  # the last token's is the landmark's
         return y, k.flatten(1, 2), v.flatten(1, 2)
 
 
@@ -320,9 +315,9 @@ class DRT(nn.Module):
         self.encoder = ChunkEncoder(config) if retrieves else None
         self.norm = RMSNorm(config.n_embd)
         for name, p in self.named_parameters():
-            std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02
-            if name.endswith('gca.proj.weight'):        # with a small one, the scores learn late
-                std = 0.02 * math.sqrt(768 / config.n_embd)
+            std = 0.02 * math.sqrt(768 / config.n_embd)             # GPT-2's, for width C
+            if name.endswith('proj.weight') and not name.endswith('gca.proj.weight'):
+                std /= math.sqrt(2 * config.n_layer)
             if p.dim() == 2:                            # by name: settings share what they can
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
                 nn.init.normal_(p, std=std)

@@ -252,11 +252,13 @@ def repeated(ids, n=8):
 
 
 def samples(runs, args):
-    """Continues --prompt, or 512 tokens of the split's longest document, with and without memory"""
+    """Continues --prompt, or 1,024 tokens amid the longest document, with and without memory"""
     result = []
     for run in runs:
-        ids = max(run.documents, key=len)[:512 + args.max_tokens].tolist()
-        prompt, truth = map(run.tokenizer.decode, (ids[:512], ids[512:]))
+        ids = max(run.documents, key=len)
+        before, after = ids[:len(ids) // 2], ids[len(ids) // 2:]
+        prompt = run.tokenizer.decode(before[-1024:].tolist())
+        truth = run.tokenizer.decode(after[:args.max_tokens].tolist())
         prompt = args.prompt or prompt
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
         texts = {} if args.prompt else {'text': [truth]}

@@ -629,11 +629,11 @@ class RPT(nn.Module):
         self.norm = RMSNorm(C)
         idf = torch.zeros(config.vocab_size) if config.retriever == 'bm25' else None
         self.register_buffer('idf', idf)                                    # see setup
-        for name, p in self.named_parameters():     # as GPT-2; a seed for each name, so that equal
+        for name, p in self.named_parameters():     # GPT-2's, for width C; by name, so that equal
             if p.dim() == 2:                        # parts of different models begin equal
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
                 deep = math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 1
-                nn.init.normal_(p, std=0.02 / deep)
+                nn.init.normal_(p, std=0.02 * math.sqrt(768 / C) / deep)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
 

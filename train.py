@@ -36,7 +36,7 @@ class TrainConfig:
     data: str = 'code'              # a corpus by name (code, shakespeare, ...), a folder or a file
     tokenizer: str = 'bpe'          # bytes, bpe (learned here), gpt2 or word
     seed: int = 0                   # of the weights, the order of the data, the model's randomness
-    max_steps: int = 300            # optimizer steps
+    max_steps: int = 600            # optimizer steps
     tokens_per_step: int = 2048     # over all processes; micro-batches are accumulated to reach it
     optimizer: Literal['muon', 'adamw'] = 'muon'        # muon: AdamW for embedding and vectors
     lr: float = 8e-3                # peak learning rate; 2e-3 suits AdamW alone

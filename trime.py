@@ -64,7 +64,7 @@ class TRIMEConfig:
     micro_batch: int = 4        # segments of a micro-batch, B: the source of memories (paper 7M: 8)
     n_layer: int = 4            # Transformer layers (ours; paper: 8 to 16)
     n_head: int = 4             # attention heads, H (ours)
-    n_embd: int = 256           # width, C (ours; paper: 128 to 1,024)
+    n_embd: int = 128           # width, C (ours; paper: 128 to 1,024)
     n_inner: int = 0            # width inside the MLP; 0: 4 C (paper: 4 C, its 150M model 2,100)
     dropout: float = 0.0        # on embeddings and residual branches (ours; official: 0.1 to 0.3)
     memory: Literal['none', 'local', 'long', 'ext'] = 'local'   # for training (paper Table 1)
@@ -541,9 +541,10 @@ class TRIME(nn.Module):
         self.stride = config.stride or max(1, config.block_size // 2)
         if config.memory == 'ext':                                  # g starts with norm C^(1/4)
             nn.init.constant_(self.blocks[-1].norm2.gain, config.n_embd ** -0.25)
-        for name, p in self.named_parameters():                     # GPT-2's
+        for name, p in self.named_parameters():                     # GPT-2's, for width C
             if p.dim() == 2:
-                std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 0.02
+                std = 0.02 * math.sqrt(768 / config.n_embd)
+                std /= math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 1
                 nn.init.normal_(p, std=p.size(1) ** -0.5 if 'tail_proj' in name else std)
 
     def ids(self, array):

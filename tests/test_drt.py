@@ -120,8 +120,7 @@ def by_definition(model, tokens):
             o = torch.zeros_like(q)
             for i in range(len(ids)):
                 for w, k in reads.get(i // S, []):              # Eq. 2 and 3
-                    keys, values = heads(chunks[k], model.encoder.kv.weight, 2)
-                    kv = keys[:-1], values[1:] if c.shift_values else values[:-1]
+                    kv = heads(chunks[k][:-1], model.encoder.kv.weight, 2)
                     o[i] += w * attention(q[i], *(F.pad(y, (0, 0, 0, 0, 0, c.sink)) for y in kv))
             o = o.flatten(1) @ block.gca.proj.weight.T
             x = a + mlp(block.mlp, block.norm2(a + o))
@@ -131,7 +130,7 @@ def by_definition(model, tokens):
 
 @pytest.mark.parametrize('settings', [
     {}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(encoder='none'),
-    dict(sink=True), dict(n_neighbors=5), dict(n_neighbors=1), dict(shift_values=False)], ids=str)
+    dict(sink=True), dict(n_neighbors=5), dict(n_neighbors=1)], ids=str)
 def test_the_model_is_the_papers(settings):
     """Landmarks, window, ALiBi, encoder, Eq. 1 to 3; groups = 0 is the base LM."""
     model, tokens = small(**settings), random_tokens()
