@@ -26,7 +26,7 @@ Where this differs from the paper, and why
     Retrieval never crosses documents that are joined in a sequence. Self-attention does, within a
     window: one (H, W, 2W) bias serves all blocks, masks of documents would take B T / W times that.
     Initial weights: 0.02 sqrt(768 / C), the official scale, and those that add to the residual are
-    scaled by depth, to which GCA's last matrix does not belong. Not here: retrieval from a corpus (§3.3, Table 4).
+    scaled by depth; GCA's last matrix does not. Not here: retrieval from a corpus (§3.3, Table 4).
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt

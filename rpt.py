@@ -30,7 +30,7 @@ Where we differ from the paper, and why
     With --shift-values, off in the preset `paper`, what followed a token in a neighbor is at the
     token's key, as in TRIME's memories: one layer can copy, where two had to learn it together.
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
-    Scheduled sampling draws for each chunk. AdamW. Dropout on what a layer adds.
+    Scheduled sampling draws for each chunk. Muon or AdamW. Dropout on what a layer adds.
     The reference LM (paper: Pythia 1.4B) is trained here on every second document and scores the
     others. Chunks without scores have BM25 as teacher and no L_ret; a scored chunk without
     positives learns to retrieve nothing. RPT-Lex: the candidate of rank r has s_t = 1 - r / J.

@@ -389,8 +389,9 @@ def test_initial_weights():
     assert all(p.equal(states[1][name][:len(p)]) for name, p in states[0].items())
     first, second = (states[1][f'lower.{i}.mlp.fc.weight'] for i in (0, 1))
     assert not first.equal(second)
-    for name, std in (('embedding', 0.02), ('upper.3.gca.query', 0.02), ('lower.0.mlp.proj', 0.005),
-                      ('encoder.blocks.1.proj', 0.005), ('upper.3.gca.proj', 0.02 * 8 ** 0.5)):
+    for name, scale in (('embedding', 1), ('upper.3.gca.query', 1), ('lower.0.mlp.proj', 0.25),
+                        ('encoder.blocks.1.proj', 0.25), ('upper.3.gca.proj', 1)):
+        std = scale * 0.02 * (768 / 96) ** 0.5
         assert abs(states[1][name + '.weight'].std() / std - 1) < 0.05, name
 
 
