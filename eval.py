@@ -68,6 +68,7 @@ class Run:
             assert name in train.MODELS, name
             self.module = importlib.import_module(name)
             config = getattr(self.module, name.upper() + 'Config')(**self.checkpoint['config'])
+            assert self.checkpoint['config'].keys() == vars(config).keys(), 'of another version'
             self.model = getattr(self.module, name.upper())(config).eval()
             self.model.load_state_dict(self.checkpoint['model'])
             self.tokenizer = data.Tokenizer.from_dict(self.checkpoint['tokenizer'])
@@ -273,8 +274,9 @@ def samples(runs, args):
                 print(piece, end='', flush=True)
                 texts[way] += piece
             ids = run.tokenizer.encode(texts[way]).tolist()
-            rate = f'; {len(ids) / (time.time() - began):.0f} tokens/s' * (way in run.ways)
-            print(f'\n[{repeated(ids):.0%} of the 8-grams are repeated{rate}]')
+            rate = len(ids) / (time.time() - began)
+            print(f'\n[{repeated(ids):.0%} of the 8-grams are repeated]',
+                  f'{rate:.0f} tokens/s, with the prompt' * (way in run.ways))
         result.append(dict(run=run.name, prompt=prompt, texts=texts))
     return result
 

@@ -85,12 +85,18 @@ class RPTConfig:
 
     def __post_init__(self):
         span, retrieves = 2 * self.chunk_size, self.retriever != 'none'
+        for name, value in vars(self).items():
+            least = 0 if name in ('n_inner', 'n_cca', 'reference_steps') else 1
+            if type(value) is int and value < least or type(value) is float and value < 0:
+                raise ValueError(f'{name} {value} is too small')
         for wrong, message in (
             (self.n_embd % (2 * self.n_head), 'n_embd is no multiple of 2 x n_head'),
             (retrieves and self.window % span, 'window is no multiple of 2 x chunk_size'),
             (retrieves and self.block_size < self.window + span,
              'block_size < window + 2 x chunk_size'),
-            (self.n_candidates < self.n_neighbors, 'n_candidates < n_neighbors'),
+            (retrieves and self.n_candidates < self.n_neighbors, 'n_candidates < n_neighbors'),
+            (max(self.dropout, self.eta) > 1, 'dropout, eta: from 0 to 1'),
+            (self.reference and self.retriever != 'sem', 'a reference is for retriever sem'),
         ):
             if wrong:
                 raise ValueError(f'{message} in {self}')
@@ -278,7 +284,8 @@ class SelfAttention(nn.Module):
 class Attention(nn.Module):
     """
     Multi-head attention of x (n, t, C) to y (n, s, C), by default to x itself. With shift, y is
-    texts of so many tokens, and the key of a token has the value of the next one.
+    texts of so many tokens, and the key of a token has the value of the next one (the last one's of
+    the first).
     """
 
     def __init__(self, config, shift=0):
@@ -526,7 +533,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     if c.retriever == 'none':
         return lambda batch, g: batch
     idf = corpus_idf(corpus.train.tokens, m, c.vocab_size)
-    facts = [c.retriever, corpus.fingerprint, config.fold, c.block_size, c.window, m, J]
+    facts = [corpus.fingerprint, c.retriever, config.fold, c.block_size, c.window, m, J]
     if c.retriever == 'bm25':
         model.idf.copy_(idf)
     if c.retriever == 'sem':
@@ -539,6 +546,8 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
                     max_steps=c.reference_steps or config.max_steps), 'reference')
         path = Path(path)
         file = torch.load(path / 'ckpt.pt' if path.is_dir() else path, 'cpu', weights_only=True)
+        if file.get('model_name') != 'rpt':
+            raise SystemExit(f'--reference {path} is no checkpoint of RPT')
         reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
         reference.load_state_dict(file['model'])
         if (reference.config.retriever != 'none' or reference.config.window < 4 * m

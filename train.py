@@ -135,8 +135,8 @@ def learning_rate(step, config):
 
 def orthogonalize(x):
     """
-    U Vᵀ of x = U S Vᵀ (n, m), roughly: five Newton-Schulz steps take each singular value of x / |x|
-    to between 0.7 and 1.2; the coefficients are Jordan's.
+    U Vᵀ of x = U S Vᵀ (n, m), roughly: five Newton-Schulz steps, with Jordan's coefficients, take
+    most singular values of x / |x| to between 0.7 and 1.2.
     """
     if x.size(0) > x.size(1):
         return orthogonalize(x.T).T

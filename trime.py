@@ -698,7 +698,8 @@ class TRIME(nn.Module):
         The memories that predict token t + 1 of a document (n,): list of (probability, array of
         ids, start, end), the largest first; ids[start:end] ends with the memory's value
         """
-        *_, (f, g, state) = self.windows(tokens[None, :t + 1])      # the last window has token t
+        for f, g, state in self.windows(tokens[None, :t + 1]):
+            pass                                                    # the last window has token t
         _, log_total, memories = self.evidence(f[:, -1:], g[:, -1:], state)
         P, _ = self.inference.probabilities(log_total, memories)
         j, ext, found = memories.j, memories.ext, []

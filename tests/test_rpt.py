@@ -495,7 +495,8 @@ def start(tmp_path):
 
         def train_reference(model_config, train_config, suffix):
             assert model_config.retriever == 'none' and suffix == 'reference'
-            torch.save(dict(model=reference.state_dict(), config=asdict(reference.config),
+            torch.save(dict(model_name='rpt', model=reference.state_dict(),
+                            config=asdict(reference.config),
                             tokenizer=corpus.tokenizer.to_dict(), fold=train_config.fold,
                             corpus=corpus.fingerprint), tmp_path / 'ckpt.pt')
             return tmp_path / 'ckpt.pt'
