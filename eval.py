@@ -258,9 +258,8 @@ def samples(runs, args):
     for run in runs:
         ids = max(run.documents, key=len)
         before, after = ids[:len(ids) // 2], ids[len(ids) // 2:]
-        prompt = run.tokenizer.decode(before[-1024:].tolist())
+        prompt = args.prompt or run.tokenizer.decode(before[-1024:].tolist())
         truth = run.tokenizer.decode(after[:args.max_tokens].tolist())
-        prompt = args.prompt or prompt
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
         texts = {} if args.prompt else {'text': [truth]}
         texts |= {way: generate(run.model, run.tokenizer, prompt, args.max_tokens, args.temperature,

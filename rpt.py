@@ -26,11 +26,10 @@ Letters in the shape comments
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); a chunk without neighbors gets 0 from cross-attention; s_t is a
     mean over tokens, L_ret over the ranked chunks of a step; |Δ NDCG| is of 1 / log2(1 + rank).
-    BM25 has the idf of the training corpus, for RETRO at test time and for candidates.
     With --shift-values, off in the preset `paper`, what followed a token in a neighbor is at the
     token's key, as in TRIME's memories: one layer can copy, where two had to learn it together.
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
-    Scheduled sampling draws for each chunk. Muon or AdamW. Dropout on what a layer adds.
+    Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
     The reference LM (paper: Pythia 1.4B) is trained here on every second document and scores the
     others. Chunks without scores have BM25 as teacher and no L_ret; a scored chunk without
     positives learns to retrieve nothing. RPT-Lex: the candidate of rank r has s_t = 1 - r / J.
@@ -55,6 +54,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from bm25 import BM25
 
 
 @dataclass
@@ -284,8 +285,7 @@ class SelfAttention(nn.Module):
 class Attention(nn.Module):
     """
     Multi-head attention of x (n, t, C) to y (n, s, C), by default to x itself. With shift, y is
-    texts of so many tokens, and the key of a token has the value of the next one (the last one's of
-    the first).
+    texts of so many tokens; the key of each has the value of the next one, the last's of the first.
     """
 
     def __init__(self, config, shift=0):
@@ -374,7 +374,7 @@ class ChunkedCrossAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        shift = 2 * config.chunk_size if config.shift_values else 0         # see the header
+        shift = 2 * config.chunk_size * config.shift_values                 # see the header
         self.norm, self.attention = RMSNorm(config.n_embd), Attention(config, shift)
 
     def forward(self, x, neighbors, key_mask, token_mask):
@@ -469,7 +469,7 @@ def corpus_idf(tokens, m, V):
 
 def bm25_vectors(tokens, idf):
     """
-    Queries and keys: <q, k> is the BM25 score of bm25.py, as all lengths are equal. Weights are
+    RETRO's queries and keys: <q, k> is bm25.py's score, as all lengths are equal. Weights are
     multiples of 2^-10, so that ties remain ties. tokens (..., m), idf (V,) -> 2 x (..., V)
     """
     q = torch.zeros(*tokens.shape[:-1], len(idf), device=tokens.device)
@@ -482,12 +482,15 @@ def bm25_candidates(chunks, doc, w, J, idf):
     §3.2: the J best permitted chunks by BM25 for the query (c_i, c_{i+1}), which has the target.
     chunks (N, m), doc (N,) of chunks, idf (V,) -> (N, J), -1: none
     """
-    terms, chunks = chunks.unique(return_inverse=True)
-    q, keys = bm25_vectors(chunks, idf[terms])
-    scores = (q + q.roll(-1, 0)).double() @ keys.T.double()                 # (N, N)
-    target = F.pad(doc[1:] == doc[:-1], (0, 1))                             # c_{i+1}: same document
-    may = permitted(doc[None], len(doc), w)[0] & target[:, None] & (scores > 0)
-    return top_k(scores.masked_fill(~may, -math.inf), J)
+    candidates = torch.full((len(chunks), J), -1)
+    for d in doc[doc >= 0].unique():
+        i, = (doc == d).nonzero(as_tuple=True)                              # consecutive
+        text = chunks[i].numpy()
+        queries = np.concatenate([text[:-1], text[1:]], axis=1)
+        limit = np.maximum(0, np.arange(len(queries)) - w + 1)
+        ids, _ = BM25(list(text), idf=idf.numpy()).search_many(list(queries), J, limit)
+        candidates[i[:-1]] = torch.from_numpy(np.where(ids >= 0, ids + int(i[0]), -1))
+    return candidates
 
 
 @torch.no_grad()
@@ -539,27 +542,25 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     if c.retriever == 'sem':
         sizes = np.diff(corpus.train.offsets)
         fold = 0 if 0.2 < sizes[::2].sum() / sizes.sum() < 0.8 else -1      # -1: too few documents
-        path = c.reference or train_reference(
+        path = Path(c.reference or train_reference(
             replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), reference_steps=0,
                     window=max(c.window, 4 * m)),
             replace(config, fold=1 - config.fold if config.fold >= 0 else fold, init='',
-                    max_steps=c.reference_steps or config.max_steps), 'reference')
-        path = Path(path)
-        file = torch.load(path / 'ckpt.pt' if path.is_dir() else path, 'cpu', weights_only=True)
-        if file.get('model_name') != 'rpt':
-            raise SystemExit(f'--reference {path} is no checkpoint of RPT')
-        reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
-        reference.load_state_dict(file['model'])
-        if (reference.config.retriever != 'none' or reference.config.window < 4 * m
-                or file['tokenizer'] != corpus.tokenizer.to_dict()):
-            raise SystemExit(f'--reference {path}: not of retriever none, window >= {4 * m} and '
-                             'the same tokenizer')
+                    max_steps=c.reference_steps or config.max_steps), 'reference'))
+        try:
+            file = torch.load(path / 'ckpt.pt' if path.is_dir() else path, 'cpu', weights_only=True)
+            reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
+            reference.load_state_dict(file['model'])
+            assert reference.config.retriever == 'none' and reference.config.window >= 4 * m
+            assert file['tokenizer'] == corpus.tokenizer.to_dict()
+        except Exception as e:                          # a broken file can raise anything
+            raise SystemExit(f'--reference {path}: a checkpoint of retriever none, window '
+                             f'>= {4 * m} and the same tokenizer is needed ({e!r:.99})')
         fold = file['fold'] if file['corpus'] == corpus.fingerprint else -1         # -1: scores all
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
         facts += [hashlib.sha256(weights).hexdigest(), fold, c.score_every, config.dtype]
         reference.to(device)
-    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    folder = Path(corpus.folder) / f'teacher-{name}'
+    folder = corpus.folder / f'teacher-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}'
     folder.mkdir(exist_ok=True)
 
     def load(row):
@@ -585,8 +586,8 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     used = np.unique(np.concatenate([batches.rows(g) for g in range(n * config.max_steps)]))
     if reference:                                       # candidate i of chunk i holds the target
         chunks = batches.take(used[:1], seed=0).tokens[0, :N * m].view(N, m).to(device)
-        itself = torch.arange(N - 1, device=device)[:, None]
-        gain = target_scores(reference, chunks, F.pad(itself, (0, 0, 0, 1), value=-1)).nanmean()
+        itself = F.pad(torch.arange(N - 1, device=device), (0, 1), value=-1)
+        gain = target_scores(reference, chunks, itself[:, None]).nanmean()
         print(f'a copy of the target is worth {gain:.3f} nats a token to the reference LM')
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for row in progress(used[rank::world], f'candidates and scores in {folder}', quiet=rank):
@@ -859,7 +860,6 @@ TASKS = {'ranks': ranks}
 # --------------------------------------------------------------------------------------------------
 # a demo
 if __name__ == '__main__':
-    model, tokens = RPT(RPTConfig()).eval(), torch.randint(4096, (1, 1024))
-    f, state, scores = model.encode(tokens)
-    print(f'tokens {tuple(tokens.shape)} -> states {tuple(f.shape)}, scores {tuple(scores.shape)}')
-    print('neighbors of the last chunk:', state.chosen[0, -1].tolist())
+    f, state, scores = RPT(RPTConfig()).encode(torch.randint(4096, (1, 1024)))
+    print(f'states {tuple(f.shape)}, scores {tuple(scores.shape)}; the last chunk has neighbors',
+          state.chosen[0, -1].tolist())

@@ -34,7 +34,6 @@ def one_line(function, *args, **kwargs):
     return str(error.value)
 
 
-# --------------------------------------------------------------------------------------------------
 # tokenizers
 def strings():
     yield from ['', ' ', '\r\n', '<|endoftext|>', PROSE, '\0', '\ufeff', 'a' * 3000, ' ' * 999]
@@ -106,7 +105,6 @@ def test_gpt2_without_its_files(tmp_path, monkeypatch):
         assert file in message and hashlib.sha1(url.encode()).hexdigest() in message
 
 
-# --------------------------------------------------------------------------------------------------
 # corpora
 def write(folder, **files):
     """Files, from names such as train__a_txt for train/a.txt"""
@@ -299,7 +297,6 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert all(text in out for text in ('2 documents', 'val 31', '257 ids', 'corpora/src-bytes-'))
 
 
-# --------------------------------------------------------------------------------------------------
 # batches
 def make_split(lengths=(5, 40, 1, 17, 33, 64, 2)):
     offsets = np.cumsum([0, *lengths])

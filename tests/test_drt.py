@@ -47,7 +47,6 @@ def changed(tokens, t):
     return tokens
 
 
-# --------------------------------------------------------------------------------------------------
 # the definition
 
 def mlp(module, x):
@@ -180,7 +179,6 @@ def test_documents_are_respected():
     assert same[16:24].all() and not same[24:].any()            # chunk 8 is the first to read
 
 
-# --------------------------------------------------------------------------------------------------
 # streaming
 
 @pytest.mark.parametrize('settings', [

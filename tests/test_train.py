@@ -317,6 +317,16 @@ def test_orthogonalize_makes_singular_values_equal(shape):
     assert 0.6 < y.diagonal().min() and y.diagonal().max() < 1.3
 
 
+def test_momentum_of_muon():
+    """Of two gradients: m is their running mean, and Nesterov's step looks ahead."""
+    p, (g, h) = torch.nn.Parameter(torch.zeros(6, 8)), torch.randn(2, 6, 8)
+    muon = train.Muon([p], dict(lr=0.0, weight_decay=0.0))
+    for p.grad, muon.param_groups[0]['lr'] in ((g, 0.0), (h, 1.0)):
+        muon.step()
+    update = train.orthogonalize(0.05 * h + 0.95 * (0.95 * 0.05 * g + 0.05 * h))
+    assert torch.allclose(p, -update * 0.2 * 8 ** 0.5, atol=1e-4)
+
+
 @pytest.mark.parametrize('optimizer', ['muon', 'adamw'])
 def test_a_step_by_hand(here, optimizer):
     """One step: the mean gradient of two micro-batches, a norm of at most grad_clip, decay, lr."""
