@@ -193,8 +193,6 @@ def test_documents_are_respected():
     assert reads == [False] * 6 + [True] * 10 + [False] * 8 + [True] * 12       # from chunk 8 on
 
 
-# streaming
-
 @pytest.mark.parametrize('settings', [
     {}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(encoder='none'),
     dict(sink=True), dict(retriever='random'), dict(retriever='off'), dict(n_neighbors=20)],
@@ -387,14 +385,12 @@ def facts(n, generator, n_alike=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', range(4))
-@torch.no_grad()
 def test_retrieval_is_learned_from_the_loss_alone(seed):
     """Of facts beyond the window, the right one is retrieved and predicted, from every seed."""
     torch.manual_seed(seed)
     model = DRT(DRTConfig(40, n_layer=2, n_embd=64, window=8, chunk_size=8, n_neighbors=2))
     generator = torch.Generator().manual_seed(0)
-    with torch.enable_grad():
-        learn(model, 200, lambda step: batch_of(facts(24, generator, 12)[0], seed=step))
+    learn(model, 200, lambda step: batch_of(facts(24, generator, 12)[0], seed=step))
     (tokens, answers), right = facts(128, generator), {}
     for model.retriever in ('random', 'off', 'learned'):
         predicted = model.log_probs(tokens).argmax(2)

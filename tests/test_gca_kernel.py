@@ -76,10 +76,6 @@ def assert_close(found, exact, tolerance=2e-6, dw_tolerance=1e-5):
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=atol)
 
 
-def assert_equal(found, exact):
-    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
-
-
 CASES = {                               # sizes of the example, options of gca
     'as in drt.py': (dict(B=2, N=2, S=32, D=64, K=4), dict(n_keys=31)),
     'eight slots of two chunks': (dict(K=8, M=2), dict()),
@@ -135,14 +131,11 @@ def test_one_chunk_equals_sdpa(kernel):
 
 
 @pytest.mark.parametrize('score', [0, -100, 100])
-def test_a_sink_is_a_key_and_a_value_of_zeros(score, kernel):
-    """Also with scores far below zero, where it has all the probability, and far above."""
-    q, k, v, w, idx, do = example()
-    last = lambda x: x.view(2, 5, 16, 2, 16)[:, :, 15]                      # of every chunk
+def test_a_sink_at_any_score(score, kernel):
+    """Far below zero, where the sink has all the probability, and far above."""
+    q, k, v, w, idx, do = example(B=1, N=3)
     q[..., 0], k[..., 0] = 20, score / 5                                    # scale is 1 / 4
-    last(k)[:], last(v)[:] = 0, 0
-    exact = run(gca_reference, q, k, v, w, idx, do, 16, torch.float64)
-    last(exact[2])[:], last(exact[3])[:] = 0, 0
+    exact = run(double_loop, q, k, v, w, idx, do, 16, torch.float64, n_keys=15, sink=True)
     found = run(gca, q, k, v, w, idx, do, 16, kernel=kernel, n_keys=15, sink=True)
     assert_close(found, exact, 3e-5, 3e-5)                                  # scores of 100 in fp32
 
@@ -190,7 +183,7 @@ def test_compiles_without_a_graph_break(kernel):
         return 2 * gca(2 * q, k, v, w, idx, S, 15, plan=gca_plan(idx, 5), kernel=kernel)
 
     compiled = torch.compile(layer, backend='aot_eager', fullgraph=True)
-    assert_equal(run(compiled, *example(), 16), run(layer, *example(), 16))
+    assert_close(run(compiled, *example(), 16), run(layer, *example(), 16), 0, 0)
 
 
 COMPILE = r'''
@@ -240,7 +233,7 @@ def test_on_a_gpu(sizes, options, dtype):
     tolerance = 2e-6 if dtype == torch.float32 else 1.5 * torch.finfo(dtype).eps
     found, again = (run(gca, *inputs, S, dtype, kernel='triton', **options) for _ in 'ab')
     assert_close(found, exact, tolerance, max(tolerance, 2e-5))
-    assert_equal(found, again)
+    assert_close(found, again, 0, 0)
 
 
 @pytest.mark.gpu
