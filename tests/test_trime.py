@@ -159,7 +159,7 @@ def test_forward_is_eq5(mode, settings, sizes, R, training, monkeypatch):
 def trime_loss(embedding, f, query, key, targets, mask):
     targets = torch.tensor(targets)
     word = embedding.word(f, targets.clamp(min=0))
-    return TrimeLoss.apply(f, query, key, embedding.tables[0], *word, targets, mask, True)
+    return TrimeLoss.apply(f, query, key, embedding.tables[0], *word, targets, mask)
 
 
 @pytest.mark.parametrize('sizes', [{}, ADAPTIVE])
@@ -169,7 +169,7 @@ def test_gradcheck(sizes, monkeypatch):
     embedding, mask = small(**sizes).embedding, torch.rand(9, 9) < 0.8
     mask[4] = False
     loss = lambda *inputs: trime_loss(embedding, *inputs[:3], [3, 7, 20, 3, 7, -1, 7, 20, 3],
-                                      lambda rows: (2, 9, mask[rows, 2:]))[0]
+                                      lambda rows: (slice(2, 9), mask[rows, 2:]))[0]
     assert torch.autograd.gradcheck(loss, (f, query, key, *embedding.parameters()), fast_mode=True)
 
 
@@ -178,8 +178,9 @@ def test_extreme_similarities():
     query, key = torch.zeros(3, C), torch.zeros(3, C)
     query[0, 0], key[0, 0], key[1, 0] = C ** 0.5, 90.0, 200.0
     mask = torch.tensor([[True, True, False], [False] * 3, [False] * 3])
-    got = trime_loss(small().float().embedding, torch.zeros(3, C), query, key.requires_grad_(),
-                     [3, 1, -1], lambda rows: (0, 3, mask))
+    f = torch.zeros(3, C, requires_grad=True)
+    got = trime_loss(small().float().embedding, f, query, key.requires_grad_(), [3, 1, -1],
+                     lambda rows: (slice(3), mask))
     got[0].backward()
     want = [(110 + math.log(V)) / 2, 0.5, math.log(V)]
     assert [x.item() for x in got] == pytest.approx(want)
@@ -260,10 +261,23 @@ def test_probabilities_at_test_time(name, stride, store):
     assert max(sizes) == max(sizes[:4 * T])
     want = log_probs[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
     assert torch.allclose(model.log_p(tokens[0]), want, atol=eps)
-    windows, x = [*model.score(tokens[0])], model.inference         # as when sizes are tuned
+    _, state = model.stream(tokens[:, :T + 5])
+    state = model.read(tokens[:, T + 5:2 * T], state)
+    part, _ = model.stream(tokens[:, 2 * T:], state)
+    assert torch.allclose(part, log_probs[:, 2 * T:], atol=eps)
+
+
+@pytest.mark.parametrize('name', INFERENCES)
+def test_sizes_are_tuned_on_what_is_collected(name, store):
+    """Every 16th token of a window, with more memories than are used."""
+    model, tokens = with_memories(name, store), random_tokens(6 * T + 3)
+    split = SimpleNamespace(tokens=tokens.numpy(), offsets=np.array([0, len(tokens)]))
+    x = model.inference
+    windows = trime.collect(model, split, x)
+    sizes = [f.size(1) for f, _, _ in model.windows(tokens[None, :-1])]
     fewer = dataclasses.replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
     got, model.inference = torch.cat([fewer.log_p(*window)[:, 0] for window in windows]), fewer
-    assert torch.allclose(got, model.log_p(tokens[0]), atol=eps)
+    assert torch.allclose(got, model.log_p(tokens)[np.cumsum([0, *sizes[:-1]])], atol=1e-4)
 
 
 @pytest.mark.parametrize('shuffle', [False, True])
@@ -300,30 +314,27 @@ def test_trace(name, store):
         assert abs((shuffled[t] - rest).clamp(min=0).sum() - of_words.sum()) < 1e-4
 
 
-@pytest.mark.parametrize('stop', [0, 1, 3, 4])
+@pytest.mark.parametrize('stop', [0, 30, 94])
 @torch.no_grad()
 def test_datastore(stop, tmp_path, monkeypatch):
-    """Interrupted in shard 1, in shard 3 of 3 or after the merge, what is complete is kept."""
-    import faiss.contrib.ondisk as ondisk
-    monkeypatch.setattr(Datastore, 'SHARD', 40 * (2 * C + 8))       # 40, 40, 14 entries
-    model, text, steps, merge = small(), TEXT[:95], [], ondisk.merge_ondisk
+    """Three shards; interrupted after some of the entries, it is built again."""
+    monkeypatch.setattr(Datastore, 'SHARD', 40 * (2 * C + 8))
+    model, text = small(), TEXT[:95]
 
-    def progress(items, *_):
-        steps.append(items)
-        if len(steps) == stop:
-            raise KeyboardInterrupt
-        return items
+    def interrupted(windows, *_):
+        n = 0
+        for window in windows:
+            yield window
+            n += window[0].size(1)
+            if stop and n >= stop:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(ondisk, 'merge_ondisk', lambda *args: progress(merge(*args)))
     if stop:
         with pytest.raises(KeyboardInterrupt):
-            Datastore(tmp_path, model, text, {'weights': 1}, progress)
-    store = Datastore(tmp_path, model, text, {'weights': 1}, progress)
-    assert len(steps) == 4 + (stop > 0) and len([*tmp_path.iterdir()]) == 3     # no shard remains
-    tokens, keys = torch.from_numpy(text[:-1].astype(int)), []
-    for start, context in ((0, 0), (40, T), (80, T)):
-        states = [g[-1] for _, _, g in contexts(model, tokens[start - context:start + 40])]
-        keys += states[context:]
+            Datastore(tmp_path, model, text, {'weights': 1}, interrupted)
+    store = Datastore(tmp_path, model, text, {'weights': 1}, no_progress)
+    assert len([*tmp_path.iterdir()]) == 3                          # no shard remains
+    keys = [g[-1] for _, _, g in contexts(model, torch.from_numpy(text[:-1].astype(int)))]
     query, keys = torch.randn(5, 1, C).double(), torch.stack(keys).half().double()
     for l2, want in ((False, (query * keys).sum(2)), (True, -(query - keys).pow(2).sum(2) / 2)):
         sim, j = store.search(query[:, 0], 95, l2)
@@ -331,7 +342,7 @@ def test_datastore(stop, tmp_path, monkeypatch):
         assert torch.allclose(sim[:, :-1], want.gather(1, j[:, :-1]) / C ** 0.5, atol=1e-4)
         assert (sim.diff(dim=1) <= 0).all() and sim[:, -1].max() == -math.inf   # 94 entries
     with pytest.raises(SystemExit):
-        Datastore(tmp_path, model, text, {'weights': 2}, progress)
+        Datastore(tmp_path, model, text, {'weights': 2}, no_progress)
 
 
 def corpus():
