@@ -19,16 +19,15 @@ Where the paper is in this file
 
 Letters used in the shape comments
     B segments    T tokens per segment    C width    H heads    D width per head    V vocabulary
-    N = B T       M memories              R rows of a block     Q queries           K neighbors
-Memory j is (c_j, x_j): key g(c_j), value x_j, the token after it. In training, those of a
-micro-batch.
+    N = B T       R rows of a block       Q queries             K neighbors
+    M memories: (c_j, x_j), a context and the token after it; key g(c_j), value x_j
 
 Where this differs from the paper, and why
     RMSNorm and RoPE replace LayerNorm and sinusoids: the three models share one Transformer, also
     no biases, GELU for ReLU, GPT-2's initial weights, no sqrt(C) on the embeddings, a final norm.
     AdamW and a cosine replace NAG (247M) and the inverse square root (7M).
     §4.3's m = 1: other segments of the same document are masked (not in the official code).
-    The memories of a process are those of its own micro-batch (official code: of all processes).
+    Training has the memories of a process's own micro-batch (official code: of all processes).
     At test time each context is in memory once (official code: the window's twice). P' of Eq. 8 is
     over all memories (official code: the external ones).
     With memory ext g starts small: at a gain of 1 more than 90% of the probability is on other
@@ -308,15 +307,14 @@ class TrimeLoss(torch.autograd.Function):
 
         P(w | c)  ∝  exp(E_w · f(c))  +  Σ_{j: x_j = w} exp(sim(g(c), g(c_j)))
 
-    f, query (N, C)   f(c), g(c)              key (N, C)   g(c_j), with or without gradient
-    head (n, C)       words and clusters      index, tail (N, 1)   of Embedding.word
-    targets (N,)      w and x_j; -1: neither scored nor a memory
-    mask              slice of queries -> memory_mask
+    f, query, key (N, C)   f(c), g(c), g(c_j)      head (n, C)   vectors of words and clusters
+    index, tail (N, 1)     of Embedding.word       mask          slice of queries -> memory_mask
+    targets (N,)           w and x_j; -1: neither scored nor a memory
 
     returns the mean of -log P, and two means without gradient: the probability on memories, the
-    loss without memory. Neither (N, n) nor (N, N) is held: queries are taken in blocks of R, and
-    the gradient of a block is computed in the forward pass. P: the part of row v of the head, of
-    memory j in the sum over everything; W: in the terms of w, zero for all others
+    loss without memory. Queries are taken in blocks of R, so that neither (N, n) nor (N, N) is
+    held; the forward pass computes the gradient too. P: the part of row v of the head, of memory j
+    in the sum over everything; W: in the terms of w, zero for all others
 
         dL/d(E_v · f) = P_v - W_v        dL/d(sim_j) = P_j - W_j
     """
@@ -402,20 +400,15 @@ class Inference:
         past = ~memories.ext & (memories.rank < self.long) & self.local
         used = torch.where(memories.ext, memories.rank < self.n_neighbors, past)        # (M,)
         sim = memories.sim.masked_fill(~used, -math.inf)
-        if self.linear:
-            P, shift = torch.zeros_like(sim), -log_total            # Eq. 1
-            mixed = [(past, self.tau, self.lam), (memories.ext, self.tau_ext, self.lam_ext)]
-        else:
-            total = (sim / self.tau).logsumexp(1, keepdim=True)
-            shift = -torch.logaddexp(log_total, total)
-            P = (sim / self.tau + shift).exp()                      # Eq. 6
-            mixed = [(used, self.tau_ext, self.lam_ext)]
-        for used, tau, lam in mixed:
+        x = torch.full_like(sim, -math.inf) if self.linear else sim / self.tau
+        shift = -torch.logaddexp(log_total, x.logsumexp(1, keepdim=True))
+        P = (x + shift).exp()                                       # Eq. 6; linear: Eq. 1
+        ext = memories.ext if self.linear else used
+        for group, tau, lam in ((past, self.tau, self.lam), (ext, self.tau_ext, self.lam_ext)):
             if lam > 0:
-                x = sim.masked_fill(~used, -math.inf)
+                x = (sim / tau).masked_fill(~group, -math.inf)
                 lam = lam * (x > -math.inf).any(1, keepdim=True).to(x)      # 0: no memories yet
-                P_ext = (x / tau).clamp(min=-1e30).softmax(1)       # Eq. 8
-                P = (1 - lam) * P + lam * P_ext                     # Eq. 9
+                P = (1 - lam) * P + lam * x.clamp(min=-1e30).softmax(1)     # Eq. 8, 9
                 shift = shift + torch.log1p(-lam)
         return P, shift
 
@@ -648,8 +641,8 @@ class TRIME(nn.Module):
         off = dict(inference=Inference(), shuffle=False)
         if not (self.tuned.local or self.tuned.n_neighbors):
             return dict(off=off)
-        on, shuffled = (dict(inference=self.tuned, shuffle=shuffle) for shuffle in (False, True))
-        return dict(on=on, shuffled=shuffled, off=off)
+        on = dict(inference=self.tuned, shuffle=False)
+        return dict(on=on, shuffled=dict(on, shuffle=True), off=off)
 
     @torch.no_grad()
     def trace(self, tokens, t):
@@ -660,10 +653,9 @@ class TRIME(nn.Module):
         x, state = self.inference, self.read(tokens[None, :t])
         f, g, state = next(self.windows(tokens[None, t:t + 1], state))
         _, log_total = self.embedding.logits(f[0])
-        memories = self.memories(g, state)
-        P, _ = x.probabilities(log_total, memories)                 # (1, M)
-        n_past = (~memories.ext).sum().item()
-        where = [(tokens, j) for j in range(t + 1 - n_past, t + 1)]
+        P, _ = x.probabilities(log_total, self.memories(g, state))  # (1, M)
+        M = P.size(1) - x.n_neighbors                               # of the text
+        where = [(tokens, j) for j in range(t + 1 - M, t + 1)]
         if x.n_neighbors:
             _, j = self.store.search(g[0], x.n_neighbors, x.linear)
             where += [(self.store.text, j) for j in j[0].tolist()]
@@ -675,11 +667,10 @@ class TRIME(nn.Module):
         Opens the datastore and tunes the inference on corpus.val; both are kept in the folder of
         the checkpoint file `path`. args: EvalConfig's fields, split
         """
-        trained, folder, x = self.config.memory, Path(path).parent, Inference()
+        trained, folder = self.config.memory, Path(path).parent
         names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
-        x.local = 'local' in names                                  # Table 1
+        x = Inference(local='local' in names, linear=trained == 'none')             # Table 1
         x.long = args.long if 'long' in names else 0
-        x.linear = trained == 'none'                                # continuous cache, kNN-LM
         self.stride = max(1, args.stride or self.stride)
         about = dict(checkpoint=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
                      corpus=corpus.fingerprint, stride=self.stride)
@@ -691,9 +682,9 @@ class TRIME(nn.Module):
             if args.recall:
                 windows = self.windows(self.ids(corpus.val.tokens[:8192])[None])
                 query = torch.cat([g[0, ::32] for _, g, _ in windows])
-                pair = [self.store.search(query, 1024, x.linear, n)[1] for n in (0, 2 ** 20)]
-                hits = [torch.isin(exact[exact >= 0], j) for j, exact in zip(*pair)]
-                print(f'recall of 1,024 entries: {torch.cat(hits).float().mean():.1%}')
+                found, best = (self.store.search(query, 1024, x.linear, n)[0] for n in (0, 2 ** 20))
+                recall = (found >= best[:, -1:]).float().mean()
+                print(f'recall of 1,024 entries: {recall:.1%}')
         key, file = json.dumps([about, asdict(x), args.nprobe]), folder / 'tuned.json'
         tuned = json.loads(file.read_text()) if file.exists() else {}
         if key not in tuned:
@@ -743,9 +734,7 @@ def tune(windows, x, long):
              dict(long=[n for n in long if n < x.long] + [x.long],
                   n_neighbors=[1, 8, 64, 512, 1024] if ext else [0])]
 
-    def score(x):
-        return sum(x.log_p(*window).sum().item() for window in windows)
-
+    score = lambda x: sum(x.log_p(*window).sum().item() for window in windows)
     before = None
     while x != before:
         before = x
