@@ -19,16 +19,15 @@ Where the paper is in this file
 
 Letters used in the shape comments
     B segments    T tokens per segment    C width    H heads    D width per head    V vocabulary
-    N = B T       M memories              R rows of a block     Q queries           K neighbors
-Memory j is (c_j, x_j): key g(c_j), value x_j, the token after it. In training, those of a
-micro-batch.
+    N = B T       R rows of a block       Q queries             K neighbors
+    M memories: (c_j, x_j), a context and the token after it; key g(c_j), value x_j
 
 Where this differs from the paper, and why
     RMSNorm and RoPE replace LayerNorm and sinusoids: the three models share one Transformer, also
     no biases, GELU for ReLU, GPT-2's initial weights, no sqrt(C) on the embeddings, a final norm.
     AdamW and a cosine replace NAG (247M) and the inverse square root (7M).
     §4.3's m = 1: other segments of the same document are masked (not in the official code).
-    The memories of a process are those of its own micro-batch (official code: of all processes).
+    Training has the memories of a process's own micro-batch (official code: of all processes).
     At test time each context is in memory once (official code: the window's twice). P' of Eq. 8 is
     over all memories (official code: the external ones).
     With memory ext g starts small: at a gain of 1 more than 90% of the probability is on other
@@ -40,14 +39,9 @@ Where this differs from the paper, and why
     $ python trime.py                       a demo on a CPU
     $ python train.py --model trime
 """
-import hashlib
-import itertools
-import json
-import math
-import random
+import hashlib, itertools, json, math, random
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -87,8 +81,6 @@ class TRIMEConfig:
                 raise ValueError(f'{name} {value} is not between 0.0 and 1.0')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
-        if self.stride > self.block_size:
-            raise ValueError(f'stride {self.stride} is above block_size {self.block_size}')
 
 
 MemoryNames = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
@@ -232,15 +224,13 @@ class Embedding(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        cutoffs = [int(x) for x in config.cutoffs.split(',') if x]
+        C, cutoffs = config.n_embd, [int(x) for x in config.cutoffs.split(',') if x]
         self.ends = [x for x in cutoffs if x < config.vocab_size] + [config.vocab_size]
-        n_tails = len(self.ends) - 1
-        widths = [config.n_embd // config.div_value ** i for i in range(n_tails + 1)]
-        tables = [torch.empty(self.ends[0] + n_tails, config.n_embd)]       # words, then clusters
-        for i in range(n_tails):
-            tables.append(torch.empty(self.ends[i + 1] - self.ends[i], widths[i + 1]))
-        self.tables = nn.ParameterList(tables)
-        self.tail_proj = nn.ModuleList(nn.Linear(n, config.n_embd, bias=False) for n in widths[1:])
+        sizes = [b - a for a, b in zip(self.ends, self.ends[1:])]
+        widths = [C // config.div_value ** (i + 1) for i in range(len(sizes))]
+        head = torch.empty(self.ends[0] + len(sizes), C)            # words, then clusters
+        self.tables = nn.ParameterList([head, *map(torch.empty, sizes, widths)])
+        self.tail_proj = nn.ModuleList(nn.Linear(n, C, bias=False) for n in widths)
 
     def tails(self):
         """Of each cluster: its row of the head, its first id, the end of its ids, table_i, W_i"""
@@ -257,16 +247,15 @@ class Embedding(nn.Module):
 
     def word(self, f, w):
         """Words w (Q,) after f (Q, C) -> their rows of the head, log P_i(w) or 0: 2 x (Q, 1)"""
+        def nll(f, w, table, proj):                                 # logits (few words, ids)
+            return F.cross_entropy(f @ proj.weight @ table.T, w, reduction='none')
+
         index, logprob = w.clone(), f.new_zeros(len(w))
-        for row, start, end, table, proj in self.tails():
+        for row, start, end, *tail in self.tails():
             inside = ((w >= start) & (w < end)).nonzero()[:, 0]
             index[inside] = row
-
-            def nll(f, w, table=table, proj=proj):                  # logits (few words, ids)
-                return F.cross_entropy(f @ proj.weight @ table.T, w, reduction='none')
-
             slices = zip(f[inside].split(256), (w[inside] - start).split(256))
-            parts = [checkpoint(nll, *rows, use_reentrant=False) for rows in slices]
+            parts = [checkpoint(nll, *rows, *tail, use_reentrant=False) for rows in slices]
             logprob = logprob.index_put((inside,), -torch.cat(parts))
         return index[:, None], logprob[:, None]
 
@@ -280,32 +269,35 @@ class Embedding(nn.Module):
         return torch.cat(logits, dim=1), head.logsumexp(1, keepdim=True)
 
 
-def memory_mask(mode, rows, T, doc, local=True, same_document=True, m=0):
+def memory_mask(mode, rows, doc, local, config):
     """
-    Which memories the queries of slice `rows` may use: lo, hi, and (R, hi - lo) bool for the
-    memories lo..hi-1. Memory j is (c_j, x_j), a context and the token after it: memory i holds the
-    answer to query i. doc (N,): documents of the contexts
+    Which memories the queries of slice `rows` may use: a slice of M memories, and (R, M) bool.
+    Memory i holds the answer to query i. doc (B, T): documents of the contexts
     """
-    lo = rows.start // T * T if mode == 'local' else 0
-    hi = len(doc) if mode == 'ext' else rows.stop
+    (B, T), doc = doc.shape, doc.flatten()
+    start = rows.start // T * T if mode == 'local' else 0
+    end = dict(none=1, ext=len(doc)).get(mode, rows.stop)           # none: one, which is masked
     i = torch.arange(rows.start, rows.stop, device=doc.device)[:, None]
-    j = torch.arange(lo, hi, device=doc.device)[None, :]
-    segment = i // T == j // T
-    earlier = j < i
-    document = (doc[rows, None] == doc[None, lo:hi]) & same_document
-    if mode == 'local':                                             # Eq. 2
-        return lo, hi, segment & earlier
+    j = torch.arange(start, end, device=doc.device)
+    segment, earlier = i // T == j // T, j < i
+    document = (doc[rows, None] == doc[start:end]) & config.same_document
     if mode == 'ext':                                               # §4.3
-        return lo, hi, ~segment & ~document | segment & earlier & local
-    group = i // (m * T) == j // (m * T) if m else True             # Eq. 3, §4.2
-    return lo, hi, earlier & group & (segment | document | (not same_document))
+        allowed = ~segment & ~document | segment & earlier & local
+    elif mode == 'long':                                            # Eq. 3, §4.2
+        group = (config.m or B) * T
+        allowed = earlier & (segment | document | (not config.same_document))
+        allowed &= i // group == j // group
+    else:                                                           # Eq. 2
+        allowed = segment & earlier & (mode == 'local')
+    return slice(start, end), allowed
 
 
-def exponentials_(x):
-    """x (R, n) becomes exp(x - max), in place -> max, log Σ exp(x) (R, 1). A row may be all -inf"""
+def softmax_(x):
+    """x (R, n) becomes its softmax, in place -> log Σ exp(x) (R, 1). Rows of -inf become zeros."""
     top = x.amax(1, keepdim=True).clamp(min=-1e30)
-    x.sub_(top).exp_()
-    return top, x.sum(1, keepdim=True).log() + top
+    total = x.sub_(top).exp_().sum(1, keepdim=True)                 # at least 1, or 0
+    x.div_(total.clamp(min=1))
+    return top + total.log()
 
 
 class TrimeLoss(torch.autograd.Function):
@@ -315,59 +307,51 @@ class TrimeLoss(torch.autograd.Function):
 
         P(w | c)  ∝  exp(E_w · f(c))  +  Σ_{j: x_j = w} exp(sim(g(c), g(c_j)))
 
-    f, query (N, C)   f(c), g(c)          key (N, C)   g(c_j), with or without gradient; None: Eq. 1
-    head (n, C)       vectors of words and clusters     targets (N,)   w and x_j; -1: neither scored
-    index, tail (N, 1)   of Embedding.word              nor a memory
-    mask   slice of queries -> memory_mask              with_grad      whether to compute gradients
+    f, query, key (N, C)   f(c), g(c), g(c_j)      head (n, C)   vectors of words and clusters
+    index, tail (N, 1)     of Embedding.word       mask          slice of queries -> memory_mask
+    targets (N,)           w and x_j; -1: neither scored nor a memory
 
     returns the mean of -log P, and two means without gradient: the probability on memories, the
-    loss without memory. Neither (N, n) nor (N, M) is held: queries are taken in blocks of R, and
-    the gradient of a block is computed in the forward pass. P: the part of row v of the head, of
-    memory j in the sum over everything; W: in the terms of w, zero for all others
+    loss without memory. Queries are taken in blocks of R, so that neither (N, n) nor (N, N) is
+    held; the forward pass computes the gradient too. P: the part of row v of the head, of memory j
+    in the sum over everything; W: in the terms of w, zero for all others
 
         dL/d(E_v · f) = P_v - W_v        dL/d(sim_j) = P_j - W_j
     """
     R = 512
 
     @staticmethod
-    def forward(ctx, f, query, key, head, index, tail, targets, mask, with_grad):
+    def forward(ctx, f, query, key, head, index, tail, targets, mask):
         n, scale = (targets >= 0).sum().clamp(min=1), f.size(1) ** -0.5
         nll, memory_prob, word_nll = f.new_zeros(3)                 # means over the queries
-        inputs = f, query, key, head, tail
-        df, dq, dk, dh, dt = (None if x is None else torch.zeros_like(x) for x in inputs)
+        df, dq, dk, dh, dt = (torch.zeros_like(x) for x in (f, query, key, head, tail))
         for start in range(0, len(f), TrimeLoss.R):
             rows = slice(start, min(start + TrimeLoss.R, len(f)))
-            w = targets[rows, None]                                 # (R, 1)
-            weight = (w >= 0).to(f) / n                             # (R, 1) of a query in the mean
+            memories, allowed = mask(rows)
+            w, x = targets[rows, None], targets[memories]           # (R, 1), x_j (M,)
+            sim = query[rows] @ key[memories].T * scale             # (R, M)
+            sim.masked_fill_(~allowed | (x < 0), -math.inf)
+            match = sim.masked_fill(x != w, -math.inf)              # of x_j = w
             logits = f[rows] @ head.T                               # (R, n)
             log_word = logits.gather(1, index[rows]) + tail[rows]   # first term of Eq. 5
-            top, log_total = exponentials_(logits)
-            word_nll += ((log_total - log_word) * weight).sum()
-            log_w = log_word
-            if key is not None:
-                lo, hi, allowed = mask(rows)
-                x = targets[None, lo:hi]                            # x_j
-                sim = query[rows] @ key[lo:hi].T * scale            # (R, hi - lo)
-                sim.masked_fill_(~allowed | (x < 0), -math.inf)
-                match = sim.masked_fill(x != w, -math.inf)          # of x_j = w
-                top_match, log_match = exponentials_(match)
-                log_w = torch.logaddexp(log_word, log_match)        # second term of Eq. 5
-                top_sim, log_memory = exponentials_(sim)
-                log_total = torch.logaddexp(log_total, log_memory)
-                memory_prob += ((log_memory - log_total).exp() * weight).sum()
+            log_words, log_memory, log_match = map(softmax_, (logits, sim, match))
+            log_w = torch.logaddexp(log_word, log_match)            # second term of Eq. 5
+            log_total = torch.logaddexp(log_words, log_memory)
+            weight = (w >= 0).to(f) / n                             # (R, 1) of a query in the mean
             nll += ((log_total - log_w) * weight).sum()
-            if with_grad:
-                dz = logits.mul_(weight * (top - log_total).exp())              # P_v
+            memory_prob += ((log_memory - log_total).exp() * weight).sum()
+            word_nll += ((log_words - log_word) * weight).sum()
+            if f.requires_grad:
+                dz = logits.mul_(weight * (log_words - log_total).exp())        # P_v
                 dt[rows] = -weight * (log_word - log_w).exp()
                 dz.scatter_add_(1, index[rows], dt[rows])                       # - W_v
                 df[rows] = dz @ head
                 dh.addmm_(dz.T, f[rows])
-            if with_grad and key is not None:
-                ds = sim.mul_(weight * (top_sim - log_total).exp())             # P_j
-                ds -= match.mul_(weight * (top_match - log_w).exp())            # - W_j
-                dq[rows] = ds @ key[lo:hi] * scale
-                dk[lo:hi].addmm_(ds.T, query[rows], alpha=scale)
-        ctx.grads = df, dq, dk, dh, None, dt, None, None, None
+                ds = sim.mul_(weight * (log_memory - log_total).exp())          # P_j
+                ds -= match.mul_(weight * (log_match - log_w).exp())            # - W_j
+                dq[rows] = ds @ key[memories] * scale
+                dk[memories].addmm_(ds.T, query[rows], alpha=scale)
+        ctx.grads = df, dq, dk, dh, None, dt, None, None
         ctx.mark_non_differentiable(memory_prob, word_nll)
         return nll, memory_prob, word_nll
 
@@ -383,7 +367,6 @@ class Memories(NamedTuple):
     value: torch.Tensor         # (Q, M) x_j; or whether x_j = w
     ext: torch.Tensor           # (M,) bool: of the datastore
     rank: torch.Tensor          # (M,) number of more similar ones in ext, of later ones in long
-    j: torch.Tensor             # (M,) of the last query: entry, or position in the text
 
 
 @dataclass
@@ -417,20 +400,15 @@ class Inference:
         past = ~memories.ext & (memories.rank < self.long) & self.local
         used = torch.where(memories.ext, memories.rank < self.n_neighbors, past)        # (M,)
         sim = memories.sim.masked_fill(~used, -math.inf)
-        if self.linear:
-            P, shift = torch.zeros_like(sim), -log_total            # Eq. 1
-            mixed = [(past, self.tau, self.lam), (memories.ext, self.tau_ext, self.lam_ext)]
-        else:
-            total = (sim / self.tau).logsumexp(1, keepdim=True)
-            shift = -torch.logaddexp(log_total, total)
-            P = (sim / self.tau + shift).exp()                      # Eq. 6
-            mixed = [(used, self.tau_ext, self.lam_ext)]
-        for used, tau, lam in mixed:
+        x = torch.full_like(sim, -math.inf) if self.linear else sim / self.tau
+        shift = -torch.logaddexp(log_total, x.logsumexp(1, keepdim=True))
+        P = (x + shift).exp()                                       # Eq. 6; linear: Eq. 1
+        ext = memories.ext if self.linear else used
+        for group, tau, lam in ((past, self.tau, self.lam), (ext, self.tau_ext, self.lam_ext)):
             if lam > 0:
-                x = sim.masked_fill(~used, -math.inf)
+                x = (sim / tau).masked_fill(~group, -math.inf)
                 lam = lam * (x > -math.inf).any(1, keepdim=True).to(x)      # 0: no memories yet
-                P_ext = (x / tau).clamp(min=-1e30).softmax(1)       # Eq. 8
-                P = (1 - lam) * P + lam * P_ext                     # Eq. 9
+                P = (1 - lam) * P + lam * x.clamp(min=-1e30).softmax(1)     # Eq. 8, 9
                 shift = shift + torch.log1p(-lam)
         return P, shift
 
@@ -450,66 +428,55 @@ class Datastore:
     keys are fp16 in a faiss inverted file, memory-mapped; the values are the text. A search visits
     the nprobe nearest lists of each query; the similarities that it returns are exact.
     """
-    nprobe = 16                         # of lists of about 1,000 entries
     SHARD = 2 ** 31                     # bytes of keys held in memory while a store is built
 
-    def __init__(self, folder, model, text, about, progress):
+    def __init__(self, folder, model, text, about, progress, nprobe=16):
         """
-        Opens the store of text (n + 1,) in folder, or builds it, or the rest of it after an
-        interruption. about: what it depends on. SystemExit if the folder has another store
+        Opens the store of text (n + 1,) in folder, after building it if it is not there.
+        about: what it depends on. SystemExit if the folder has another store
         """
         import faiss
-        self.text, file = text, folder / 'about.json'
-        if file.exists() and json.loads(file.read_text()) != about:
-            raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(about))
-        if not (folder / 'keys.faiss').exists():
+        self.text, self.nprobe, file = text, nprobe, folder / 'about.json'
+        if not file.exists():                                       # it is written last
             self.build(folder, model, progress)
+            file.write_text(json.dumps(about))
+        if json.loads(file.read_text()) != about:
+            raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
         flags = faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR     # memory-mapped
         self.index = faiss.read_index(str(folder / 'keys.faiss'), flags)
 
     @torch.no_grad()
     def build(self, folder, model, progress):
+        """Writes keys.faiss, keys.ivfdata."""
         import faiss
         from faiss.contrib.ondisk import merge_ondisk
         n, C, T = len(self.text) - 1, model.config.n_embd, model.config.block_size
         entry = 2 * C + 8                                           # bytes: a key, its number
         n_lists = max(1, min(n // 1000, 16_384))
-        memory = min(n * entry, self.SHARD) + 64 * n_lists * 4 * C
+        memory = min(n * entry, self.SHARD) + 64 * n_lists * 4 * C + 8 * n
         print(f'{folder}: {n:,} entries, {n * entry / 1e9:.2f} GB on disk; to build it, twice that '
               f'and {memory / 1e9:.2f} GB of memory')
-
-        def write(index, path):
-            faiss.write_index(index, str(folder / 'new.faiss'))
-            (folder / 'new.faiss').replace(path)                    # complete, or not there
-
-        trained = folder / 'trained.faiss'
-        if not trained.exists():                                    # k-means of a sample of keys
-            starts = range(0, n, max(T, T * n // (64 * n_lists)))
-            texts = [model.ids(self.text[start:min(start + T, n)]) for start in starts]
-            sample = torch.cat([model.encode(tokens[None])[1][0] for tokens in texts])
-            index = faiss.IndexIVFScalarQuantizer(faiss.IndexFlatL2(C), C, n_lists,
-                                                  faiss.ScalarQuantizer.QT_fp16)
-            index.by_residual = False
-            index.train(sample.float().cpu().numpy())
-            write(index, trained)
-        step = -(-self.SHARD // entry)
-        shards = {start: folder / f'shard-{start}.faiss' for start in range(0, n, step)}
-        for start, path in shards.items():
-            if not path.exists():
-                at, end = max(0, start - T), min(start + step, n)   # T tokens of context
-                index = faiss.read_index(str(trained))
-                windows = model.windows(model.ids(self.text[at:end])[None])
-                for _, g, _ in progress(windows, path.stem, (end - at) // model.stride):
-                    g, at = g[0, max(0, start - at):].float().cpu().numpy(), at + g.size(1)
-                    index.add_with_ids(g, np.arange(at - len(g), at))
-                write(index, path)
-        index = faiss.read_index(str(trained))
-        merge_ondisk(index, [*map(str, shards.values())], str(folder / 'keys.ivfdata'))
-        write(index, folder / 'keys.faiss')
-        for path in (trained, *shards.values()):
-            path.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        text = model.ids(self.text[:-1])[None]
+        starts = range(0, n, max(T, T * n // (64 * n_lists)))       # k-means of a sample of keys
+        sample = torch.cat([model.encode(text[:, start:start + T])[1][0] for start in starts])
+        index = faiss.IndexIVFScalarQuantizer(faiss.IndexFlatL2(C), C, n_lists,
+                                              faiss.ScalarQuantizer.QT_fp16)
+        index.by_residual = False
+        index.train(sample.float().cpu().numpy())
+        start, shards = 0, []
+        for _, g, _ in progress(model.windows(text), folder.name, n // model.stride):
+            end = start + g.size(1)
+            index.add_with_ids(g[0].float().cpu().numpy(), np.arange(start, end))
+            start = end
+            if index.ntotal * entry >= self.SHARD or end == n:
+                shards.append(str(folder / f'shard-{len(shards)}.faiss'))
+                faiss.write_index(index, shards[-1])
+                index.reset()
+        merge_ondisk(index, shards, str(folder / 'keys.ivfdata'))
+        faiss.write_index(index, str(folder / 'keys.faiss'))
+        for shard in shards:
+            Path(shard).unlink()
 
     def search(self, query, K, l2=False, nprobe=0):
         """
@@ -537,7 +504,7 @@ class TRIME(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd)
         self.inference = self.tuned = Inference(local=config.memory != 'none')
-        self.shuffle, self.store, self.kernel = False, None, 'auto'
+        self.shuffle, self.store = False, None
         self.stride = config.stride or max(1, config.block_size // 2)
         if config.memory == 'ext':                                  # g starts with norm C^(1/4)
             nn.init.constant_(self.blocks[-1].norm2.gain, config.n_embd ** -0.25)
@@ -576,27 +543,24 @@ class TRIME(nn.Module):
         loss. batch: tokens, targets, doc (B, T) int64 (targets -1: not scored), seed of all
         randomness; progress: step / max_steps
         """
-        config, T = self.config, batch.tokens.size(1)
-        memory = 'none' if progress < config.ce_warmup else config.memory           # §5.2
-        if memory == 'ext' and not self.training:                   # ext sees later text
-            memory = 'local'
+        config = self.config
+        memory = config.memory if self.training else config.memory.replace('ext', 'local')
+        if progress < config.ce_warmup:                             # §5.2
+            memory = 'none'
         local = random.Random(batch.seed).random() >= config.p      # §4.3: one Bernoulli draw
         if self.training and config.dropout:
             torch.manual_seed(batch.seed)
         f, g = (fp32(x).flatten(0, 1) for x in self.encode(batch.tokens)[:2])       # 2 x (N, C)
         key = g if config.memory_grad else g.detach()
-        key = None if memory == 'none' else key
-        targets, doc = batch.targets.flatten(), batch.doc.flatten()
-
-        def mask(rows):
-            return memory_mask(memory, rows, T, doc, local, config.same_document, config.m)
-
+        targets = batch.targets.flatten()
+        mask = lambda rows: memory_mask(memory, rows, batch.doc, local, config)
         with torch.autocast(g.device.type, enabled=False):          # bf16: steps of 0.125 near 20
             word = self.embedding.word(f, targets.clamp(min=0))
             loss, memory_prob, without_memory = TrimeLoss.apply(
-                f, g, key, self.embedding.tables[0], *word, targets, mask, torch.is_grad_enabled())
+                f, g, key, self.embedding.tables[0], *word, targets, mask)
         return loss, dict(memory_prob=memory_prob, loss_without_memory=without_memory)
 
+    @torch.no_grad()
     def windows(self, tokens, state=None):
         """
         Encodes tokens (B, t), which continue the text of `state`. When the window has T tokens, a
@@ -617,52 +581,35 @@ class TRIME(nn.Module):
             scored = torch.cat([scored, g], dim=1)[:, -kept - T:]
             yield f, g, (text, scored, keys, past)
 
-    def memories(self, g, i, state, w=None):
-        """
-        The Memories of queries g (B, Q, C) at positions i (Q,) of the state's text, B Q in all;
-        w (B, Q): value is whether x_j = w
-        """
+    def memories(self, g, state, every=1):
+        """The Memories of every n-th of the last queries of the state's text, g (B, q, C)."""
         (text, scored, keys, _), x = state, self.inference
         n, start = text.size(1), text.size(1) - keys.size(1)
         first = max(0, start - x.long)
+        j = torch.arange(first, n, device=g.device)                 # (M,)
+        i = torch.arange(n - g.size(1), n, every, device=g.device)[:, None]
         k = torch.cat([scored[:, first:start], keys], dim=1)        # (B, M, C) Eq. 2, 3
-        j = torch.arange(first, n, device=g.device)[None]           # (1, M)
-        sim = (g @ k.transpose(1, 2) / g.size(2) ** 0.5).masked_fill(j >= i[:, None], -math.inf)
-        ext, rank = torch.zeros_like(j[0]) > 0, start - 1 - j[0]
-        if self.shuffle:                                            # other memories of the query
-            M = (i[:, None] - first).clamp(min=1)
-            j = first + (j - first + M // 2) % M
-        value = text[:, (j + 1).clamp(max=n - 1)].expand_as(sim)
-        found = [Memories(sim.flatten(0, 1), value, ext, rank, j[-1])]
-        if x.n_neighbors:                                           # Eq. 4
-            sim, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)
-            if self.shuffle:
-                M = len(self.store.text) - 1
-                j = (j + M // 2) % M
-            value = self.ids(self.store.text[j.cpu().numpy() + 1]).unflatten(0, (len(g), -1))
-            rank = torch.arange(x.n_neighbors, device=g.device)
-            found.append(Memories(sim, value, rank >= 0, rank, j[-1]))
-        sim, value, *of_columns = (torch.cat(parts, dim=-1) for parts in zip(*found))
-        value = value if w is None else value == w[..., None]       # (B, Q, M)
-        return Memories(sim, value.flatten(0, 1), *of_columns)
+        g = g[:, ::every]
+        sim = (g @ k.transpose(1, 2) / g.size(2) ** 0.5).masked_fill(j >= i, -math.inf)
+        M = (i - first).clamp(min=1)                                # of each query
+        shuffled = first + (j - first + M // 2 * self.shuffle) % M  # (queries, M)
+        value = text[:, (shuffled + 1).clamp(max=n - 1)]
+        rank, ext = start - 1 - j, torch.zeros_like(j, dtype=torch.bool)
+        past = Memories(sim.flatten(0, 1), value.flatten(0, 1), ext, rank)
+        if not x.n_neighbors:
+            return past
+        sim, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)        # Eq. 4
+        M, j = len(self.store.text) - 1, j.cpu().numpy()
+        value = self.ids(self.store.text[(j + M // 2 * self.shuffle) % M + 1])
+        rank = torch.arange(x.n_neighbors, device=g.device)
+        ext = Memories(sim, value, rank >= 0, rank)
+        return Memories(*(torch.cat(pair, dim=-1) for pair in zip(past, ext)))
 
-    def evidence(self, f, g, state, w=None, every=1):
-        """Arguments of Inference.log_p for every n-th query of a window: all words, or w (B, q)"""
-        n, q = state[0].size(1), f.size(1)
-        i = torch.arange(n - q, n, every, device=f.device)
-        logits, log_total = self.embedding.logits(fp32(f[:, ::every]).flatten(0, 1))
-        if w is not None:
-            w = w[:, ::every]
-            logits = logits.gather(1, w.reshape(-1, 1))
-        return logits, log_total, self.memories(fp32(g[:, ::every]), i, state, w)
-
-    @torch.no_grad()
-    def score(self, tokens, every=1):
-        """Arguments of Inference.log_p for tokens 1, 1 + every, ... of a document, by window."""
-        targets = tokens[None, 1:]
-        for f, g, state in self.windows(tokens[None, :-1]):
-            w, targets = targets.tensor_split([f.size(1)], dim=1)
-            yield self.evidence(f, g, state, w, every)
+    def read(self, tokens, state=None):
+        """The state that `stream` returns, without its predictions."""
+        for *_, state in self.windows(tokens, state):
+            pass
+        return state
 
     def log_probs(self, tokens):
         """log P(next token | tokens so far) of a document, memory included: (B, t) -> (B, t, V)"""
@@ -676,21 +623,26 @@ class TRIME(nn.Module):
         """
         parts = []
         for f, g, state in self.windows(tokens, state):
-            log_probs = self.inference.log_p(*self.evidence(f, g, state))
+            words = self.embedding.logits(f.flatten(0, 1))
+            log_probs = self.inference.log_p(*words, self.memories(g, state))
             parts.append(log_probs.unflatten(0, f.shape[:2]))       # (B, q, V)
         return torch.cat(parts, dim=1), state
 
     def log_p(self, tokens):
         """log P of every token but the first of a document (n,), read from its start -> (n - 1,)"""
-        return torch.cat([self.inference.log_p(*window)[:, 0] for window in self.score(tokens)])
+        parts, state = [], None
+        for piece, targets in zip(tokens[:-1].split(512), tokens[1:].split(512)):
+            log_probs, state = self.stream(piece[None], state)
+            parts.append(log_probs[0].gather(1, targets[:, None])[:, 0])
+        return torch.cat(parts)
 
     def ways(self):
         """How to evaluate the model: name -> attributes to set."""
         off = dict(inference=Inference(), shuffle=False)
         if not (self.tuned.local or self.tuned.n_neighbors):
             return dict(off=off)
-        on, shuffled = (dict(inference=self.tuned, shuffle=shuffle) for shuffle in (False, True))
-        return dict(on=on, shuffled=shuffled, off=off)
+        on = dict(inference=self.tuned, shuffle=False)
+        return dict(on=on, shuffled=dict(on, shuffle=True), off=off)
 
     @torch.no_grad()
     def trace(self, tokens, t):
@@ -698,44 +650,41 @@ class TRIME(nn.Module):
         The memories that predict token t + 1 of a document (n,): list of (probability, array of
         ids, start, end), the largest first; ids[start:end] ends with the memory's value
         """
-        for f, g, state in self.windows(tokens[None, :t + 1]):
-            pass                                                    # the last window has token t
-        _, log_total, memories = self.evidence(f[:, -1:], g[:, -1:], state)
-        P, _ = self.inference.probabilities(log_total, memories)
-        j, ext, found = memories.j, memories.ext, []
-        j = torch.where(ext, j, j + t + 1 - state[0].size(1))       # position in the document
-        for p, at, external in zip(P[0].tolist(), j.tolist(), ext.tolist()):
-            if p > 0:
-                ids = self.store.text if external else tokens
-                found.append((p, ids, max(0, at - 11), at + 2))
-        return sorted(found, key=lambda memory: -memory[0])
+        x, state = self.inference, self.read(tokens[None, :t])
+        f, g, state = next(self.windows(tokens[None, t:t + 1], state))
+        _, log_total = self.embedding.logits(f[0])
+        P, _ = x.probabilities(log_total, self.memories(g, state))  # (1, M)
+        M = P.size(1) - x.n_neighbors                               # of the text
+        where = [(tokens, j) for j in range(t + 1 - M, t + 1)]
+        if x.n_neighbors:
+            _, j = self.store.search(g[0], x.n_neighbors, x.linear)
+            where += [(self.store.text, j) for j in j[0].tolist()]
+        found = [(p, ids, max(0, j - 11), j + 2) for p, (ids, j) in zip(P[0].tolist(), where)]
+        return sorted((m for m in found if m[0] > 0), key=lambda memory: -memory[0])
 
-    @torch.no_grad()
     def prepare_eval(self, corpus, args, path, progress):
         """
         Opens the datastore and tunes the inference on corpus.val; both are kept in the folder of
         the checkpoint file `path`. args: EvalConfig's fields, split
         """
-        trained, folder, x = self.config.memory, Path(path).parent, Inference()
+        trained, folder = self.config.memory, Path(path).parent
         names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
-        x.local = 'local' in names                                  # Table 1
+        x = Inference(local='local' in names, linear=trained == 'none')             # Table 1
         x.long = args.long if 'long' in names else 0
-        x.linear = trained == 'none'                                # continuous cache, kNN-LM
-        self.stride = max(1, min(args.stride or self.stride, self.config.block_size))
+        self.stride = max(1, args.stride or self.stride)
         about = dict(checkpoint=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
                      corpus=corpus.fingerprint, stride=self.stride)
         if 'ext' in names:
             if args.split == 'train':
                 raise SystemExit('--split train with --memory ext: each token would find itself')
             x.n_neighbors, store = 1024, folder / f'datastore-{corpus.name}'
-            self.store = Datastore(store, self, corpus.train.tokens, about, progress)
-            self.store.nprobe = args.nprobe
+            self.store = Datastore(store, self, corpus.train.tokens, about, progress, args.nprobe)
             if args.recall:
                 windows = self.windows(self.ids(corpus.val.tokens[:8192])[None])
                 query = torch.cat([g[0, ::32] for _, g, _ in windows])
-                pair = [self.store.search(query, 1024, x.linear, n)[1] for n in (0, 2 ** 20)]
-                hits = [torch.isin(exact[exact >= 0], j) for j, exact in zip(*pair)]
-                print(f'recall of 1,024 entries: {torch.cat(hits).float().mean():.1%}')
+                found, best = (self.store.search(query, 1024, x.linear, n)[0] for n in (0, 2 ** 20))
+                recall = (found >= best[:, -1:]).float().mean()
+                print(f'recall of 1,024 entries: {recall:.1%}')
         key, file = json.dumps([about, asdict(x), args.nprobe]), folder / 'tuned.json'
         tuned = json.loads(file.read_text()) if file.exists() else {}
         if key not in tuned:
@@ -755,11 +704,22 @@ LONG = [256 * 2 ** i for i in range(20)]            # tokens
 LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9]
 
 
+@torch.no_grad()
 def collect(model, split, x, progress=lambda items, _: items):
-    """Every 16th of the first 65,536 tokens of a split with the memories of x, see TRIME.score."""
+    """
+    Arguments of Inference.log_p for every 16th of the first 65,536 tokens of a split, by window,
+    with the memories of x
+    """
     model.inference, windows, ends = x, [], np.minimum(split.offsets, 65_536)
     for a, b in progress([*zip(ends, ends[1:])], 'tuning'):
-        windows += model.score(model.ids(split.tokens[a:b]), every=16)
+        tokens = model.ids(split.tokens[a:b])
+        targets = tokens[1:, None]
+        for f, g, state in model.windows(tokens[None, :-1]):
+            w, targets = targets[:f.size(1):16], targets[f.size(1):]                # (Q, 1)
+            logits, log_total = model.embedding.logits(f[0, ::16])
+            memories = model.memories(g, state, every=16)
+            memories = memories._replace(value=memories.value == w)
+            windows.append((logits.gather(1, w), log_total, memories))
     return windows
 
 
@@ -774,9 +734,7 @@ def tune(windows, x, long):
              dict(long=[n for n in long if n < x.long] + [x.long],
                   n_neighbors=[1, 8, 64, 512, 1024] if ext else [0])]
 
-    def score(x):
-        return sum(x.log_p(*window).sum().item() for window in windows)
-
+    score = lambda x: sum(x.log_p(*window).sum().item() for window in windows)
     before = None
     while x != before:
         before = x
@@ -808,10 +766,7 @@ TASKS = {'sweep': sweep}
 # a demo
 
 if __name__ == '__main__':
-    torch.manual_seed(0)
-    tokens, doc = torch.randint(4096, (4, 513)), torch.arange(4)[:, None].expand(4, 512)
-    batch = SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], doc=doc, seed=0)
-    for memory in ('none', 'local', 'long', 'ext'):
-        loss, log = TRIME(TRIMEConfig(memory=memory))(batch, progress=1.0)
-        print(f'memory {memory:5}  loss {loss:.4f} on random tokens (ln V = {math.log(4096):.4f}), '
-              f'{log["memory_prob"]:.3f} of the probability on memories')
+    model, tokens = TRIME(TRIMEConfig()), torch.randint(4096, (1000,))
+    print(f'loss {-model.log_p(tokens).mean():.3f}, ln V {math.log(4096):.3f}')
+    for p, _, start, end in model.trace(tokens, t=900)[:3]:
+        print(f'token 901 is predicted with {p:.4f} by the memory of tokens {start} to {end - 2}')
