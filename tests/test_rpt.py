@@ -283,9 +283,9 @@ def test_streaming_equals_the_full_pass(more, t=12 * M + 3):
     model, tokens = small(**more), tokens_of(t=t)
     cuts = torch.randperm(t - 1, generator=torch.Generator().manual_seed(1))[:12].sort().values + 1
     for n_cuts, attributes in zip((4, 1, 1), model.ways().values()):
-        vars(model).update(attributes, piece=2048)
+        vars(model).update(attributes, PIECE=2048)
         full, trace = model.log_probs(tokens), model.trace(tokens[0], t - 1)
-        model.piece = 3 * model.config.chunk_size
+        model.PIECE = 3 * model.config.chunk_size
         for ends in (cuts.tolist(), range(1, t), range(M - 1, t, M), [])[:n_cuts]:
             state, parts = None, []
             for piece in tokens.tensor_split(list(ends), dim=1):
