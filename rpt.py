@@ -747,21 +747,20 @@ class RPT(nn.Module):
         TaughtBatch (target -1: not predicted), step / max_steps -> loss () in nats per token, dict
         of what to log. In eval mode or without candidates, the LM loss.
         """
-        taught, teacher, log = self.training and hasattr(batch, 'candidates'), None, {}
         chance, alpha, tau = self.schedule(progress)
+        taught = self.training and hasattr(batch, 'candidates')
+        teacher = self.taught_neighbors(batch, chance) if taught else None
         if self.training:
-            torch.manual_seed(batch.seed)
-        if taught:
-            teacher = self.taught_neighbors(batch, chance)
+            torch.manual_seed(batch.seed)                                   # of dropout
         f, _, scores = self.encode(batch.tokens, batch.doc, teacher)
         f, E, targets = fp32(f).flatten(0, 1), fp32(self.embedding.weight), batch.targets.flatten()
         loss = cross_entropy(f, E, targets) / (targets >= 0).sum().clamp(min=1)
-        if taught and self.retriever:
-            sums = ranking_loss(scores, batch.candidates, batch.target_scores, tau)
-            ranking, ndcg = (x / batch.ranked for x in sums[:2])
-            log = dict(lm_loss=loss, ret_loss=ranking, ndcg=ndcg, ranked=sums[2])
-            loss = loss + alpha * ranking
-        return loss, log
+        if not (taught and self.retriever):
+            return loss, {}
+        ranking, ndcg, ranked = ranking_loss(scores, batch.candidates, batch.target_scores, tau)
+        ranking, ndcg = ranking / batch.ranked, ndcg / batch.ranked
+        log = dict(lm_loss=loss, ret_loss=ranking, ndcg=ndcg, ranked=ranked)
+        return loss + alpha * ranking, log
 
     def log_probs(self, tokens):
         """log P (B, t, V) fp32 of the next token; tokens (B, t) are of one document."""
