@@ -42,7 +42,7 @@ import hashlib
 import math
 import os
 import zlib
-from collections import defaultdict, namedtuple
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -646,11 +646,12 @@ class RPT(nn.Module):
                 nn.init.zeros_(p)
 
     def empty_state(self, tokens):
-        B, m, w = len(tokens), self.config.chunk_size, self.w
-        K, C, zeros = self.config.n_neighbors, self.config.n_embd, self.embedding.weight.new_zeros
-        keys = zeros(B, 0, C if self.idf is None else len(self.idf))
-        return State([None] * self.config.n_layer, tokens[:, :0], zeros(B, 0, m, C), keys,
-                     zeros(B, w, K).long() - 1, zeros(B, w, K, 2 * m, C), zeros(B, w, K))
+        c, B, w, zeros = self.config, len(tokens), self.w, self.embedding.weight.new_zeros
+        m, K, C = c.chunk_size, c.n_neighbors, c.n_embd
+        keys = zeros(B, 0, C if self.idf is None else c.vocab_size)
+        chosen, gates = zeros(B, w, K).long() - 1, zeros(B, w, K)
+        return State([None] * c.n_layer, tokens[:, :0], zeros(B, 0, m, C), keys, chosen,
+                     zeros(B, w, K, 2 * m, C), gates)
 
     def retrieve(self, x, tokens, doc, teacher, state):
         """
@@ -694,8 +695,9 @@ class RPT(nn.Module):
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
         t, m, scores, cross = tokens.size(1), self.config.chunk_size, None, None
-        places = torch.arange(t + (past[0][0].size(1) if past[0] else 0), device=tokens.device)
-        angles = rotary(places, self.config.n_embd // self.config.n_head)
+        cached = past[0][0].size(1) if past[0] else 0
+        positions = torch.arange(cached + t, device=tokens.device)
+        angles = rotary(positions, self.config.n_embd // self.config.n_head)
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
         for i, block in enumerate(self.lower):
             x, past[i] = block(x, angles, past[i])
@@ -823,27 +825,28 @@ def ranks(runs, corpus, split, args):
     idf = corpus_idf(corpus.train.tokens, m, c.vocab_size).to(device)
     k = torch.arange(N, device=device)
     may = permitted(0 * k[None], N, c.window // m)[0] & (k[:, None] < N - 1)        # has a target
-    T, offsets, discount = N * m, split.offsets, 1 / torch.log2(2 + k[:20])
+    T, offsets = N * m, split.offsets
     starts = [i for a, b in zip(offsets, offsets[1:]) for i in range(a, b - T + 1, T)]
-    values, result = defaultdict(list), {}
+    discount, values, result = 1 / torch.log2(2 + k[:20]), {}, {}
     for start in starts[::-(-len(starts) // args.sequences) or 1]:
         tokens = torch.from_numpy(split.tokens[start:start + T].astype(np.int64)).to(device)
-        q, keys = bm25_vectors(tokens.view(N, m), idf)
+        chunks = tokens.view(N, m)
+        q, keys = bm25_vectors(chunks, idf)
         scores = dict(chance=torch.rand(N, N, device=device), recency=k.float().expand(N, N),
                       BM25=q @ keys.T)
-        for run in runs:
-            scores[run.name] = run.model.encode(tokens[None])[2][0]
-        s_t = target_scores(reference.model, tokens.view(N, m), k.where(may, -1))
-        s_t = s_t.nan_to_num(-math.inf)                                     # (N, N)
+        scores.update((run.name, run.model.encode(tokens[None])[2][0]) for run in runs)
+        s_t = target_scores(reference.model, chunks, k.where(may, -1)).nan_to_num(-math.inf)
         for name, s_q in scores.items():
             order = s_q.masked_fill(~may, -math.inf).argsort(dim=1, descending=True)
             s = s_t.gather(1, order)[(s_t > 0).any(1)]                      # (n, N), best s_q first
             gain, positive = torch.exp2(s.clamp(min=0)) - 1, (s > 0).double()
+            precision = positive[:, :2].mean(1)
+            recall = positive[:, :10].sum(1) / positive.sum(1)
             ideal = gain.sort(dim=1, descending=True).values[:, :20] @ discount
-            precision, recall = positive[:, :2].mean(1), positive[:, :10].sum(1) / positive.sum(1)
-            values[name].append(torch.stack([precision, recall, gain[:, :20] @ discount / ideal]))
+            rows = torch.stack([precision, recall, gain[:, :20] @ discount / ideal], dim=1)
+            values.setdefault(name, []).append(rows)                        # (n, 3)
     for name, rows in values.items():
-        means = torch.cat(rows, dim=1).mean(1).tolist()
+        means = torch.cat(rows).mean(0).tolist()
         result[name] = dict(zip(('precision@2', 'recall@10', 'ndcg@20'), means))
         print(f'{name:24}', *(f'{key} {value:.4f}' for key, value in result[name].items()))
     return result
