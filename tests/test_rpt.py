@@ -415,6 +415,7 @@ def test_schedules(teacher, chances, b=600):
     model = small(teacher=teacher, n_layer=2, gate=False, alpha=0.5, tau=3.0)
     batch = SimpleNamespace(**{name: x.expand(b, *x.shape[1:]) if torch.is_tensor(x) else x * b
                                for name, x in vars(taught(tokens_of(4, b=1))).items()})
+    batch.ranked *= 2                                                   # of the step, see setup
     batch.targets = torch.full((b, T), -1)
     batch.targets[:, 8 * M - 1] = 5                                     # depends on chunk 7 alone
     s_t, order = batch.target_scores[0, 7], batch.candidates[0, 7]
@@ -431,7 +432,7 @@ def test_schedules(teacher, chances, b=600):
         assert abs(share - chance) < (0.08 if 0 < chance < 1 else 1e-6)
         tau, alpha = 1 + 2 * progress, 0.5 * min(1, progress / 0.2)
         ranking, _, n = ranking_loss(scores, batch.candidates[:1], batch.target_scores[:1], tau)
-        close(log['ret_loss'], ranking / n)
+        close(log['ret_loss'], ranking / n / 2)
         close(loss, log['lm_loss'] + alpha * log['ret_loss'])
         grad, = torch.autograd.grad(loss, model.retriever.query.weight)
         assert (grad.abs().max() > 0) == (progress > 0)                 # W_Q: by L_ret alone
@@ -498,7 +499,7 @@ def start(tmp_path):
 def test_setup_scores_the_candidates(start, retriever):
     """The reference LM scores every n-th chunk of the documents it was not trained on."""
     attach, corpus, batches, model, reference = start(retriever=retriever, score_every=2)
-    idf, scored = corpus_idf(corpus.train.tokens, M, 257), 0
+    idf, scored, ranked = corpus_idf(corpus.train.tokens, M, 257), 0, 0
     if retriever == 'bm25':
         assert torch.equal(model.idf, idf.to(model.idf))
     for g in range(2):
@@ -515,7 +516,8 @@ def test_setup_scores_the_candidates(start, retriever):
             stored = batch.target_scores[b].double()
             torch.testing.assert_close(stored, s_t, rtol=0, atol=1e-6, equal_nan=True)
             scored += (~s_t.isnan()).sum()
-    assert scored > 10
+            ranked += (s_t > 0).any(1).sum().item()
+    assert scored > 10 and batch.ranked == ranked / 2                   # micro-batches of the step
     model.train()(batch, 0.5)[0].backward()
 
 
