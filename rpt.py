@@ -33,8 +33,7 @@ Where we differ from the paper, and why
     The reference LM (paper: Pythia 1.4B) is trained here on every second document and scores the
     others. Chunks without scores have BM25 as teacher and no L_ret; a scored chunk without
     positives learns to retrieve nothing. RPT-Lex: the candidate of rank r has s_t = 1 - r / J.
-    Short documents share a sequence. Retrieval, gate and cross-attention stay within a document;
-    self-attention does not, as in Transformer-XL: one mask serves all blocks and sequences.
+    Short documents share a sequence; self-attention alone crosses them, as in Transformer-XL.
 
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           reference LM, scores and RPT, one after the other
@@ -55,7 +54,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bm25 import BM25
+from bm25 import BM25, idf_lucene
 
 
 @dataclass
@@ -85,22 +84,14 @@ class RPTConfig:
     reference_steps: int = 0      # steps of its training; 0: as many as RPT's (ours)
 
     def __post_init__(self):
-        span, retrieves = 2 * self.chunk_size, self.retriever != 'none'
         for name, value in vars(self).items():
             least = 0 if name in ('n_inner', 'n_cca', 'reference_steps') else 1
-            if type(value) is int and value < least or type(value) is float and value < 0:
-                raise ValueError(f'{name} {value} is too small')
-        for wrong, message in (
-            (self.n_embd % (2 * self.n_head), 'n_embd is no multiple of 2 x n_head'),
-            (retrieves and self.window % span, 'window is no multiple of 2 x chunk_size'),
-            (retrieves and self.block_size < self.window + span,
-             'block_size < window + 2 x chunk_size'),
-            (retrieves and self.n_candidates < self.n_neighbors, 'n_candidates < n_neighbors'),
-            (max(self.dropout, self.eta) > 1, 'dropout, eta: from 0 to 1'),
-            (self.reference and self.retriever != 'sem', 'a reference is for retriever sem'),
-        ):
-            if wrong:
-                raise ValueError(f'{message} in {self}')
+            if type(value) is int and value < least:
+                raise ValueError(f'{name} {value} is below {least}')
+        if self.n_embd % (2 * self.n_head):
+            raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
+        if self.retriever != 'none' and self.window % (2 * self.chunk_size):
+            raise ValueError(f'window {self.window} is no multiple of 2 x chunk_size')
 
 
 PRESETS = {         # §3.4 and App. A; lr for AdamW and reference_steps are ours
@@ -275,11 +266,11 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
         if past is not None:
             k, v = (torch.cat(pair, dim=1) for pair in zip(past, (k, v)))   # (B, P + t, H, D)
-        q, rotated = rotate(q, [angles[-x.size(1):] for angles in rotary]), rotate(k, rotary)
-        y = self.proj(attend(q, rotated, v, self.block, 2 * self.block).flatten(2))
+        q_rotary = [angles[-x.size(1):] for angles in rotary]
+        y = attend(rotate(q, q_rotary), rotate(k, rotary), v, self.block, 2 * self.block)
         end = k.size(1) - x.size(1) % self.m                                # of whole chunks
         start = max(0, end // self.block - 1) * self.block                  # of the last two blocks
-        return y, (k[:, start:end], v[:, start:end])
+        return self.proj(y.flatten(2)), (k[:, start:end], v[:, start:end])
 
 
 class Attention(nn.Module):
@@ -347,19 +338,20 @@ class NeighborEncoder(nn.Module):
         positions, y_positions = positions.repeat(x.size(1)), positions[:y.size(1)]
         return x + self.cross(self.norm2(x).flatten(1, 2), positions, y, y_positions).view_as(x)
 
-    def gates(self, means, neighbors):
+    def gates(self, neighbors, chosen):
         """
         max(η, σ(w · ĉ / C)): ĉ is the mean of a neighbor's tokens after attention to the better
         neighbors of its chunk and to those of the w - 1 chunks before. (These are of its document,
-        as what it retrieved is farther back.) means (B, n, K, C), neighbors (B, n, K) -> (B, n, K)
+        as what it retrieved is farther back.)
+        neighbors (B, n, K, 2m, C) of n chunks, chosen (B, n, K) their numbers -> (B, n, K)
         """
-        (B, n, K), w = neighbors.shape, self.config.window // self.config.chunk_size
+        (B, n, K), w = chosen.shape, self.config.window // self.config.chunk_size
         if not self.config.gate:
-            return torch.ones(B, n, K, device=means.device)
-        j, c = torch.arange(n * K, device=means.device), means.flatten(1, 2)        # (B, n K, C)
+            return torch.ones(B, n, K, device=chosen.device)
+        j, c = torch.arange(n * K, device=chosen.device), neighbors.mean(3).flatten(1, 2)
         recent = (j <= j[:, None]) & (j // K > j[:, None] // K - w)
-        mask = recent & (neighbors >= 0).view(B, 1, -1) | (j == j[:, None])         # (B, n K, n K)
-        c = c + self.gate_attention(self.norm3(c), j, mask=mask[:, None])
+        mask = recent & (chosen >= 0).view(B, 1, -1) | (j == j[:, None])            # (B, n K, n K)
+        c = c + self.gate_attention(self.norm3(c), j, mask=mask[:, None])           # (B, n K, C)
         with torch.autocast(c.device.type, enabled=False):
             z = self.gate(self.norm_gate(fp32(c))) / self.config.n_embd
         return z.sigmoid().clamp(min=self.config.eta).view(B, n, K)
@@ -377,14 +369,20 @@ class ChunkedCrossAttention(nn.Module):
         shift = 2 * config.chunk_size * config.shift_values                 # see the header
         self.norm, self.attention = RMSNorm(config.n_embd), Attention(config, shift)
 
-    def forward(self, x, neighbors, key_mask, token_mask):
-        """x (B, t, C), neighbors (B, G, K, 2m, C), masks (B G, 1, 1, K 2m), (B, t, 1) -> as x"""
+    def forward(self, x, neighbors, valid, same_doc):
+        """
+        x (B, t, C) begins with a chunk; neighbors (B, G, K, 2m, C); valid (B, G, K): the neighbor
+        exists; same_doc (B, t): the token is of the document of its group's chunk -> as x
+        """
         (B, t, C), (_, G, K, n, _) = x.shape, neighbors.shape
         m, positions = n // 2, torch.arange(n, device=x.device)
-        groups = F.pad(x, (0, 0, 1, G * m - 1 - t)).view(B * G, m, C)       # x begins with a chunk
+        groups = F.pad(x, (0, 0, 1, G * m - 1 - t)).view(B * G, m, C)
+        some = valid.any(2, keepdim=True)                                   # (B, G, 1)
+        mask = (valid | ~some).view(B * G, 1, 1, K).repeat_interleave(n, dim=3)     # no empty row
         y = self.attention(self.norm(groups), positions[m - 1:-1],
-                           neighbors.reshape(B * G, K * n, C), positions.repeat(K), key_mask)
-        return y.view(B, G * m, C)[:, 1:t + 1] * token_mask
+                           neighbors.reshape(B * G, K * n, C), positions.repeat(K), mask)
+        y = y.view(B, G, m, C) * some[..., None]                            # 0 without neighbors
+        return y.flatten(1, 2)[:, 1:t + 1] * same_doc[..., None]
 
 
 class UpperBlock(Block):
@@ -405,8 +403,9 @@ class UpperBlock(Block):
 
 def doc_of_chunks(doc, m):
     """doc (B, T) -> (B, N): the document of a chunk; -1 if it has tokens of two or padding"""
-    doc = doc[:, :doc.size(1) // m * m].unflatten(1, (doc.size(1) // m, m))
-    return doc[..., -1].where((doc == doc[..., -1:]).all(2), -1)
+    B, N = doc.size(0), doc.size(1) // m
+    doc = doc[:, :N * m].reshape(B, N, m)
+    return doc[..., 0].where((doc == doc[..., :1]).all(2), -1)
 
 
 def permitted(doc, c, w):
@@ -438,7 +437,7 @@ def ranking_loss(scores, candidates, target_scores, tau):
     candidates  (B, N, J)  -1: none      target_scores (B, N, J)  s_t, nan: not scored
     returns     sums over the ranked chunks, those with a positive: of L_ret, NDCG@20 and 1
     """
-    (B, N, _), may = scores.shape, scores > -math.inf
+    B, N, _ = scores.shape
     column = candidates.where(candidates >= 0, N)                           # N: of no chunk
     s_t = target_scores.to(scores).nan_to_num(-math.inf)
     s_t = scores.new_full((B, N, N + 1), -math.inf).scatter(2, column, s_t)[..., :N]
@@ -448,13 +447,10 @@ def ranking_loss(scores, candidates, target_scores, tau):
     discount = 1 / torch.log2(1 + rank)
     ideal = gain.sort(dim=2, descending=True).values * discount.sort(dim=2, descending=True).values
 
-    at = lambda x: x.gather(2, candidates.clamp(min=0))[..., None]          # (B, N, J, 1)
-    gain_l = at(gain) * (candidates >= 0)[..., None]
-    lam = (gain_l - gain[:, :, None]).clamp(min=0)                          # 0: l helps no more
-    lam = lam * (at(discount) - discount[:, :, None]).abs()                 # (B, N, J, N)
-    scores = scores.masked_fill(~may, 0)
-    hinge = (tau - (at(scores) - scores[:, :, None])).clamp(min=0)
-    loss = (lam * hinge * may[:, :, None]).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
+    pairs = lambda x: x[..., None] - x[:, :, None]                          # x_l - x_j (B, N, N, N)
+    lam = pairs(gain).clamp(min=0) * pairs(discount).abs()                  # 0: l helps no more
+    hinge = (tau - pairs(scores.clamp(min=-1e9))).clamp(min=0)              # 0: j not permitted
+    loss = (lam * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
     ndcg = (gain * discount * (rank <= 20)).sum(2) / ideal[..., :20].sum(2).clamp(min=1e-9)
     return loss.sum(), ndcg.sum(), (s_t > 0).any(2).sum()
 
@@ -464,7 +460,7 @@ def corpus_idf(tokens, m, V):
     n, df = len(tokens) // m, np.zeros(V)
     for i in range(n):
         df[tokens[i * m:(i + 1) * m]] += 1                                  # a repeated id: once
-    return torch.from_numpy(np.log(1 + (n - df + 0.5) / (df + 0.5))).float()
+    return torch.from_numpy(idf_lucene(n, df)).float()
 
 
 def bm25_vectors(tokens, idf):
@@ -509,11 +505,12 @@ def target_scores(reference, chunks, candidates):
     log_p = torch.full(prefixes.shape, math.nan, device=chunks.device)
     i, slot = (prefixes >= 0).nonzero(as_tuple=True)                        # (n,) all pairs
     j, rows = prefixes[i, slot].unique(return_inverse=True)
-    _, state, _ = reference.encode(torch.cat([chunks[j], chunks[j + 1]], dim=1))
+    state = reference.read(torch.cat([chunks[j], chunks[j + 1]], dim=1))
     for i, slot, rows in zip(i.split(size), slot.split(size), rows.split(size)):
         past = [(k[rows], v[rows]) for k, v in state.past]
+        prefix = state._replace(past=past, rest=state.rest[rows])
         tokens = torch.cat([chunks[i], chunks[i + 1]], dim=1)               # (size, 2m)
-        f, _, _ = reference.encode(tokens, state=state._replace(past=past))
+        f, _, _ = reference.encode(tokens, state=prefix)
         logits = reference.logits(f[:, m - 1:-1]).transpose(1, 2)           # (size, V, m)
         log_p[i, slot] = -F.cross_entropy(logits, tokens[:, m:], reduction='none').mean(1)
     return log_p[:, 1:] - log_p[:, :1]
@@ -529,7 +526,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     Trains the reference LM, unless --reference names one. Stores candidates and scores of the
     sequences that the run will use, a file each, in a folder whose name is a hash of all that they
     depend on; an interrupted run resumes, and each process does its share.
-    returns attach(batch, g) -> TaughtBatch of micro-batch g
+    -> attach(batch, g): TaughtBatch of micro-batch g
     """
     c, device, reference = model.config, model.embedding.weight.device, None
     N, m, J = c.block_size // c.chunk_size, c.chunk_size, c.n_candidates
@@ -542,11 +539,12 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     if c.retriever == 'sem':
         sizes = np.diff(corpus.train.offsets)
         fold = 0 if 0.2 < sizes[::2].sum() / sizes.sum() < 0.8 else -1      # -1: too few documents
+        fold = 1 - config.fold if config.fold >= 0 else fold
         path = Path(c.reference or train_reference(
             replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), reference_steps=0,
                     window=max(c.window, 4 * m)),
-            replace(config, fold=1 - config.fold if config.fold >= 0 else fold, init='',
-                    max_steps=c.reference_steps or config.max_steps), 'reference'))
+            replace(config, fold=fold, init='', max_steps=c.reference_steps or config.max_steps),
+            'reference'))
         try:
             file = torch.load(path / 'ckpt.pt' if path.is_dir() else path, 'cpu', weights_only=True)
             reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
@@ -598,7 +596,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         for i, row in enumerate(batches.rows(g)):                           # the rest is padding
             stored[i] = load(row)
         candidates, scores = stored.unbind(1)
-        rows = np.concatenate([batches.rows(i) for i in range(g - g % n, g - g % n + n)])
+        rows = (row for i in range(g - g % n, g - g % n + n) for row in batches.rows(i))
         ranked = sum((load(row)[1] > 0).any(1).sum().item() for row in rows)
         return TaughtBatch(*batch, candidates.nan_to_num(-1).long(), scores, max(1, ranked) / n)
 
@@ -609,27 +607,27 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
 # the model
 
 class State(NamedTuple):
-    """What `encode` keeps of the whole chunks so far: of all, or of the last c and some before."""
+    """What is kept of a text: M whole chunks, of the last n >= w of them the neighbors, and rest"""
     past: list                  # of each layer, keys and values of the last two blocks
+    rest: torch.Tensor          # (B, fewer than m) tokens of the unfinished chunk
     E: torch.Tensor             # (B, M, m, C) tokens of all chunks, to be retrieved
     keys: torch.Tensor          # (B, M, C) of all chunks; RETRO: (B, M, V)
-    chosen: torch.Tensor        # (B, w + c, K) neighbors of the last chunks, -1: none
-    means: torch.Tensor         # (B, w + c, K, C) the means of their tokens
-    neighbors: torch.Tensor     # (B, 1 + c, K, 2m, C) their tokens, weighted
-    gates: torch.Tensor         # (B, c, K) their weights
+    chosen: torch.Tensor        # (B, n, K) numbers of the neighbors, -1: none
+    neighbors: torch.Tensor     # (B, n, K, 2m, C) their tokens
+    gates: torch.Tensor         # (B, n, K) their weights; the first w - 1 of the n are not used
 
 
 class RPT(nn.Module):
     """A sliding-window LM whose upper layers attend to chunks that its lower layers retrieve."""
 
+    PIECE = 2048                        # tokens of a stream that are encoded at once
+
     def __init__(self, config):
         super().__init__()
         seed = torch.randint(2 ** 48, (), device='cpu').item()
-        C, m, upper = config.n_embd, config.chunk_size, config.n_layer - config.n_layer // 2
+        C, upper = config.n_embd, config.n_layer - config.n_layer // 2
         n_cca = 0 if config.retriever == 'none' else config.n_cca or upper
-        self.config, self.head_size = config, C // config.n_head
-        self.w = config.window // m
-        self.piece = max(1, 2048 // m) * m                                  # tokens encoded at once
+        self.config, self.w = config, config.window // config.chunk_size
         self.retrieval = 'on' if n_cca else 'off'                           # see ways
         self.embedding = nn.Embedding(config.vocab_size, C)                 # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - upper))
@@ -647,24 +645,27 @@ class RPT(nn.Module):
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
 
-    def empty_state(self, B):
-        m, w, K, C = self.config.chunk_size, self.w, self.config.n_neighbors, self.config.n_embd
-        zeros, width = self.embedding.weight.new_zeros, C if self.idf is None else len(self.idf)
-        return State([None] * self.config.n_layer, zeros(B, 0, m, C), zeros(B, 0, width),
-                     zeros(B, w, K).long() - 1, zeros(B, w, K, C),
-                     zeros(B, 1, K, 2 * m, C), zeros(B, 1, K))
+    def empty_state(self, tokens):
+        c, B, w, zeros = self.config, len(tokens), self.w, self.embedding.weight.new_zeros
+        m, K, C = c.chunk_size, c.n_neighbors, c.n_embd
+        keys = zeros(B, 0, C if self.idf is None else c.vocab_size)
+        chosen, gates = zeros(B, w, K).long() - 1, zeros(B, w, K)
+        return State([None] * c.n_layer, tokens[:, :0], zeros(B, 0, m, C), keys, chosen,
+                     zeros(B, w, K, 2 * m, C), gates)
 
     def retrieve(self, x, tokens, doc, teacher, state):
         """
-        §3.1 for c chunks: x (B, c, m, C) their lower states, tokens (B, c, m), doc (B, M) of all
-        chunks so far -> the state with their neighbors; s_q (B, c, M), -inf: not permitted
+        §3.1 for c chunks: x (B, t, C) lower states, tokens (B, t), doc (B, c) of the chunks
+        -> the state with the neighbors of these chunks; s_q (B, c, M), -inf: not permitted
         """
-        (B, c, m, _), K, M = x.shape, self.config.n_neighbors, doc.size(1)
-        E, q, k = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
-        E, keys = torch.cat([state.E, E], dim=1), torch.cat([state.keys, k], dim=1)
+        (B, c), m, K = doc.shape, self.config.chunk_size, self.config.n_neighbors
+        x, tokens = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
+        E, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
+        E, keys = torch.cat([state.E, E], dim=1), torch.cat([state.keys, keys], dim=1)
         with torch.autocast(x.device.type, enabled=False):                  # bf16 has ties
             scores = fp32(q) @ fp32(keys).transpose(1, 2) / q.size(-1) ** 0.5
-        may = permitted(doc, c, self.w)                                     # (B, c, M)
+        M = E.size(1)
+        may = permitted(F.pad(doc, (M - c, 0)), c, self.w)                  # (B, c, M)
         if self.retriever is None:
             may = may & (scores > 0)                                        # a term in common
         order = scores = scores.masked_fill(~may, -math.inf)
@@ -675,47 +676,44 @@ class RPT(nn.Module):
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
 
-        k = torch.stack([chosen, chosen + 1], dim=-1).clamp(0, M - 1)       # (B, c, K, 2)
+        k = torch.stack([chosen, chosen + 1], dim=-1).clamp(min=0)          # (B, c, K, 2)
         k = k + M * torch.arange(B, device=x.device)[:, None, None, None]
         new = E.flatten(0, 1).index_select(0, k.flatten()).view(B * c, K, 2 * m, -1)
         new = self.neighbor_encoder(new, x.flatten(0, 1)).unflatten(0, (B, c))
+        neighbors = torch.cat([state.neighbors[:, -self.w:], new], dim=1)
         chosen = torch.cat([state.chosen[:, -self.w:], chosen], dim=1)
-        means = torch.cat([state.means[:, -self.w:], new.mean(3)], dim=1)
-        gates = self.neighbor_encoder.gates(means, chosen)[:, -c:]          # (B, c, K)
-        new = torch.cat([state.neighbors[:, -1:], new * gates[..., None, None].to(new)], dim=1)
-        return State(state.past, E, keys, chosen, means, new, gates), scores
+        gates = self.neighbor_encoder.gates(neighbors, chosen)
+        return State(state.past, state.rest, E, keys, chosen, neighbors, gates), scores
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
         """
-        tokens (B, t), a piece of a text that begins with a chunk; `state` of the earlier pieces,
-        None: the start. The new state is without an unfinished chunk at the end.
+        tokens (B, t) that continue the text of `state`; None: a text begins.
         doc (B, t), None: one document; teacher (B, N, K): neighbors in place of those retrieved,
         -1: none, -2: those retrieved; both only without `state`
         returns f (B, t, C), the new state, s_q (B, c, M) or None
         """
-        (B, t), m, scores, cross = tokens.shape, self.config.chunk_size, None, None
-        state, c = state or self.empty_state(B), t // m
-        past, cached = list(state.past), state.past[0][0].size(1) if state.past[0] else 0
-        angles = rotary(torch.arange(cached + t, device=tokens.device), self.head_size)
+        state, n = state or self.empty_state(tokens), tokens.size(1)
+        tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
+        t, m, scores, cross = tokens.size(1), self.config.chunk_size, None, None
+        cached = past[0][0].size(1) if past[0] else 0
+        positions = torch.arange(cached + t, device=tokens.device)
+        angles = rotary(positions, self.config.n_embd // self.config.n_head)
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
         for i, block in enumerate(self.lower):
             x, past[i] = block(x, angles, past[i])
         if self.retrieval != 'off':
             doc = torch.zeros_like(tokens) if doc is None else doc
             chunk_doc = doc_of_chunks(doc, m)                               # (B, c)
-            if c:
-                chunks = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
-                docs = F.pad(chunk_doc, (state.E.size(1), 0))               # (B, M)
-                state, scores = self.retrieve(*chunks, docs, teacher, state)
-            valid = state.chosen[:, -1 - c:] >= 0                           # (B, G, K)
-            key_mask = (valid | ~valid.any(2, keepdim=True)).repeat_interleave(2 * m, dim=2)
-            group_doc = F.pad(chunk_doc, (1, 0)).where(valid.any(2), -2)    # -2: no neighbor
-            token_mask = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
-            cross = (state.neighbors[:, -1 - c:], key_mask.flatten(0, 1)[:, None, None],
-                     token_mask[..., None])
+            if t >= m:
+                state, scores = self.retrieve(x, tokens, chunk_doc, teacher, state)
+            chosen, neighbors, gates = (y[:, -1 - t // m:] for y in state[-3:])     # (B, G, K, ...)
+            group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, dim=1)[:, 1:t + 1]
+            neighbors = neighbors * gates[..., None, None].to(neighbors)
+            cross = neighbors, chosen >= 0, group_doc == doc
         for i, block in enumerate(self.upper, len(self.lower)):
             x, past[i] = block(x, angles, past[i], cross)
-        return self.norm(x), state._replace(past=past), scores
+        state = state._replace(past=past, rest=tokens[:, t // m * m:])
+        return self.norm(x[:, -n:]), state, scores
 
     def logits(self, f):
         """f (..., C) -> (..., V) fp32"""
@@ -751,46 +749,47 @@ class RPT(nn.Module):
         TaughtBatch (target -1: not predicted), step / max_steps -> loss () in nats per token, dict
         of what to log. In eval mode or without candidates, the LM loss.
         """
-        taught, teacher, log = self.training and hasattr(batch, 'candidates'), None, {}
         chance, alpha, tau = self.schedule(progress)
-        if self.training and self.config.dropout:
-            torch.manual_seed(batch.seed)
-        if taught:
-            teacher = self.taught_neighbors(batch, chance)
+        taught = self.training and hasattr(batch, 'candidates')
+        teacher = self.taught_neighbors(batch, chance) if taught else None
+        if self.training:
+            torch.manual_seed(batch.seed)                                   # of dropout
         f, _, scores = self.encode(batch.tokens, batch.doc, teacher)
         f, E, targets = fp32(f).flatten(0, 1), fp32(self.embedding.weight), batch.targets.flatten()
         loss = cross_entropy(f, E, targets) / (targets >= 0).sum().clamp(min=1)
-        if taught and self.retriever:
-            sums = ranking_loss(scores, batch.candidates, batch.target_scores, tau)
-            ranking, ndcg = (x / batch.ranked for x in sums[:2])
-            log = dict(lm_loss=loss, ret_loss=ranking, ndcg=ndcg, ranked=sums[2])
-            loss = loss + alpha * ranking
-        return loss, log
+        if not (taught and self.retriever):
+            return loss, {}
+        ranking, ndcg, ranked = ranking_loss(scores, batch.candidates, batch.target_scores, tau)
+        ranking, ndcg = ranking / batch.ranked, ndcg / batch.ranked
+        log = dict(lm_loss=loss, ret_loss=ranking, ndcg=ndcg, ranked=ranked)
+        return loss + alpha * ranking, log
 
-    @torch.no_grad()
     def log_probs(self, tokens):
         """log P (B, t, V) fp32 of the next token; tokens (B, t) are of one document."""
-        return self.logits(self.encode(tokens)[0]).log_softmax(-1)
+        return self.stream(tokens)[0]
 
     @torch.no_grad()
     def stream(self, tokens, state=None):
-        """log_probs of a text in pieces (B, t), t >= 1 -> (B, t, V), state"""
-        state, rest = state or (None, tokens[:, :0])                        # an unfinished chunk
-        text, parts = torch.cat([rest, tokens], dim=1), []
-        for piece in text.split(self.piece, dim=1):
+        """log_probs of tokens (B, t), t >= 1, that continue the text of `state`; the new state"""
+        parts = []
+        for piece in tokens.split(self.PIECE, dim=1):
             f, state, _ = self.encode(piece, state=state)
-            parts.append(f)
-        f = torch.cat(parts, dim=1)[:, rest.size(1):]
-        whole = text.size(1) // self.config.chunk_size * self.config.chunk_size
-        return self.logits(f).log_softmax(-1), (state, text[:, whole:])
+            parts.append(self.logits(f).log_softmax(-1))
+        return torch.cat(parts, dim=1), state
 
     @torch.no_grad()
+    def read(self, tokens, state=None):
+        """The new state of stream(tokens, state), without predictions"""
+        for piece in tokens.split(self.PIECE, dim=1):
+            _, state, _ = self.encode(piece, state=state)
+        return state
+
     def log_p(self, tokens):
-        """log P (n - 1,) fp32 of the tokens (n,) of a document but the first, in pieces"""
-        state, parts = None, []
-        for piece, targets in zip(tokens[:-1].split(self.piece), tokens[1:].split(self.piece)):
-            f, state, _ = self.encode(piece[None], state=state)
-            parts.append(-F.cross_entropy(self.logits(f[0]), targets, reduction='none'))
+        """log P of every token but the first of a document: tokens (n,) int64 -> (n - 1,) fp32"""
+        parts, state = [], None
+        for piece, targets in zip(tokens[:-1].split(self.PIECE), tokens[1:].split(self.PIECE)):
+            log_probs, state = self.stream(piece[None], state)
+            parts.append(log_probs[0].gather(1, targets[:, None])[:, 0])
         return torch.cat(parts)
 
     def ways(self):
@@ -798,15 +797,12 @@ class RPT(nn.Module):
         names = ('off',) if self.config.retriever == 'none' else ('on', 'shuffled', 'off')
         return {name: {'retrieval': name} for name in names}
 
-    @torch.no_grad()
     def trace(self, tokens, t):
         """Neighbors used to predict token t + 1: (gate, tokens, start, end), highest gate first"""
-        state, m = None, self.config.chunk_size
-        for piece in tokens[None, :t + 1].split(self.piece, dim=1):
-            _, state, _ = self.encode(piece, state=state)
+        state, m = self.read(tokens[None, :t + 1]), self.config.chunk_size
         used = zip(state.gates[0, -1].tolist(), state.chosen[0, -1].tolist())
         spans = [(gate, tokens, k * m, (k + 2) * m) for gate, k in used if k >= 0]
-        return sorted(spans, key=lambda span: -span[0])
+        return sorted(spans, key=lambda span: span[0], reverse=True)
 
     def prepare_eval(self, corpus, args, path, progress):
         pass
@@ -821,36 +817,38 @@ def ranks(runs, corpus, split, args):
     Table 3: of chance, recency, BM25 and the runs, for chunks that have a positive. The last run,
     with retriever none, is the reference LM, which scores all permitted chunks.
     """
-    *runs, reference = [(run.name, run.model) for run in runs]
-    if not runs or reference[1].config.retriever != 'none':
+    *runs, reference = runs
+    if not runs or reference.model.config.retriever != 'none':
         raise SystemExit('ranks: runs that retrieve, then a reference LM, as out/rpt-reference')
-    reference, c, values = reference[1], runs[0][1].config, {}
-    device, m, N = reference.embedding.weight.device, c.chunk_size, c.block_size // c.chunk_size
+    c, device = runs[0].model.config, reference.model.embedding.weight.device
+    m, N = c.chunk_size, c.block_size // c.chunk_size
     idf = corpus_idf(corpus.train.tokens, m, c.vocab_size).to(device)
     k = torch.arange(N, device=device)
     may = permitted(0 * k[None], N, c.window // m)[0] & (k[:, None] < N - 1)        # has a target
-    T, offsets, discount = N * m, split.offsets, 1 / torch.log2(2 + k[:20])
+    T, offsets = N * m, split.offsets
     starts = [i for a, b in zip(offsets, offsets[1:]) for i in range(a, b - T + 1, T)]
+    discount, values, result = 1 / torch.log2(2 + k[:20]), {}, {}
     for start in starts[::-(-len(starts) // args.sequences) or 1]:
         tokens = torch.from_numpy(split.tokens[start:start + T].astype(np.int64)).to(device)
-        q, keys = bm25_vectors(tokens.view(N, m), idf)
+        chunks = tokens.view(N, m)
+        q, keys = bm25_vectors(chunks, idf)
         scores = dict(chance=torch.rand(N, N, device=device), recency=k.float().expand(N, N),
                       BM25=q @ keys.T)
-        scores.update((name, model.encode(tokens[None])[2][0]) for name, model in runs)
-        s_t = target_scores(reference, tokens.view(N, m), k.where(may, -1))
-        s_t = s_t.nan_to_num(-math.inf)                                     # (N, N)
+        scores.update((run.name, run.model.encode(tokens[None])[2][0]) for run in runs)
+        s_t = target_scores(reference.model, chunks, k.where(may, -1)).nan_to_num(-math.inf)
         for name, s_q in scores.items():
             order = s_q.masked_fill(~may, -math.inf).argsort(dim=1, descending=True)
             s = s_t.gather(1, order)[(s_t > 0).any(1)]                      # (n, N), best s_q first
             gain, positive = torch.exp2(s.clamp(min=0)) - 1, (s > 0).double()
+            precision = positive[:, :2].mean(1)
+            recall = positive[:, :10].sum(1) / positive.sum(1)
             ideal = gain.sort(dim=1, descending=True).values[:, :20] @ discount
-            for measure, x in (('precision@2', positive[:, :2].mean(1)),
-                               ('recall@10', positive[:, :10].sum(1) / positive.sum(1)),
-                               ('ndcg@20', gain[:, :20] @ discount / ideal)):
-                values.setdefault(name, {}).setdefault(measure, []).extend(x.tolist())
-    result = {name: {key: float(np.mean(x)) for key, x in values[name].items()} for name in values}
-    for name, row in result.items():
-        print(f'{name:24}', *(f'{key} {value:.4f}' for key, value in row.items()))
+            rows = torch.stack([precision, recall, gain[:, :20] @ discount / ideal], dim=1)
+            values.setdefault(name, []).append(rows)                        # (n, 3)
+    for name, rows in values.items():
+        means = torch.cat(rows).mean(0).tolist()
+        result[name] = dict(zip(('precision@2', 'recall@10', 'ndcg@20'), means))
+        print(f'{name:24}', *(f'{key} {value:.4f}' for key, value in result[name].items()))
     return result
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUDGET = {'trime.py': 772, 'rpt.py': 865, 'drt.py': 495, 'gca_kernel.py': 405, 'bm25.py': 145,
+BUDGET = {'trime.py': 772, 'rpt.py': 863, 'drt.py': 495, 'gca_kernel.py': 405, 'bm25.py': 145,
           'data.py': 540, 'train.py': 416, 'eval.py': 386}          # lines; they may only shrink
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'UpperBlock', 'EvalConfig', 'batches', 'setup', 'demo'}
