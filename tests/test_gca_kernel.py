@@ -77,7 +77,7 @@ def assert_close(found, exact, tolerance=2e-6, dw_tolerance=1e-5):
 
 
 CASES = {                               # sizes of the example, options of gca
-    'as in drt.py': (dict(B=2, N=2, S=32, D=64, K=4), dict(n_keys=31)),
+    'as in drt.py': (dict(N=2, S=32, D=64, K=4), dict(n_keys=31)),
     'eight slots of two chunks': (dict(K=8, M=2), dict()),
     'more chunks of queries': (dict(N=6, M=1, K=1), dict()),
     'wide chunks': (dict(S=64, M=3, D=32, H=1, Hkv=1), dict()),
