@@ -12,7 +12,7 @@ and a chunk that helps is scored higher. There is no other supervision.
 Where the paper is in this file
     §3.1           landmarks; ALiBi; the chunk encoder   DRT.insert; SelfAttention; ChunkEncoder
     Eq. 1 to 3     scores, top K; cross-attention        DRT.retrieve; Block, gca_kernel.py
-    §3.2, §3.3     Gumbel top-k, MLM; inference          DRT.forward; DRT.stream, StreamState
+    §3.2, §3.3     Gumbel top-k, MLM; inference          DRT.forward; DRT.stream, State
 
 Letters used in the shape comments
     B sequences    T tokens    L positions: tokens and landmarks    C width    V vocabulary
@@ -21,20 +21,23 @@ Letters used in the shape comments
 
 Where this differs from the paper, and why
     As in the official code, a chunk is S - 1 tokens and its landmark, whose key takes no part in
-    cross-attention; Norm(H + O) of Eq. 2 is the norm before the MLP, the residual is without O.
+    cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input).
+    With --shift-values, off in the preset 124m, the key of a token has the value of the next one,
+    and W_Q = W_K, W_O = W_Vᵀ at first: GCA begins by copying what followed a like token.
     Scores, selection and weights are in fp32 (official code: bf16, which ties scores).
     Retrieval never crosses documents that are joined in a sequence. Self-attention does, within a
     window: one (H, W, 2W) bias serves all blocks, masks of documents would take B T / W times that.
-    Initial weights: 0.02 sqrt(768 / C), the official scale, and those that add to the residual are
-    scaled by depth; GCA's last matrix does not. Not here: retrieval from a corpus (§3.3, Table 4).
+    Initial weights: 0.02 sqrt(768 / C), the official scale; those that add to the residual are
+    scaled by depth. Not here: retrieval from a corpus (§3.3, Table 4).
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
 """
 import math
+import tempfile
 import zlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +62,7 @@ class DRTConfig:
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens', 'none'] = 'lower'   # reads layers' output or embeddings
     n_encoder: int = 2          # layers of the chunk encoder (official code)
+    shift_values: bool = True   # cross-attention begins by copying (ours, see above)
     gumbel: bool = True         # noise on the scores before top-k, in training (paper section 3.2)
     mlm: float = 0.15           # with encoder tokens: masked in the first half (official code)
     retriever: Literal['learned', 'random', 'off'] = 'learned'      # random: paper appendix A.5
@@ -80,14 +84,14 @@ PRESETS = {                 # 124m: App. A.1; its base LMs are --groups 0, also 
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
                  n_layer=12, n_head=12, n_embd=768, window=512, chunk_size=64, n_neighbors=8,
                  tokens_per_step=524_160, max_steps=60_000, optimizer='adamw', lr=2e-3, warmup=0.02,
-                 weight_decay=0.001, eval_every=1000),
+                 weight_decay=0.001, eval_every=1000, shift_values=False),
 }
 
 
 @dataclass
 class EvalConfig:
     retriever: Literal['', 'learned', 'random', 'off'] = ''     # of DRT, instead of the trained one
-    offload: bool = False       # DRT keeps finished chunks in the CPU's memory (section 3.3)
+    offload: str = ''           # drt: keeps keys and values in files of this folder (section 3.3)
 
 
 def batches(config):
@@ -248,11 +252,11 @@ class Block(nn.Module):
 
     def forward(self, x, past, cross_attend=None):
         y, past = self.attention(self.norm1(x), past)
-        h = x = x + y
-        if cross_attend is not None:
+        x = x + y
+        if cross_attend is not None:                                # H + O of Eq. 2
             q = self.gca.query(self.gca.norm(x)).unflatten(-1, (self.n_head, -1))
-            h = x + self.gca.proj(cross_attend(q).flatten(-2))      # Q and O are (B, L, H, D)
-        return x + self.mlp(self.norm2(h)), past                    # Norm(H + O) of Eq. 2
+            x = x + self.gca.proj(cross_attend(q).flatten(-2))      # q and O are (B, L, H, D)
+        return x + self.mlp(self.norm2(x)), past
 
 
 class ChunkEncoder(nn.Module):
@@ -262,7 +266,7 @@ class ChunkEncoder(nn.Module):
     """
     def __init__(self, config):
         super().__init__()
-        C, self.n_head = config.n_embd, config.n_head
+        C, self.n_head, self.shift = config.n_embd, config.n_head, config.shift_values
         self.blocks = nn.ModuleList(nn.ModuleDict(dict(
             norm1=RMSNorm(C), norm2=RMSNorm(C), mlp=MLP(config), proj=nn.Linear(C, C, bias=False),
             qkv=nn.Linear(C, 3 * C, bias=False))) for _ in range(config.n_encoder))
@@ -281,18 +285,17 @@ class ChunkEncoder(nn.Module):
             y = y + block.mlp(block.norm2(y))
         y = self.norm(y).view(x.shape)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (B, N, S, H, D)
+        v = v.roll(-1, dims=2) if self.shift else v                 # the last token's: landmark's
         return y, k.flatten(1, 2), v.flatten(1, 2)
 
 
-class StreamState:
-    """What streaming keeps of a text (§3.3). Only landmarks, kv and reads grow, once a chunk."""
-    def __init__(self, config, E, B):
-        self.past = [None] * config.n_layer                     # (k, v) of W - 1 positions
-        self.unfinished = E.new_empty(B, 0, config.n_embd)      # (B, s, C) encoder input
-        self.landmarks = self.unfinished                        # (B, M, C)
-        self.kv = []                                            # M x (2, B, S, H, D)
-        w = E.new_zeros(B, 1, config.n_neighbors)
-        self.reads = [(w, w.int() - 1)] * config.groups         # (w, idx), each (B, M + 1, K)
+class State(NamedTuple):
+    """What streaming keeps of a text (§3.3). Only landmarks and kv grow, once a chunk."""
+    past: list                  # of each layer, keys and values of the last W - 1 positions
+    unfinished: torch.Tensor    # (B, s, C) what the encoder will read of the unfinished chunk
+    landmarks: torch.Tensor     # (B, M, C)
+    kv: list                    # of each chunk, (2, B, S, H, D) fp16
+    reads: list                 # of each group, w and idx (B, 1, K) of the unfinished chunk
 
 
 # --------------------------------------------------------------------------------------------------
@@ -305,7 +308,7 @@ class DRT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config, retrieves, n_upper = config, config.groups > 0, config.n_layer // 2
-        self.retriever, self.offload, self.kernel = config.retriever, False, 'auto'
+        self.retriever, self.offload, self.kernel = config.retriever, None, 'auto'
         seed = torch.randint(2 ** 48, (), device='cpu').item()
         n_ids = config.vocab_size + retrieves * (1 + (config.encoder == 'tokens'))  # landmark, mask
         self.embedding = nn.Embedding(n_ids, config.n_embd)         # also the output embedding
@@ -316,11 +319,21 @@ class DRT(nn.Module):
         self.norm = RMSNorm(config.n_embd)
         for name, p in self.named_parameters():
             std = 0.02 * math.sqrt(768 / config.n_embd)             # GPT-2's, for width C
-            if name.endswith('proj.weight') and not name.endswith('gca.proj.weight'):
+            if name.endswith('proj.weight'):
                 std /= math.sqrt(2 * config.n_layer)
             if p.dim() == 2:                            # by name: settings share what they can
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
                 nn.init.normal_(p, std=std)
+        if retrieves and config.shift_values:                       # like attends to like, and
+            k, v = self.encoder.kv.weight.detach().chunk(2)         # what it reads is written
+            for block in self.upper:
+                block.gca.query.weight.data.copy_(k)
+                block.gca.proj.weight.data.copy_(v.T)
+
+    def empty_state(self, B):
+        config, E = self.config, self.embedding.weight
+        none, w = E.new_empty(B, 0, config.n_embd), E.new_zeros(B, 1, config.n_neighbors)
+        return State([None] * config.n_layer, none, none, [], [(w, w.int() - 1)] * config.groups)
 
     def insert(self, x, value, s=0):
         """`value` after every S - 1 tokens, s of which came before: x (B, T) -> (B, L)"""
@@ -343,45 +356,74 @@ class DRT(nn.Module):
         pad = 0, self.config.n_neighbors - K
         return F.pad(w, pad), F.pad(idx.masked_fill(~valid, -1).int(), pad, value=-1)
 
-    def encode(self, tokens, state=None, doc=None, noise=None, masked=None):
+    def read_lower(self, tokens, state, masked=None):
         """
-        tokens (B, T) continue the text of state, which is updated. In training they are whole
-        chunks with documents doc (B, T), noise (G, B, N, N), ids masked (B, L) from the encoder.
-        -> f (B, T, C), C_k (B, N, S, C), for each group w, idx (B, M + 1, K), what chunk n reads
+        The lower layers and the chunk encoder on tokens (B, T), which continue the text of state;
+        masked (B, L): what the encoder does not see
+        -> x (B, L, C), C_k (B, N, S, C), k and v (B, N S, H, D) of N chunks that end here, state
         """
-        config, S, (B, T) = self.config, self.config.chunk_size, tokens.shape
-        state = state or StreamState(config, self.embedding.weight, B)
-        s, first, past = state.unfinished.size(1), state.landmarks.size(1), state.past
-        blocks = [*self.lower, *self.upper]
-        n_lower = len(self.lower) if config.groups else len(blocks)
-        ids = self.insert(tokens, config.vocab_size, s) if config.groups else tokens
+        config, S, past = self.config, self.config.chunk_size, list(state.past)
+        if not config.groups:                                       # no landmarks either
+            x = self.embedding(tokens)
+            for i, block in enumerate([*self.lower, *self.upper]):
+                x, past[i] = block(x, past[i])
+            return x, None, None, None, state._replace(past=past)
+        ids = self.insert(tokens, config.vocab_size, state.unfinished.size(1))
         x = below = self.embedding(ids)                             # (B, L, C)
-        for i in range(n_lower):
-            x, past[i] = blocks[i](x, past[i])
-        if not config.groups:
-            return self.norm(x), None, []
+        for i, block in enumerate(self.lower):
+            x, past[i] = block(x, past[i])
         if masked is not None:
             below = self.embedding(ids.masked_fill(masked, config.vocab_size + 1))
-        below = torch.cat([state.unfinished, below if config.encoder == 'tokens' else x], dim=1)
-        N, L = below.size(1) // S, x.size(1)                        # N chunks end here
-        state.unfinished = below[:, N * S:].clone()
-        chunks = k = v = below[:, :0]
-        if N:                                                       # else it is a short piece
-            chunks, k, v = self.encoder(below[:, :N * S].unflatten(1, (N, S)))
-            state.landmarks = torch.cat([state.landmarks, chunks[:, :, -1]], dim=1)
-            kv = torch.stack([k, v]).unflatten(2, (N, S))
-            state.kv += kv.to('cpu' if self.offload else kv.device).unbind(2)
+        below = below if config.encoder == 'tokens' else x
+        below = torch.cat([state.unfinished, below], dim=1)
+        N = below.size(1) // S
+        state = state._replace(past=past, unfinished=below[:, N * S:].clone())
+        if not N:                                                   # a short piece
+            return x, below[:, None, :0], None, None, state
+        chunks, k, v = self.encoder(below[:, :N * S].unflatten(1, (N, S)))
+        landmarks = torch.cat([state.landmarks, chunks[:, :, -1]], dim=1)
+        return x, chunks, k, v, state._replace(landmarks=landmarks)
+
+    def store(self, k, v, state):
+        """The state with keys and values (B, N S, H, D) of new chunks, in a file with --offload"""
+        kv = torch.stack([k, v]).unflatten(2, (-1, self.config.chunk_size))
+        kv = kv.half() if kv.dtype == torch.float32 else kv         # fp64 remains, for the tests
+        if self.offload:
+            _, path = tempfile.mkstemp(dir=self.offload)
+            kv.cpu().numpy().tofile(path)
+            kv = torch.from_file(path, size=kv.numel(), dtype=kv.dtype).view(kv.shape)  # mapped
+        return state._replace(kv=state.kv + list(kv.unbind(2)))
+
+    def encode(self, tokens, state=None, doc=None, noise=None, masked=None):
+        """
+        tokens (B, T) continue the text of state. In training they are whole chunks with documents
+        doc (B, T), noise (G, B, N, N), ids masked (B, L) from the encoder.
+        -> f (B, T, C), C_k (B, N, S, C), w and idx (B, N + 1, K) of each group, what the unfinished
+        chunk and the N next ones read, and the new state
+        """
+        config, S, (B, T) = self.config, self.config.chunk_size, tokens.shape
+        state = state or self.empty_state(B)
+        s, first = state.unfinished.size(1), state.landmarks.size(1)
+        x, chunks, k, v, state = self.read_lower(tokens, state, masked)
+        if not config.groups:
+            return self.norm(x), None, [], state
+        N, L = state.landmarks.size(1) - first, x.size(1)
+        if N and doc is None:
+            state = self.store(k, v, state)
         allowed = torch.ones(B, N, first + N, dtype=torch.bool, device=x.device).tril(first - 1)
         if doc is not None:
             docs = self.insert(doc, 0).unflatten(1, (N, S))
             docs[..., -1] = last = docs[..., -2]                    # (B, N) a landmark's document
             allowed &= docs[:, None, :, 0] == last[:, :, None]      # chunks that are all of it
             same = docs == F.pad(last, (1, -1))[..., None]          # (B, N, S) the retrieving one's
+
         def cross_attend(q):                                        # (B, L, H, D) -> the same
             q = F.pad(q, (0, 0, 0, 0, s, -(s + L) % S))             # whole chunks
-            o = gca(q, k, v, w, idx, S, S - 1, config.sink, plan=plan, kernel=self.kernel)
+            keys, values = k.to(q.dtype), v.to(q.dtype)
+            o = gca(q, keys, values, w, idx, S, S - 1, config.sink, plan=plan, kernel=self.kernel)
             return o[:, s:s + L] if doc is None else o * same.view(B, L, 1, 1)
-        size = len(self.upper) // config.groups                     # layers of a group
+
+        size, reads = len(self.upper) // config.groups, []          # layers of a group
         for g, norm in enumerate(self.landmark_norms):
             h = norm(x[:, S - 1 - s::S])                            # (B, N, C)
             if self.retriever == 'random':                          # a hash of (chunk, group)
@@ -390,18 +432,22 @@ class DRT(nn.Module):
                 h = (n * 12 ** 0.5).view(h.shape[1:]).to(h).expand_as(h)
             new = self.retrieve(h, state.landmarks, allowed, 0 if noise is None else noise[g])
             w, idx = (torch.cat(pair, dim=1) for pair in zip(state.reads[g], new))
-            state.reads[g] = w, idx                                 # landmark n - 1 retrieves for n
-            w, idx = (y[:, first:first - (-s - L) // S] for y in (w, idx))
-            if first:                                               # each retrieved chunk once
+            reads.append((w, idx))                                  # landmark n - 1 retrieves for n
+            w, idx = (y[:, :-(-(s + L) // S)] for y in (w, idx))
+            retrieves = self.retriever != 'off' and (first + N > 0)
+            if retrieves and doc is None:                           # each retrieved chunk once
                 numbers, idx = idx.clamp(min=0).unique(return_inverse=True)     # (w is 0 at -1)
                 kv = torch.stack([state.kv[i] for i in numbers.tolist()], dim=2)
                 k, v = kv.to(x.device).flatten(2, 3)
-            plan = gca_plan(idx, k.size(1) // S)
-            reads = self.retriever != 'off' and first + N > 0
-            for i in range(n_lower + g * size, n_lower + g * size + size):
-                x, past[i] = blocks[i](x, past[i], cross_attend if reads else None)
+            plan = gca_plan(idx, k.size(1) // S) if retrieves else None
+            for i in range(g * size, g * size + size):
+                layer = i + len(self.lower)
+                x, state.past[layer] = self.upper[i](x, state.past[layer],
+                                                     cross_attend if retrieves else None)
         t = torch.arange(s, s + T, device=x.device)                 # landmarks predict nothing
-        return self.norm(x.index_select(1, t + t // (S - 1) - s)), chunks, state.reads
+        f = self.norm(x.index_select(1, t + t // (S - 1) - s))
+        last = [tuple(y[:, -1:].clone() for y in pair) for pair in reads]
+        return f, chunks, reads, state._replace(reads=last)
 
     def forward(self, batch, progress):
         """
@@ -419,16 +465,20 @@ class DRT(nn.Module):
         if self.training and config.groups and config.encoder == 'tokens' and progress < 0.5:
             masked = torch.rand(B, N * (n + 1), device=device, generator=generator) < config.mlm
             masked &= self.insert(targets, -1) >= 0
+
         def nll(f, targets):                                        # (n, C), (n,) -> mean of -log P
-            E = fp32(self.embedding.weight[:config.vocab_size])
-            return cross_entropy(fp32(f), E, targets) / (targets >= 0).sum().clamp(min=1)
-        f, chunks, reads = self.encode(tokens, None, F.pad(batch.doc, pad), noise, masked)
+            E, scored = fp32(self.embedding.weight[:config.vocab_size]), targets >= 0
+            return cross_entropy(fp32(f[scored]), E, targets[scored]) / scored.sum().clamp(min=1)
+
+        f, chunks, reads, _ = self.encode(tokens, None, F.pad(batch.doc, pad), noise, masked)
         loss = nll(f.flatten(0, 1), targets.flatten())
         if reads:
             w, idx = (x[:, :-1].detach() for x in reads[-1])        # (B, N, K)
             rows = (w > 0).any(2).sum().clamp(min=1)                # chunks that read any
             distance = torch.arange(N, device=device)[:, None] - idx
             log = dict(top_weight=w.amax(2).sum() / rows, chunks_back=(w * distance).sum() / rows)
+            unit = F.normalize(chunks[:, :, -1].detach(), dim=2)    # 1: all are alike
+            log['landmark_cosine'] = unit.mean(1).square().sum(1).mean()
         if masked is not None:                                      # §3.2: MLM trains the encoder
             mlm = nll(chunks.flatten(1, 2)[masked], self.insert(tokens, 0)[masked])
             log.update(lm_loss=loss.detach(), mlm_loss=mlm.detach())
@@ -441,14 +491,30 @@ class DRT(nn.Module):
 
     @torch.no_grad()
     def stream(self, tokens, state=None):
-        """log_probs of tokens (B, t) that continue the text of state; state, which is updated"""
-        state = state or StreamState(self.config, self.embedding.weight, len(tokens))
+        """log_probs of tokens (B, t) that continue the text of state, and the new state"""
         parts, E = [], fp32(self.embedding.weight[:self.config.vocab_size])
         for piece in tokens.split(self.PIECE, dim=1):
-            f = fp32(self.encode(piece, state)[0])
+            f, _, _, state = self.encode(piece, state)
             with torch.autocast(f.device.type, enabled=False):
-                parts.append((f @ E.T).log_softmax(-1))
+                parts.append((fp32(f) @ E.T).log_softmax(-1))
         return torch.cat(parts, dim=1), state
+
+    @torch.no_grad()
+    def read(self, tokens, state=None):
+        """
+        The state that `stream` returns, without predictions: the upper layers are computed only for
+        the last tokens, all that the attention of a later one can reach through every layer
+        """
+        state, T, config = state or self.empty_state(len(tokens)), tokens.size(1), self.config
+        begin = T - len(self.upper) * config.window - 2 * config.chunk_size
+        for i in range(0, T, self.PIECE):
+            piece = tokens[:, i:i + self.PIECE]
+            if i + self.PIECE >= begin:
+                state = self.encode(piece, state)[3]
+                continue
+            _, _, k, v, state = self.read_lower(piece, state)
+            state = self.store(k, v, state) if config.groups else state
+        return state
 
     def log_p(self, tokens):
         """log P of every token but the first of a document: tokens (n,) int64 -> (n - 1,) fp32"""
@@ -467,15 +533,18 @@ class DRT(nn.Module):
 
     def trace(self, tokens, t):
         """What is read to predict token t + 1 of tokens (n,): [(weight, tokens, start, end)]"""
-        state, n, found = self.stream(tokens[None, :t + 1])[1], self.config.chunk_size - 1, []
-        for reads in state.reads if self.retriever != 'off' else []:
-            w, idx = (x[0, t // n].tolist() for x in reads)         # of the chunk of token t
-            found += [(p, tokens, i * n, i * n + n) for p, i in zip(w, idx) if i >= 0]
+        n, found = self.config.chunk_size - 1, []
+        for w, idx in self.read(tokens[None, :t]).reads if self.retriever != 'off' else []:
+            chosen = zip(w[0, 0].tolist(), idx[0, 0].tolist())      # of the chunk of token t
+            found += [(p, tokens, i * n, i * n + n) for p, i in chosen if i >= 0]
         return sorted(found, key=lambda read: read[0], reverse=True)
 
     def prepare_eval(self, corpus, args, path, progress):
         self.config.retriever = self.retriever = args.retriever or self.config.retriever
-        self.offload = args.offload
+        if args.offload:                                            # removed at the end
+            self.folder = tempfile.TemporaryDirectory(dir=args.offload)
+            self.offload, C = self.folder.name, self.config.n_embd
+            print(f'{self.offload}: {4 * C / 1000:.2f} GB for each million positions')
 
 
 def setup(model, corpus, batches, config, *args):

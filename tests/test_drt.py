@@ -112,7 +112,9 @@ def cross_attention(model, block, a, chunks, reads):
     o = torch.zeros_like(q)
     for i in range(len(q)):
         for w, k in reads[i // S]:
-            kv = heads(chunks[k][:-1], model.encoder.kv.weight, 2)
+            keys, values = heads(chunks[k], model.encoder.kv.weight, 2)
+            shift = int(model.config.shift_values)                          # of the next token
+            kv = [keys[:-1], values[shift:S - 1 + shift]]
             if model.config.sink:
                 kv = [F.pad(x, (0, 0, 0, 0, 0, 1)) for x in kv]
             o[i] += w * attention(q[i], *kv)
@@ -141,14 +143,14 @@ def by_definition(model, tokens):
         size = len(model.upper) // c.groups
         for block in model.upper[g * size:g * size + size]:
             x = x + self_attention(block, x, c.window)
-            o = cross_attention(model, block, x, chunks, reads)
-            x = x + mlp(block.mlp, block.norm2(x + o))
+            x = x + cross_attention(model, block, x, chunks, reads)
+            x = x + mlp(block.mlp, block.norm2(x))
     return text_logits(model, model.norm(x)[text]).log_softmax(-1)
 
 
 @pytest.mark.parametrize('settings', [
     {}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(encoder='none'),
-    dict(sink=True), dict(n_neighbors=5), dict(n_neighbors=1)], ids=str)
+    dict(sink=True), dict(n_neighbors=5), dict(n_neighbors=1), dict(shift_values=False)], ids=str)
 def test_the_model_is_the_papers(settings):
     """Landmarks, window, ALiBi, encoder, Eq. 1 to 3; groups = 0 is the base LM."""
     model, tokens = small(**settings), random_tokens()
@@ -197,31 +199,43 @@ def test_documents_are_respected():
     {}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(encoder='none'),
     dict(sink=True), dict(retriever='random'), dict(retriever='off'), dict(n_neighbors=20)],
     ids=str)
-def test_streaming_equals_one_pass(settings, monkeypatch):
+def test_streaming_equals_one_pass(settings, monkeypatch, tmp_path):
     """Pieces of any size: the same log P and the same chunks, of up to 38; log_p is of them."""
     model, tokens = small(**settings), random_tokens(t=120)
     full = model.log_probs(tokens)
     reads = model.encode(tokens)[2]
     monkeypatch.setattr(DRT, 'PIECE', 50)                       # longer ones are cut
-    model.offload = True                                        # the state is on the CPU anyway
+    model.offload = str(tmp_path)
     for sizes in ([1] * 120, [3] * 40, [4] * 30, [7, 51, 1, 61], [120]):
         state, parts = None, []
         for piece in tokens.split(sizes, dim=1):
             log_probs, state = model.stream(piece, state)
             parts.append(log_probs)
         torch.testing.assert_close(torch.cat(parts, dim=1), full, rtol=0, atol=EPS)
-        torch.testing.assert_close(state.reads, reads)
+        torch.testing.assert_close(state.reads, [(w[:, -1:], idx[:, -1:]) for w, idx in reads])
     log_p = full[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
     torch.testing.assert_close(model.log_p(tokens[0]), log_p, rtol=0, atol=EPS)
 
 
+@pytest.mark.parametrize('settings', [{}, dict(groups=1), dict(groups=0)], ids=str)
+def test_what_follows_a_text_that_is_read(settings, monkeypatch):
+    """read skips the upper layers far from the end: what is streamed from its state is the same."""
+    model, tokens = small(**settings), random_tokens(t=200)
+    monkeypatch.setattr(DRT, 'PIECE', 20)
+    full = model.log_probs(tokens)
+    for n in (0, 7, 20, 150, 155):
+        state = model.read(tokens[:, :n])
+        for again in range(2):                                  # a state is never changed
+            found = model.stream(tokens[:, n:], state)[0]
+            torch.testing.assert_close(found, full[:, n:], rtol=0, atol=EPS)
+
+
 def test_the_state_is_bounded():
-    """§3.3: only landmarks, keys and values, and what was read, grow with the text."""
+    """§3.3: only landmarks, keys and values grow with the text."""
     model, sizes = small(), []
     for t in (100, 190):
         state = model.stream(random_tokens(t=t))[1]
-        state.landmarks = state.kv = state.reads = None
-        torch.save(vars(state), file := io.BytesIO())
+        torch.save((state.past, state.unfinished, state.reads), file := io.BytesIO())
         sizes.append(file.tell())
     assert sizes[0] == sizes[1] < 20_000
 
@@ -255,8 +269,8 @@ def test_ways():
         norm.gain.data.zero_()                                  # it ignores the text
     assert torch.equal(model.log_probs(tokens), shuffled)
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
-    model.prepare_eval(None, SimpleNamespace(retriever='random', offload=True), None, None)
-    assert model.offload and model.ways()['on'] == {'retriever': 'random'}
+    model.prepare_eval(None, SimpleNamespace(retriever='random', offload=''), None, None)
+    assert model.ways()['on'] == {'retriever': 'random'}
 
 
 def test_gumbel_top_k_samples_from_the_softmax():
