@@ -18,7 +18,7 @@ import argparse, contextlib, hashlib, heapq, importlib.util, json, os, re, shuti
 import tempfile, time, urllib.request, zipfile
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise, starmap
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +31,7 @@ import torch
 from bm25 import BM25
 
 SPLITS = ('train', 'val', 'test')
+HOPS = {'niah': 1, 'niah2': 2}          # needle in a haystack: --data niah, niah:books/, ...
 EOT = '<|endoftext|>'
 PIECE = 1 << 18         # characters that are encoded at once, about
 BPE_SAMPLE = 64 << 20   # bytes that bpe is learned from, at most
@@ -319,6 +320,14 @@ class Corpus:
     train: Split
     val: Split              # None where there is no such split
     test: Split
+    hops: int = 0           # 1 or 2: training is on needles in this text
+
+    def batches(self, split, chunk=32, grow=0, **how):
+        """Of a split, see Batches; Needles with hops"""
+        if self.hops:
+            return Needles(split, self.tokenizer, self.hops, how['block_size'], how['micro_batch'],
+                           how['seed'], chunk, grow)
+        return Batches(split, **how)
 
 
 def write_split(path, sources, tokenizer, quiet):
@@ -383,6 +392,10 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     tokenizer: a name or a Tokenizer, for example of a checkpoint
     """
     data, root, given = str(data), Path(root), isinstance(tokenizer, Tokenizer)
+    kind, _, rest = data.partition(':')
+    if kind in HOPS:
+        corpus = load(rest or 'code', tokenizer, vocab_size, root, quiet)
+        return replace(corpus, hops=HOPS[kind])
     kind = tokenizer.name if given else tokenizer
     if kind not in Tokenizer.NAMES:
         raise DataError(f'--tokenizer {kind}: choose from {", ".join(Tokenizer.NAMES)}')
@@ -418,6 +431,11 @@ class Batch(NamedTuple):
     targets: torch.Tensor   # (B, T) int64, the next tokens; -1 where there is none to predict
     doc: torch.Tensor       # (B, T) int64, the number of each token's document; -1 at padding
     seed: int               # another for each batch: the only source of the model's randomness
+
+
+def seed_of(seed, g):
+    """Of the randomness of micro-batch g"""
+    return int.from_bytes(hashlib.sha256(f'{seed} {g}'.encode()).digest()[:8], 'little') >> 1
 
 
 def pack_order(neighbors, rng):
@@ -514,8 +532,7 @@ class Batches:
         return self.order[rows[rows < self.n_rows]]
 
     def __getitem__(self, g):
-        sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
-        return self.take(self.rows(g), int.from_bytes(sha[:8], 'little') >> 1)
+        return self.take(self.rows(g), seed_of(self.seed, g))
 
     def take(self, rows, seed):
         """The micro-batch of the sequences with these numbers, (at most B,), padded to B rows"""
@@ -529,6 +546,85 @@ class Batches:
         tokens = np.where(real, split.tokens[p].astype(int), 0)
         targets = np.where(predicted, np.take(split.tokens, p + 1, mode='clip').astype(int), -1)
         return Batch(*map(torch.from_numpy, (tokens, targets, np.where(real, doc, -1))), seed)
+
+
+class Needles:
+    """
+    Sentences "Key A opens B." in a text, and questions "Key A", which the text goes on to answer
+    (RULER, Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B
+    opens C, and the answer is "B, C". A question ends with a chunk, so that its chunk can retrieve
+    for the answer. Micro-batches by number, as in Batches. A tenth of the other tokens is predicted
+    too. grow: number of micro-batches in which sequences become as long as T, from a 1/8 of it
+    """
+    kind, SIZE = 'needles', 4                                   # of a name
+
+    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32, grow=0):
+        self.split, self.tokenizer, self.hops, self.chunk = split, tokenizer, hops, chunk
+        self.T, self.B, self.seed, self.grow = block_size, micro_batch, seed, grow
+        if block_size % chunk or block_size < 8 * chunk or len(split.tokens) <= block_size:
+            raise DataError(f'--block-size {block_size}: needles take 8 or more chunks of {chunk}')
+        self.n_rows = len(split.tokens) // self.T               # of an epoch
+        self.blank = ' ' * (tokenizer.name == 'bytes')          # other words begin with theirs
+        word = dict(bytes='[A-Z]', word='[a-z]{3,}').get(tokenizer.name, ' [a-z]{3,}')
+        self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
+
+    def __len__(self):
+        return -(-self.n_rows // self.B)
+
+    def rows(self, g):
+        return np.arange(g * self.B, (g + 1) * self.B)
+
+    def chains(self, rng, n, ids):
+        """n times hops + 1 names; all differ, and none is in ids"""
+        names, text = {}, ids.astype(int).tobytes()
+        while len(names) < n * (self.hops + 1):
+            name = rng.choice(self.words, self.SIZE, replace=False)
+            if name.tobytes() not in text:
+                names[name.tobytes()] = name
+        return np.split(np.array([*names.values()]), n)
+
+    def say(self, *parts):
+        """Texts and names -> ids"""
+        ids = [self.tokenizer.encode(x) if isinstance(x, str) else x for x in parts]
+        return np.concatenate(ids).astype(int)
+
+    def needle(self, a, b):
+        return self.say('\nKey' + self.blank, a, ' opens' + self.blank, b, '.\n')
+
+    def question(self, names):
+        """-> the ids of the question, of the answer's beginning, and of the answer"""
+        more = [x for name in names[2:] for x in (',' + self.blank, name)]
+        return (self.say('\nKey' + self.blank, names[0]), self.say(' opens' + self.blank),
+                self.say(names[1], *more))
+
+    def row(self, r, n):
+        """Sequence r, of n chunks: half with needles, then half with questions -> ids, targets"""
+        rng, c, half = np.random.default_rng([self.seed, r]), self.chunk, n // 2
+        start = rng.integers(len(self.split.tokens) - n * c)
+        ids = self.split.tokens[start:start + n * c + 1].astype(int)
+        scored = rng.random(len(ids)) < 0.1
+        chains = self.chains(rng, rng.integers(1, half // self.hops + 1), ids)
+        needles = [self.needle(*pair) for names in chains for pair in pairwise(names)]
+        for at, needle in zip(rng.permutation(half) * c, needles):
+            at += rng.integers(max(1, c - len(needle)))
+            ids[at:at + len(needle)] = needle
+        for at, names in zip((half + 1 + rng.permutation(n - half - 1)) * c, chains):
+            question, begin, answer = self.question(names)
+            text = np.concatenate([question, begin, answer, self.say('.\n')])
+            ids[at - len(question):][:len(text)] = text
+            scored[at + len(begin):][:len(answer)] = True
+        return ids[:-1], np.where(scored, ids, -1)[1:]
+
+    def take(self, rows, seed, n=0):
+        """The sequences of these numbers, of n chunks, or T tokens"""
+        pairs = [self.row(r, n or self.T // self.chunk) for r in rows]
+        tokens, targets = (torch.from_numpy(np.array(x)) for x in zip(*pairs))
+        return Batch(tokens, targets, torch.tensor(rows)[:, None].expand_as(tokens), seed)
+
+    def __getitem__(self, g):
+        parts = 1 << max(0, 3 - 4 * g // self.grow) if self.grow else 1
+        rows = np.arange(g * self.B * parts, (g + 1) * self.B * parts)
+        return self.take(rows, seed_of(self.seed, g), self.T // self.chunk // parts)
 
 
 if __name__ == '__main__':

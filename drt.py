@@ -96,7 +96,7 @@ class EvalConfig:
 
 def batches(config):
     """Arguments of data.Batches: long sequences of one document."""
-    return dict(kind='documents')
+    return dict(kind='documents', chunk=config.chunk_size - 1)
 
 
 # --------------------------------------------------------------------------------------------------

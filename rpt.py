@@ -26,9 +26,8 @@ Letters in the shape comments
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); a chunk without neighbors gets 0 from cross-attention; s_t is a
     mean over tokens, L_ret over the ranked chunks of a step; |Δ NDCG| is of 1 / log2(1 + rank).
-    With --shift-values, off in the preset `paper`, the key of a token in a neighbor has the value
-    of the next one, and W_Q = W_K, W_O = W_Vᵀ at first: cross-attention begins by copying what
-    followed a like token.
+    With --shift-values, off in the preset `paper`, what followed a token in a neighbor is at the
+    token's key, as in TRIME's memories: one layer can copy, where two had to learn it together.
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
     Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
     The reference LM (paper: Pythia 1.4B) is trained here on every second document and scores the
@@ -116,7 +115,7 @@ class EvalConfig:
 
 def batches(config):
     """Arguments of data.Batches."""
-    return dict(kind='documents')
+    return dict(kind='documents', chunk=config.chunk_size)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -649,12 +648,6 @@ class RPT(nn.Module):
                 nn.init.normal_(p, std=0.02 * math.sqrt(768 / C) / deep)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
-        for block in self.upper:                    # like attends to like, and what it reads is
-            if block.cca and config.shift_values:   # written: see the header
-                attention = block.cca.attention
-                k, v = attention.kv.weight.detach().chunk(2)
-                attention.query.weight.data.copy_(k)
-                attention.proj.weight.data.copy_(v.T)
 
     def empty_state(self, tokens):
         c, B, w, zeros = self.config, len(tokens), self.w, self.embedding.weight.new_zeros

@@ -33,7 +33,7 @@ STOP = []                                                           # signals re
 
 @dataclass
 class TrainConfig:
-    data: str = 'code'              # a corpus by name (code, shakespeare, ...), a folder or a file
+    data: str = 'code'              # name (code, shakespeare, ...), folder, file; niah[2][:these]
     tokenizer: str = 'bpe'          # bytes, bpe (learned here), gpt2 or word
     seed: int = 0                   # of the weights, the order of the data, the model's randomness
     max_steps: int = 600            # optimizer steps
@@ -49,6 +49,7 @@ class TrainConfig:
     val_tokens: int = 32768         # evenly spread, for validation while training; all at the end
     dtype: Literal['auto', 'bf16', 'fp32'] = 'auto'     # auto: bf16 where hardware is fast with it
     fold: Literal[-1, 0, 1] = -1    # train on the even (0) or the odd (1) documents; -1: all
+    grow_context: bool = False      # niah: sequences grow to block_size in the first half
     init: str = ''                  # start from the weights of this checkpoint
     out: str = ''                   # folder of the run; default out/<model>
     resume: Literal['auto', 'no'] = 'auto'              # auto: an unfinished run is resumed
@@ -308,11 +309,12 @@ def train(module, model_config, config, corpus=None):
 
     if RANK > 0: dist.barrier()                         # the first process prepares and packs
     corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size)
-    how = dict(block_size=T, **module.batches(model_config))
-    batches = data.Batches(corpus.train, micro_batch=B, seed=config.seed,
-                           fold=config.fold, cache=corpus.folder, **how)
+    how = dict(block_size=T, micro_batch=B, **module.batches(model_config))
+    grow = config.max_steps * passes * WORLD // 2 * config.grow_context
+    batches = corpus.batches(corpus.train, seed=config.seed, fold=config.fold,
+                             cache=corpus.folder, grow=grow, **how)
     how['kind'] = how['kind'].replace('packed', 'segments')
-    val_batches = data.Batches(corpus.val, micro_batch=B, seed=0, **how)
+    val_batches = corpus.batches(corpus.val, seed=0, **how)
     if WORLD > 1 and RANK == 0: dist.barrier()
     model_config.vocab_size = corpus.tokenizer.n_vocab
 
