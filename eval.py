@@ -7,17 +7,16 @@ Evaluates trained models: any mixture of them in one table, on the same tokens.
     $ python eval.py out/rpt out/xl --task speed    time and MACs of training
     $ python eval.py out/trime --help               all flags, those of its model too
 
-A run is a folder (its best.pt, else its ckpt.pt) or a .pt file. The table has a row for each way in
-which a run uses memory or retrieval: on (as trained), shuffled (other memories or chunks in place
-of those retrieved) and off. Each token of a document but its first is scored once, given all tokens
-before it in the document, in fp32. loss: nats per token; ppl: e^loss; bits/byte: total nats / ln 2
-/ bytes of the text, comparable between tokenizers; word ppl: e^(total nats / words); <512 and so
-on: loss of tokens 1 to 511 of a document, 512 to 1,023, ...; gain over off: loss of off - loss of
-this way, ± its standard error over documents.
+A run is a folder (its best.pt, else its ckpt.pt) or a .pt file. The table has a row for each way of
+using memory or retrieval: on (as trained), shuffled (others in place of those retrieved) and off.
+Each token of a document but its first is scored once, given all tokens before it, in fp32. loss:
+nats per token; ppl: e^loss; bits/byte: nats / ln 2 / bytes of the text, comparable between
+tokenizers; word ppl: e^(nats / words); <512 and so on: loss of tokens 1 to 511 of a document, 512
+to 1,023, ...; gain over off: loss of off - loss of this way, ± its standard error over documents.
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
-import argparse, difflib, heapq, importlib, itertools, json, math, sys, time
+import argparse, functools, heapq, importlib, itertools, json, math, sys
 from dataclasses import dataclass
 from pathlib import Path
 from timeit import timeit
@@ -31,7 +30,6 @@ import data, train
 
 POSITIONS = {'<512': (1, 512), '<1,024': (512, 1024), '<2,048': (1024, 2048),
              '<4,096': (2048, 4096), '4,096+': (4096, math.inf)}    # in the document: from, below
-STRETCH = 16                    # tokens of an example
 
 
 @dataclass
@@ -51,17 +49,14 @@ class EvalConfig:
 
 class Run:
     """
-    A trained model, by its folder or .pt file; SystemExit with one line where there is none.
-    path: of the .pt file; documents: of the split, tokens (n,) int64, n > 1; ways: model.ways()
-    after prepare_eval; log_p: see score; text: facts, equal in all runs of a table
+    A trained model, by its folder or .pt file. documents: of the split, tokens (n,) int64, n > 1;
+    ways: model.ways() after prepare_eval; log_p: see score; text: facts, equal in all runs
     """
 
     def __init__(self, name):
         self.name, self.path, self.log_p = name, Path(name), {}
         if self.path.is_dir():
             self.path /= 'best.pt' if (self.path / 'best.pt').exists() else 'ckpt.pt'
-        if not self.path.exists():
-            raise SystemExit(f'{self.path} does not exist; `python train.py` makes out/trime')
         try:
             self.checkpoint = torch.load(self.path, map_location='cpu', weights_only=True)
             name = self.checkpoint['model_name']
@@ -84,15 +79,15 @@ class Run:
             raise SystemExit(f'{name} has no split {args.split}')
         if not args.data and self.corpus.fingerprint != self.checkpoint['corpus']:
             print(f'{self.name} was trained on another version of {name}', file=sys.stderr)
-        n = min(max(2, args.at_most or math.inf), len(split.tokens))
-        offsets = np.append(split.offsets[split.offsets < n], n)
-        documents = np.split(split.tokens[:n], offsets[1:-1])
-        if n < len(split.tokens):                   # the end of a document is no text
-            texts = [self.tokenizer.decode(ids[ids != self.tokenizer.eot]) for ids in documents]
+        if 0 < args.at_most < len(split.tokens):
+            n = max(2, args.at_most)
+            tokens, offsets = split.tokens[:n], np.append(split.offsets[split.offsets < n], n)
+            texts = self.tokenizer.decode(tokens).split(data.EOT)
             n_bytes, n_words = len(''.join(texts).encode()), len(' '.join(texts).split())
-            split = data.Split(split.name, split.tokens[:n], offsets, n_bytes, n_words)
-        self.split, self.documents = split, [torch.tensor(ids.astype(np.int64), device=device)
-                                             for ids in documents if len(ids) > 1]
+            split = data.Split(split.name, tokens, offsets, n_bytes, n_words)
+        ids = torch.tensor(split.tokens.astype(np.int64), device=device)
+        documents = ids.tensor_split(split.offsets[1:-1].tolist())
+        self.split, self.documents = split, [tokens for tokens in documents if len(tokens) > 1]
         self.text = dict(data=self.corpus.name, text=self.corpus.fingerprint.split('-')[0],
                          split=args.split, bytes=split.n_bytes, words=split.n_words)
 
@@ -169,22 +164,19 @@ def table(runs, args):
     return dict(head, rows=rows)
 
 
-def stretches(run, n):
+def best_tokens(run, n):
     """
-    The STRETCH tokens of each document with the largest gain over off, of the n documents where it
-    is largest. Yields tokens of the document, t where token t + 1 gains most, what to print
+    The token of each document that gains most over off, of the n documents where it gains most.
+    Yields tokens of the document, t where token t + 1 is that one, what to print
     """
     run.score(('on', 'off'))
     gains = [on - off for on, off in zip(run.log_p['on'], run.log_p['off'])]
-    sums = [np.add.reduceat(x, np.arange(0, len(x), STRETCH)) for x in gains]
-    for d in heapq.nlargest(n, range(len(sums)), key=lambda d: sums[d].max()):
-        tokens, i = run.documents[d], STRETCH * int(sums[d].argmax())
-        t = i + int(gains[d][i:i + STRETCH].argmax())
-        text = lambda a, b: run.tokenizer.decode(tokens[a:b].tolist())
-        gain = round(float(sums[d].max()), 6)
-        yield tokens, t, dict(run=run.name, document=d, token=i + 1, gain=gain,
-                              before=text(max(0, i - 31), i + 1), text=text(i + 1, i + 1 + STRETCH),
-                              best=text(t + 1, t + 2))
+    text = lambda ids: run.tokenizer.decode(ids.tolist())
+    for d in heapq.nlargest(n, range(len(gains)), key=lambda d: gains[d].max()):
+        tokens, t = run.documents[d], int(gains[d].argmax())
+        gain = round(float(gains[d][t]), 6)
+        yield tokens, t, dict(run=run.name, document=d, token=t + 1, gain=gain,
+                              before=text(tokens[:t + 1][-32:]), text=text(tokens[t + 1:][:16]))
 
 
 def prompt_end(run, prompt, n=5):
@@ -194,9 +186,8 @@ def prompt_end(run, prompt, n=5):
     for way in run.ways:
         run.set_way(way)
         log_probs, _ = run.model.stream(tokens[None])
-        top = log_probs[0, -1].exp().topk(n)
-        row[way] = [(run.tokenizer.decode([i]), round(p, 4))
-                    for p, i in zip(top.values.tolist(), top.indices.tolist())]
+        p, ids = log_probs[0, -1].double().exp().round(decimals=4).topk(n)
+        row[way] = list(zip(map(run.tokenizer.decode, ids.tolist()), p.tolist()))
     yield tokens, len(tokens) - 1, row
 
 
@@ -205,7 +196,7 @@ def examples(runs, args, n=3):
     """What is retrieved where it helps most, or at the end of --prompt: the 4 largest weights"""
     result = []
     for run in (run for run in runs if 'on' in run.ways):
-        for tokens, t, row in prompt_end(run, args.prompt) if args.prompt else stretches(run, n):
+        for tokens, t, row in prompt_end(run, args.prompt) if args.prompt else best_tokens(run, n):
             run.set_way('on')
             retrieved = []
             for weight, where, a, b in run.model.trace(tokens, t)[:4]:
@@ -221,29 +212,24 @@ def examples(runs, args, n=3):
 @torch.no_grad()
 def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p=0.95, seed=0):
     """
-    Yields text that continues the prompt, in whole characters, until <|endoftext|> or max_tokens.
-    Tokens are drawn from P^(1/temperature), limited to the fewest of them with a sum of top_p
-    (Holtzman et al. 2020); temperature 0: the likeliest one.
+    -> text that continues the prompt, to <|endoftext|> or max_tokens; drawn from P^(1/temperature)
+    (0: the likeliest), limited to the fewest tokens with a sum of top_p (Holtzman et al. 2020).
     """
-    ids, device, state = tokenizer.encode(prompt).tolist(), next(model.parameters()).device, None
-    shown, generator = tokenizer.decode(ids), torch.Generator().manual_seed(seed)
-    start = ids or [tokenizer.eot or 0]
-    for piece in torch.tensor([start], device=device).split(1024, dim=1):
-        log_probs, state = model.stream(piece, state)   # those of all pieces are never held
-    for _ in range(max_tokens):
+    new, state, generator = [], None, torch.Generator().manual_seed(seed)
+    prompt = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
+    pending = torch.tensor([prompt], device=next(model.parameters()).device)
+    for _ in data.progress(range(max_tokens), 'generating'):
+        for piece in pending.split(1024, dim=1):        # log_probs of all pieces are never held
+            log_probs, state = model.stream(piece, state)
         last = log_probs[0, -1].double().cpu() / max(temperature, 1e-9)         # (V,)
         p, tokens = last.softmax(-1).sort(descending=True)
         p[1:] *= (p.cumsum(-1) < top_p)[:-1]            # the sum of those before a token
         token = tokens[torch.multinomial(p, 1, generator=generator)]
         if token.item() == tokenizer.eot:
             break
-        ids.append(token.item())
-        text = tokenizer.decode(ids)
-        if not text.endswith('\ufffd'):
-            yield text[len(shown):]
-            shown = text
-        log_probs, state = model.stream(token[None].to(device), state)
-    yield tokenizer.decode(ids)[len(shown):]
+        new.append(token.item())
+        pending = token[None].to(pending.device)
+    return tokenizer.decode(new)
 
 
 def repeated(ids, n=8):
@@ -254,28 +240,21 @@ def repeated(ids, n=8):
 
 def samples(runs, args):
     """Continues --prompt, or 1,024 tokens amid the longest document, with and without memory"""
-    result = []
+    result, how = [], (args.max_tokens, args.temperature, args.top_p, args.seed)
     for run in runs:
-        ids = max(run.documents, key=len)
-        before, after = ids[:len(ids) // 2], ids[len(ids) // 2:]
-        prompt = args.prompt or run.tokenizer.decode(before[-1024:].tolist())
-        truth = run.tokenizer.decode(after[:args.max_tokens].tolist())
+        ids = max(run.documents, key=len).tolist()
+        middle = len(ids) // 2
+        prompt = args.prompt or run.tokenizer.decode(ids[:middle][-1024:])
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
-        texts = {} if args.prompt else {'text': [truth]}
-        texts |= {way: generate(run.model, run.tokenizer, prompt, args.max_tokens, args.temperature,
-                                args.top_p, args.seed) for way in run.ways if way != 'shuffled'}
-        for way, pieces in texts.items():
-            print(f'\n[{way}]')
-            texts[way], began = '', time.time()
+        truth = run.tokenizer.decode(ids[middle:][:args.max_tokens])
+        texts = {} if args.prompt else {'text': truth}
+        for way in ('on', 'off'):
             if way in run.ways:
                 run.set_way(way)
-            for piece in pieces:                        # drawn while they are printed
-                print(piece, end='', flush=True)
-                texts[way] += piece
-            ids = run.tokenizer.encode(texts[way]).tolist()
-            rate = len(ids) / (time.time() - began)
-            print(f'\n[{repeated(ids):.0%} of the 8-grams are repeated]',
-                  f'{rate:.0f} tokens/s, with the prompt' * (way in run.ways))
+                texts[way] = generate(run.model, run.tokenizer, prompt, *how)
+        for name, text in texts.items():
+            share = repeated(run.tokenizer.encode(text).tolist())
+            print(f'\n[{name}]\n{text}\n[{share:.0%} of the 8-grams are repeated]')
         result.append(dict(run=run.name, prompt=prompt, texts=texts))
     return result
 
@@ -302,30 +281,30 @@ def plot(runs):
 
 def speed(runs, args, rounds=5):
     """
-    Time of a forward and a backward pass on random tokens (the runs interleaved; median of
-    `rounds`), their MACs, per token, and the ratios to the first run. MACs: half the FLOPs that
-    torch counts, attention by its definition: the fused kernel of a CPU is not counted.
+    Seconds (median; the runs interleaved) and MACs of a forward and a backward pass on random
+    tokens, and their ratios to the first run. MACs: half the FLOPs that torch counts, attention by
+    its definition, as the fused kernel of a CPU is not counted.
     """
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
     steps, rows, device = [], [], train.hardware(args.device)
     _, autocast = train.precision(device, 'auto')
+
+    def step(model, batch):
+        with autocast():
+            loss, _ = model(batch, 1.0)
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        next(model.parameters()).sum().item()           # waits for a GPU
+
     for run in runs:
-        model, c = run.model.train(), run.model.config
+        c = run.model.config
         tokens = torch.randint(c.vocab_size, (c.micro_batch, c.block_size), device=device)
         batch = data.Batch(tokens, tokens.roll(-1, 1), torch.zeros_like(tokens), seed=0)
-
-        def step(model=model, batch=batch):
-            with autocast():
-                loss, _ = model(batch, 1.0)
-            loss.backward()
-            model.zero_grad(set_to_none=True)
-            next(model.parameters()).sum().item()       # waits for a GPU
-
+        steps.append(functools.partial(step, run.model.train(), batch))
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            step()
-        steps.append(step)
-        rows.append({'run': run.name, 'tokens': tokens.numel(),
-                     'MACs/token': counter.get_total_flops() // 2 // tokens.numel()})
+            steps[-1]()
+        macs = counter.get_total_flops() // 2 // tokens.numel()
+        rows.append({'run': run.name, 'tokens': tokens.numel(), 'MACs/token': macs})
     seconds = [[timeit(step, number=1) for step in steps] for _ in range(rounds)]
     for row, t in zip(rows, np.median(seconds, axis=0).tolist()):
         row['s/token'] = t / row['tokens']
@@ -347,10 +326,7 @@ def main(argv=None):
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
     for Config in (EvalConfig, *(module.EvalConfig for module in modules)):
         train.add_flags(parser, Config)
-    args, unknown = parser.parse_known_args(argv[len(runs):])
-    for flag in unknown:
-        near = difflib.get_close_matches(flag, parser._option_string_actions, 1, cutoff=0)
-        parser.error(f'unknown argument {flag}; the nearest flag is {near[0]}')
+    args = train.parse_flags(parser, argv[len(runs):])
     if not runs:
         parser.error(parser.usage)
     tasks = {**TASKS, **(modules[0].TASKS if len(modules) == 1 else {})}
