@@ -3,6 +3,7 @@ Evaluates trained models: any mixture of them in one table, on the same tokens.
 
     $ python eval.py out/trime out/rpt out/drt      the table, examples, loss curves, samples
     $ python eval.py out/drt --task examples        where retrieval helped most; or for a --prompt
+    $ python eval.py out/rpt out/drt --task examples --html page.html      throughout a document
     $ python eval.py out/drt --task generate --prompt 'def ' --temperature 0.5 --top-p 0.9
     $ python eval.py out/rpt out/xl --task speed    time and MACs of training
     $ python eval.py out/trime --help               all flags, those of its model too
@@ -16,7 +17,7 @@ to 1,023, ...; gain over off: loss of off - loss of this way, ± its standard er
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
-import argparse, functools, heapq, importlib, itertools, json, math, sys
+import argparse, codecs, functools, heapq, importlib, itertools, json, math, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from timeit import timeit
@@ -30,6 +31,8 @@ import data, train
 
 POSITIONS = {'<512': (1, 512), '<1,024': (512, 1024), '<2,048': (1024, 2048),
              '<4,096': (2048, 4096), '4,096+': (4096, math.inf)}    # in the document: from, below
+PAGE = 8192                     # tokens of the document that a page shows, about
+REREAD = 500_000                # tokens that its traces read again, about twice as many
 
 
 @dataclass
@@ -44,6 +47,7 @@ class EvalConfig:
     top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
     seed: int = 0               # generate: of the random draws
     json: str = ''              # a file for every number that the screen shows
+    html: str = ''              # examples: a page that shows a document and what was retrieved
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
 
 
@@ -90,6 +94,9 @@ class Run:
         self.split, self.documents = split, [tokens for tokens in documents if len(tokens) > 1]
         self.text = dict(data=self.corpus.name, text=self.corpus.fingerprint.split('-')[0],
                          split=args.split, bytes=split.n_bytes, words=split.n_words)
+
+    def encode(self, text):
+        return torch.tensor(self.tokenizer.encode(text).tolist()).to(self.documents[0])
 
     def set_way(self, way):
         for attribute, value in self.ways[way].items():
@@ -181,8 +188,7 @@ def best_tokens(run, n):
 
 def prompt_end(run, prompt, n=5):
     """The same of the last token of a text, with the likeliest next tokens by each way"""
-    tokens = torch.tensor(run.tokenizer.encode(prompt).tolist()).to(run.documents[0])
-    row = dict(run=run.name, text=prompt)
+    tokens, row = run.encode(prompt), dict(run=run.name, text=prompt)
     for way in run.ways:
         run.set_way(way)
         log_probs, _ = run.model.stream(tokens[None])
@@ -194,8 +200,8 @@ def prompt_end(run, prompt, n=5):
 @torch.no_grad()
 def examples(runs, args, n=3):
     """What is retrieved where it helps most, or at the end of --prompt: the 4 largest weights"""
-    result = []
-    for run in (run for run in runs if 'on' in run.ways):
+    runs, result = [run for run in runs if 'on' in run.ways], []
+    for run in runs:
         for tokens, t, row in prompt_end(run, args.prompt) if args.prompt else best_tokens(run, n):
             run.set_way('on')
             retrieved = []
@@ -206,7 +212,55 @@ def examples(runs, args, n=3):
             print('', *(f'{key:9} {value!r}' for key, value in row.items()), sep='\n')
             print_table(retrieved or [dict(retrieved='nothing')])
             result.append(dict(row, retrieved=retrieved))
+    if args.html:
+        write_page(runs, args)
     return result
+
+
+def token_texts(tokenizer, ids):
+    """The text of each token; a character of several tokens is that of the last one."""
+    if tokenizer.name == 'word':
+        return [tokenizer.decode(i) + ' ' for i in ids]
+    decode = codecs.getincrementaldecoder('utf-8')('replace').decode
+    return [decode(tokenizer.tokens[i].encode('latin-1')) for i in ids]
+
+
+def trace_document(run, tokens):
+    """
+    What assets/trace.html shows of tokens (n,): losses on and off, and of the chunks where they
+    differ most, for better or worse, the trace of the token where they differ most. Each trace
+    reads all tokens before it again: there are at most REREAD / n.
+    """
+    n, config, losses, traces = len(tokens), run.model.config, {}, {}
+    for way in ('off', 'on'):
+        run.set_way(way)
+        losses[way] = np.append(0, -run.model.log_p(tokens).cpu().double().numpy())     # (n,)
+    gain = losses['off'] - losses['on']
+    # TRIME retrieves for each token, the others for a chunk; in DRT's the landmark is no token
+    size = getattr(config, 'chunk_size', 1) - hasattr(config, 'groups')
+    starts = np.arange(0, n, size)
+    order = np.argsort(-abs(np.add.reduceat(gain, starts)), kind='stable')
+    for start in data.progress(starts[order][:max(4, REREAD // n)].tolist(), f'{run.name}: traces'):
+        i = max(1, start + int(abs(gain[start:start + size]).argmax()))
+        traces[i] = []
+        for weight, where, a, b in run.model.trace(tokens, i - 1)[:32]:
+            text = None if where is tokens else run.tokenizer.decode(where[a:b].tolist())
+            traces[i].append(dict(weight=round(float(weight), 4), start=a, end=b, text=text))
+    return dict(run=run.name, model=run.module.__name__, size=size, traces=traces,
+                tokens=token_texts(run.tokenizer, tokens.tolist()),
+                on=losses['on'].round(3).tolist(), off=losses['off'].round(3).tolist())
+
+
+def write_page(runs, args):
+    """assets/trace.html with the traces of --prompt, or of the document nearest to PAGE tokens"""
+    pages, template = [], Path(__file__).with_name('assets') / 'trace.html'
+    for run in runs:
+        began, documents = time.time(), [run.encode(args.prompt)] if args.prompt else run.documents
+        pages.append(trace_document(run, min(documents, key=lambda x: abs(len(x) - PAGE))))
+        n, seconds = len(pages[-1]['traces']), time.time() - began
+        print(f'{run.name}: {n} traces for {args.html} in {seconds:.0f} s')
+    text = json.dumps(pages).replace('<', '\\u003c')        # no text ends the page's script
+    train.write(args.html, template.read_text('utf-8').replace('{{runs}}', text))
 
 
 @torch.no_grad()
@@ -332,9 +386,11 @@ def main(argv=None):
     tasks = {**TASKS, **(modules[0].TASKS if len(modules) == 1 else {})}
     if args.task not in ('', *tasks):
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks)}')
-    json_path = Path(args.json).absolute()
-    if args.json and (json_path.is_dir() or not os.access(json_path.parent, os.W_OK)):
-        parser.error(f'--json {args.json} cannot be written')
+    if args.html and args.task not in ('', 'examples'):
+        parser.error('--html shows examples: --task examples')
+    for flag, path in (('json', args.json), ('html', args.html)):
+        if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            parser.error(f'--{flag} {path} cannot be written')
     first, device = runs[0], train.hardware(args.device)
     torch.set_float32_matmul_precision('highest')       # train.py may have set another one
     for run in runs:
@@ -346,6 +402,8 @@ def main(argv=None):
                              '--at-most needs one tokenizer')
             run.model.prepare_eval(run.corpus, args, run.path, data.progress)
             run.ways = run.model.ways()
+    if args.html and not any('on' in run.ways for run in runs):
+        parser.error('--html: none of these runs retrieves')
     if args.task in TASKS:
         result = TASKS[args.task](runs, args)
     elif args.task:
@@ -355,7 +413,7 @@ def main(argv=None):
         plot(runs)
         result['samples'] = samples(runs, args)
     if args.json:
-        train.write(json_path, json.dumps(result, indent=1))
+        train.write(args.json, json.dumps(result, indent=1))
 
 
 if __name__ == '__main__':
