@@ -507,13 +507,13 @@ class DRT(nn.Module):
         """
         state, T, config = state or self.empty_state(len(tokens)), tokens.size(1), self.config
         begin = T - len(self.upper) * config.window - 2 * config.chunk_size
-        for i in range(0, T, self.PIECE):
-            piece = tokens[:, i:i + self.PIECE]
-            if i + self.PIECE >= begin:
+        for i in range(0, T, 8 * self.PIECE):
+            piece = tokens[:, i:i + 8 * self.PIECE]
+            if i + piece.size(1) < begin:
+                _, _, k, v, state = self.read_lower(piece, state)
+                state = self.store(k, v, state) if config.groups else state
+            else:
                 state = self.encode(piece, state)[3]
-                continue
-            _, _, k, v, state = self.read_lower(piece, state)
-            state = self.store(k, v, state) if config.groups else state
         return state
 
     def log_p(self, tokens):

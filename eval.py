@@ -3,21 +3,21 @@ Evaluates trained models: any mixture of them in one table, on the same tokens.
 
     $ python eval.py out/trime out/rpt out/drt      the table, examples, loss curves, samples
     $ python eval.py out/drt --task examples        where retrieval helped most; or for a --prompt
+    $ python eval.py out/rpt out/drt --task examples --html page.html      throughout a document
     $ python eval.py out/drt --task generate --prompt 'def ' --temperature 0.5 --top-p 0.9
     $ python eval.py out/rpt out/xl --task speed    time and MACs of training
     $ python eval.py out/trime --help               all flags, those of its model too
 
-A run is a folder (its best.pt, else its ckpt.pt) or a .pt file. The table has a row for each way in
-which a run uses memory or retrieval: on (as trained), shuffled (other memories or chunks in place
-of those retrieved) and off. Each token of a document but its first is scored once, given all tokens
-before it in the document, in fp32. loss: nats per token; ppl: e^loss; bits/byte: total nats / ln 2
-/ bytes of the text, comparable between tokenizers; word ppl: e^(total nats / words); <512 and so
-on: loss of tokens 1 to 511 of a document, 512 to 1,023, ...; gain over off: loss of off - loss of
-this way, ± its standard error over documents.
+A run is a folder (its best.pt, else its ckpt.pt) or a .pt file. The table has a row for each way of
+using memory or retrieval: on (as trained), shuffled (others in place of those retrieved) and off.
+Each token of a document but its first is scored once, given all tokens before it, in fp32. loss:
+nats per token; ppl: e^loss; bits/byte: nats / ln 2 / bytes of the text, comparable between
+tokenizers; word ppl: e^(nats / words); <512 and so on: loss of tokens 1 to 511 of a document, 512
+to 1,023, ...; gain over off: loss of off - loss of this way, ± its standard error over documents.
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
-import argparse, difflib, heapq, importlib, itertools, json, math, sys, time
+import argparse, codecs, functools, heapq, importlib, itertools, json, math, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from timeit import timeit
@@ -31,7 +31,8 @@ import data, train
 
 POSITIONS = {'<512': (1, 512), '<1,024': (512, 1024), '<2,048': (1024, 2048),
              '<4,096': (2048, 4096), '4,096+': (4096, math.inf)}    # in the document: from, below
-STRETCH = 16                    # tokens of an example
+PAGE = 8192                     # tokens of the document that a page shows, about
+REREAD = 500_000                # tokens that its traces read again, about twice as many
 
 
 @dataclass
@@ -45,23 +46,23 @@ class EvalConfig:
     temperature: float = 0.8    # generate: 0 takes the likeliest token
     top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
     seed: int = 0               # generate: of the random draws
+    lengths: str = '1k,4k,16k'  # niah: tokens of the haystack; k is 2^10, m is 2^20
+    depths: str = '0,25,50,75,100'                              # niah: places of the needles, in %
     json: str = ''              # a file for every number that the screen shows
+    html: str = ''              # examples: a page that shows a document and what was retrieved
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
 
 
 class Run:
     """
-    A trained model, by its folder or .pt file; SystemExit with one line where there is none.
-    path: of the .pt file; documents: of the split, tokens (n,) int64, n > 1; ways: model.ways()
-    after prepare_eval; log_p: see score; text: facts, equal in all runs of a table
+    A trained model, by its folder or .pt file. documents: of the split, tokens (n,) int64, n > 1;
+    ways: model.ways() after prepare_eval; log_p: see score; text: facts, equal in all runs
     """
 
     def __init__(self, name):
         self.name, self.path, self.log_p = name, Path(name), {}
         if self.path.is_dir():
             self.path /= 'best.pt' if (self.path / 'best.pt').exists() else 'ckpt.pt'
-        if not self.path.exists():
-            raise SystemExit(f'{self.path} does not exist; `python train.py` makes out/trime')
         try:
             self.checkpoint = torch.load(self.path, map_location='cpu', weights_only=True)
             name = self.checkpoint['model_name']
@@ -84,17 +85,20 @@ class Run:
             raise SystemExit(f'{name} has no split {args.split}')
         if not args.data and self.corpus.fingerprint != self.checkpoint['corpus']:
             print(f'{self.name} was trained on another version of {name}', file=sys.stderr)
-        n = min(max(2, args.at_most or math.inf), len(split.tokens))
-        offsets = np.append(split.offsets[split.offsets < n], n)
-        documents = np.split(split.tokens[:n], offsets[1:-1])
-        if n < len(split.tokens):                   # the end of a document is no text
-            texts = [self.tokenizer.decode(ids[ids != self.tokenizer.eot]) for ids in documents]
+        if 0 < args.at_most < len(split.tokens):
+            n = max(2, args.at_most)
+            tokens, offsets = split.tokens[:n], np.append(split.offsets[split.offsets < n], n)
+            texts = self.tokenizer.decode(tokens).split(data.EOT)
             n_bytes, n_words = len(''.join(texts).encode()), len(' '.join(texts).split())
-            split = data.Split(split.name, split.tokens[:n], offsets, n_bytes, n_words)
-        self.split, self.documents = split, [torch.tensor(ids.astype(np.int64), device=device)
-                                             for ids in documents if len(ids) > 1]
+            split = data.Split(split.name, tokens, offsets, n_bytes, n_words)
+        ids = torch.tensor(split.tokens.astype(np.int64), device=device)
+        documents = ids.tensor_split(split.offsets[1:-1].tolist())
+        self.split, self.documents = split, [tokens for tokens in documents if len(tokens) > 1]
         self.text = dict(data=self.corpus.name, text=self.corpus.fingerprint.split('-')[0],
                          split=args.split, bytes=split.n_bytes, words=split.n_words)
+
+    def encode(self, text):
+        return torch.tensor(self.tokenizer.encode(text).tolist()).to(self.documents[0])
 
     def set_way(self, way):
         for attribute, value in self.ways[way].items():
@@ -169,43 +173,38 @@ def table(runs, args):
     return dict(head, rows=rows)
 
 
-def stretches(run, n):
+def best_tokens(run, n):
     """
-    The STRETCH tokens of each document with the largest gain over off, of the n documents where it
-    is largest. Yields tokens of the document, t where token t + 1 gains most, what to print
+    The token of each document that gains most over off, of the n documents where it gains most.
+    Yields tokens of the document, t where token t + 1 is that one, what to print
     """
     run.score(('on', 'off'))
     gains = [on - off for on, off in zip(run.log_p['on'], run.log_p['off'])]
-    sums = [np.add.reduceat(x, np.arange(0, len(x), STRETCH)) for x in gains]
-    for d in heapq.nlargest(n, range(len(sums)), key=lambda d: sums[d].max()):
-        tokens, i = run.documents[d], STRETCH * int(sums[d].argmax())
-        t = i + int(gains[d][i:i + STRETCH].argmax())
-        text = lambda a, b: run.tokenizer.decode(tokens[a:b].tolist())
-        gain = round(float(sums[d].max()), 6)
-        yield tokens, t, dict(run=run.name, document=d, token=i + 1, gain=gain,
-                              before=text(max(0, i - 31), i + 1), text=text(i + 1, i + 1 + STRETCH),
-                              best=text(t + 1, t + 2))
+    text = lambda ids: run.tokenizer.decode(ids.tolist())
+    for d in heapq.nlargest(n, range(len(gains)), key=lambda d: gains[d].max()):
+        tokens, t = run.documents[d], int(gains[d].argmax())
+        gain = round(float(gains[d][t]), 6)
+        yield tokens, t, dict(run=run.name, document=d, token=t + 1, gain=gain,
+                              before=text(tokens[:t + 1][-32:]), text=text(tokens[t + 1:][:16]))
 
 
 def prompt_end(run, prompt, n=5):
     """The same of the last token of a text, with the likeliest next tokens by each way"""
-    tokens = torch.tensor(run.tokenizer.encode(prompt).tolist()).to(run.documents[0])
-    row = dict(run=run.name, text=prompt)
+    tokens, row = run.encode(prompt), dict(run=run.name, text=prompt)
     for way in run.ways:
         run.set_way(way)
         log_probs, _ = run.model.stream(tokens[None])
-        top = log_probs[0, -1].exp().topk(n)
-        row[way] = [(run.tokenizer.decode([i]), round(p, 4))
-                    for p, i in zip(top.values.tolist(), top.indices.tolist())]
+        p, ids = log_probs[0, -1].double().exp().round(decimals=4).topk(n)
+        row[way] = list(zip(map(run.tokenizer.decode, ids.tolist()), p.tolist()))
     yield tokens, len(tokens) - 1, row
 
 
 @torch.no_grad()
 def examples(runs, args, n=3):
     """What is retrieved where it helps most, or at the end of --prompt: the 4 largest weights"""
-    result = []
-    for run in (run for run in runs if 'on' in run.ways):
-        for tokens, t, row in prompt_end(run, args.prompt) if args.prompt else stretches(run, n):
+    runs, result = [run for run in runs if 'on' in run.ways], []
+    for run in runs:
+        for tokens, t, row in prompt_end(run, args.prompt) if args.prompt else best_tokens(run, n):
             run.set_way('on')
             retrieved = []
             for weight, where, a, b in run.model.trace(tokens, t)[:4]:
@@ -215,35 +214,78 @@ def examples(runs, args, n=3):
             print('', *(f'{key:9} {value!r}' for key, value in row.items()), sep='\n')
             print_table(retrieved or [dict(retrieved='nothing')])
             result.append(dict(row, retrieved=retrieved))
+    if args.html:
+        write_page(runs, args)
     return result
+
+
+def token_texts(tokenizer, ids):
+    """The text of each token; a character of several tokens is that of the last one."""
+    if tokenizer.name == 'word':
+        return [tokenizer.decode(i) + ' ' for i in ids]
+    decode = codecs.getincrementaldecoder('utf-8')('replace').decode
+    return [decode(tokenizer.tokens[i].encode('latin-1')) for i in ids]
+
+
+def trace_document(run, tokens):
+    """
+    What assets/trace.html shows of tokens (n,): losses on and off, and of the chunks where they
+    differ most, for better or worse, the trace of the token where they differ most. Each trace
+    reads all tokens before it again: there are at most REREAD / n.
+    """
+    n, config, losses, traces = len(tokens), run.model.config, {}, {}
+    for way in ('off', 'on'):
+        run.set_way(way)
+        losses[way] = np.append(0, -run.model.log_p(tokens).cpu().double().numpy())     # (n,)
+    gain = losses['off'] - losses['on']
+    # TRIME retrieves for each token, the others for a chunk; in DRT's the landmark is no token
+    size = getattr(config, 'chunk_size', 1) - hasattr(config, 'groups')
+    starts = np.arange(0, n, size)
+    order = np.argsort(-abs(np.add.reduceat(gain, starts)), kind='stable')
+    for start in data.progress(starts[order][:max(4, REREAD // n)].tolist(), f'{run.name}: traces'):
+        i = max(1, start + int(abs(gain[start:start + size]).argmax()))
+        traces[i] = []
+        for weight, where, a, b in run.model.trace(tokens, i - 1)[:32]:
+            text = None if where is tokens else run.tokenizer.decode(where[a:b].tolist())
+            traces[i].append(dict(weight=round(float(weight), 4), start=a, end=b, text=text))
+    return dict(run=run.name, model=run.module.__name__, size=size, traces=traces,
+                tokens=token_texts(run.tokenizer, tokens.tolist()),
+                on=losses['on'].round(3).tolist(), off=losses['off'].round(3).tolist())
+
+
+def write_page(runs, args):
+    """assets/trace.html with the traces of --prompt, or of the document nearest to PAGE tokens"""
+    pages, template = [], Path(__file__).with_name('assets') / 'trace.html'
+    for run in runs:
+        began, documents = time.time(), [run.encode(args.prompt)] if args.prompt else run.documents
+        pages.append(trace_document(run, min(documents, key=lambda x: abs(len(x) - PAGE))))
+        n, seconds = len(pages[-1]['traces']), time.time() - began
+        print(f'{run.name}: {n} traces for {args.html} in {seconds:.0f} s')
+    text = json.dumps(pages).replace('<', '\\u003c')        # no text ends the page's script
+    train.write(args.html, template.read_text('utf-8').replace('{{runs}}', text))
 
 
 @torch.no_grad()
 def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p=0.95, seed=0):
     """
-    Yields text that continues the prompt, in whole characters, until <|endoftext|> or max_tokens.
-    Tokens are drawn from P^(1/temperature), limited to the fewest of them with a sum of top_p
-    (Holtzman et al. 2020); temperature 0: the likeliest one.
+    -> text that continues the prompt, to <|endoftext|> or max_tokens; drawn from P^(1/temperature)
+    (0: the likeliest), limited to the fewest tokens with a sum of top_p (Holtzman et al. 2020).
     """
-    ids, device, state = tokenizer.encode(prompt).tolist(), next(model.parameters()).device, None
-    shown, generator = tokenizer.decode(ids), torch.Generator().manual_seed(seed)
-    start = ids or [tokenizer.eot or 0]
-    for piece in torch.tensor([start], device=device).split(1024, dim=1):
-        log_probs, state = model.stream(piece, state)   # those of all pieces are never held
-    for _ in range(max_tokens):
+    new, state, generator = [], None, torch.Generator().manual_seed(seed)
+    prompt = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
+    pending = torch.tensor([prompt], device=next(model.parameters()).device)
+    for _ in data.progress(range(max_tokens), 'generating'):
+        for piece in pending.split(1024, dim=1):        # log_probs of all pieces are never held
+            log_probs, state = model.stream(piece, state)
         last = log_probs[0, -1].double().cpu() / max(temperature, 1e-9)         # (V,)
         p, tokens = last.softmax(-1).sort(descending=True)
         p[1:] *= (p.cumsum(-1) < top_p)[:-1]            # the sum of those before a token
         token = tokens[torch.multinomial(p, 1, generator=generator)]
         if token.item() == tokenizer.eot:
             break
-        ids.append(token.item())
-        text = tokenizer.decode(ids)
-        if not text.endswith('\ufffd'):
-            yield text[len(shown):]
-            shown = text
-        log_probs, state = model.stream(token[None].to(device), state)
-    yield tokenizer.decode(ids)[len(shown):]
+        new.append(token.item())
+        pending = token[None].to(pending.device)
+    return tokenizer.decode(new)
 
 
 def repeated(ids, n=8):
@@ -254,28 +296,21 @@ def repeated(ids, n=8):
 
 def samples(runs, args):
     """Continues --prompt, or 1,024 tokens amid the longest document, with and without memory"""
-    result = []
+    result, how = [], (args.max_tokens, args.temperature, args.top_p, args.seed)
     for run in runs:
-        ids = max(run.documents, key=len)
-        before, after = ids[:len(ids) // 2], ids[len(ids) // 2:]
-        prompt = args.prompt or run.tokenizer.decode(before[-1024:].tolist())
-        truth = run.tokenizer.decode(after[:args.max_tokens].tolist())
+        ids = max(run.documents, key=len).tolist()
+        middle = len(ids) // 2
+        prompt = args.prompt or run.tokenizer.decode(ids[:middle][-1024:])
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
-        texts = {} if args.prompt else {'text': [truth]}
-        texts |= {way: generate(run.model, run.tokenizer, prompt, args.max_tokens, args.temperature,
-                                args.top_p, args.seed) for way in run.ways if way != 'shuffled'}
-        for way, pieces in texts.items():
-            print(f'\n[{way}]')
-            texts[way], began = '', time.time()
+        truth = run.tokenizer.decode(ids[middle:][:args.max_tokens])
+        texts = {} if args.prompt else {'text': truth}
+        for way in ('on', 'off'):
             if way in run.ways:
                 run.set_way(way)
-            for piece in pieces:                        # drawn while they are printed
-                print(piece, end='', flush=True)
-                texts[way] += piece
-            ids = run.tokenizer.encode(texts[way]).tolist()
-            rate = len(ids) / (time.time() - began)
-            print(f'\n[{repeated(ids):.0%} of the 8-grams are repeated]',
-                  f'{rate:.0f} tokens/s, with the prompt' * (way in run.ways))
+                texts[way] = generate(run.model, run.tokenizer, prompt, *how)
+        for name, text in texts.items():
+            share = repeated(run.tokenizer.encode(text).tolist())
+            print(f'\n[{name}]\n{text}\n[{share:.0%} of the 8-grams are repeated]')
         result.append(dict(run=run.name, prompt=prompt, texts=texts))
     return result
 
@@ -302,30 +337,30 @@ def plot(runs):
 
 def speed(runs, args, rounds=5):
     """
-    Time of a forward and a backward pass on random tokens (the runs interleaved; median of
-    `rounds`), their MACs, per token, and the ratios to the first run. MACs: half the FLOPs that
-    torch counts, attention by its definition: the fused kernel of a CPU is not counted.
+    Seconds (median; the runs interleaved) and MACs of a forward and a backward pass on random
+    tokens, and their ratios to the first run. MACs: half the FLOPs that torch counts, attention by
+    its definition, as the fused kernel of a CPU is not counted.
     """
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
     steps, rows, device = [], [], train.hardware(args.device)
     _, autocast = train.precision(device, 'auto')
+
+    def step(model, batch):
+        with autocast():
+            loss, _ = model(batch, 1.0)
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        next(model.parameters()).sum().item()           # waits for a GPU
+
     for run in runs:
-        model, c = run.model.train(), run.model.config
+        c = run.model.config
         tokens = torch.randint(c.vocab_size, (c.micro_batch, c.block_size), device=device)
         batch = data.Batch(tokens, tokens.roll(-1, 1), torch.zeros_like(tokens), seed=0)
-
-        def step(model=model, batch=batch):
-            with autocast():
-                loss, _ = model(batch, 1.0)
-            loss.backward()
-            model.zero_grad(set_to_none=True)
-            next(model.parameters()).sum().item()       # waits for a GPU
-
+        steps.append(functools.partial(step, run.model.train(), batch))
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            step()
-        steps.append(step)
-        rows.append({'run': run.name, 'tokens': tokens.numel(),
-                     'MACs/token': counter.get_total_flops() // 2 // tokens.numel()})
+            steps[-1]()
+        macs = counter.get_total_flops() // 2 // tokens.numel()
+        rows.append({'run': run.name, 'tokens': tokens.numel(), 'MACs/token': macs})
     seconds = [[timeit(step, number=1) for step in steps] for _ in range(rounds)]
     for row, t in zip(rows, np.median(seconds, axis=0).tolist()):
         row['s/token'] = t / row['tokens']
@@ -335,7 +370,70 @@ def speed(runs, args, rounds=5):
     return rows
 
 
-TASKS = {'table': table, 'examples': examples, 'generate': samples, 'speed': speed}
+def niah_depths(run, needles, n_chunks, depths, rng):
+    """
+    Hides a needle at each depth (with 2 hops, the second ones anywhere) of a text of whole chunks,
+    reads it once, and asks for each needle -> whether all tokens of the answer, drawn greedily, are
+    right: a bool for each depth
+    """
+    model, c, device = run.model, needles.chunk, run.documents[0].device
+    start = rng.integers(len(run.split.tokens))
+    ids = np.take(run.split.tokens, start + np.arange(n_chunks * c), mode='wrap').astype(int)
+    chains, slots = needles.chains(rng, len(depths), ids), [int(d * (n_chunks - 3)) for d in depths]
+    free = np.setdiff1d(rng.choice(n_chunks - 2, min(n_chunks - 2, 99), replace=False), slots)
+    hidden = [*zip(slots, chains[:, :2]), *zip(free, chains[:, 1:] if needles.hops > 1 else [])]
+    for slot, names in hidden:
+        needle = needles.needle(*names[:2])
+        at = slot * c + rng.integers(max(1, c - len(needle)))
+        ids[at:at + len(needle)] = needle
+    text = torch.from_numpy(ids).to(device)
+    read, right = model.read(text[None, :-c]), []
+    for names in chains:
+        question, begin, answer = (torch.from_numpy(x).to(device) for x in needles.question(names))
+        filler, said, state = text[len(text) - c:len(text) - len(question)], [], read
+        pending = torch.cat([filler, question, begin])
+        for _ in answer:
+            log_probs, state = model.stream(pending[None], state)
+            pending = log_probs[0, -1:].argmax(-1)
+            said.append(pending.item())
+        right.append(said == answer.tolist())
+    return right
+
+
+@torch.no_grad()
+def niah(runs, args):
+    """
+    Needles in a haystack (DRT, Table 2): right answers by length of the text and depth of the
+    needle, 10 texts of each length up to 64k tokens, 4 up to 1m, 1 beyond. Also drawn: niah.png
+    """
+    unit = {'k': 2 ** 10, 'm': 2 ** 20}
+    try:
+        lengths = {x: int(x.strip('km')) * unit.get(x[-1:], 1) for x in args.lengths.split(',')}
+        depths = [int(x) / 100 for x in args.depths.split(',')]
+        assert 0 <= min(depths) and max(depths) <= 1 and min(lengths.values()) >= 512
+    except (ValueError, AssertionError):
+        raise SystemExit('--lengths 1k,16k,2m (from 512), --depths 0,50,100 (%): see --help')
+    rows = []
+    for run in runs:
+        run.set_way(next(iter(run.ways)))
+        chunk = run.module.batches(run.model.config).get('chunk', 32)
+        hops = run.corpus.hops or 1
+        needles = data.Needles(run.split, run.tokenizer, hops, 8 * chunk, 1, 0, chunk)
+        for name, length in lengths.items():
+            began, rounds = time.time(), 10 if length <= 2 ** 16 else 4 if length <= 2 ** 20 else 1
+            right = [niah_depths(run, needles, length // chunk, depths,
+                                 np.random.default_rng([args.seed, length, i]))
+                     for i in data.progress(range(rounds), f'{run.name}, {name}')]
+            share = np.mean(right, axis=0).tolist()
+            by_depth = {f'{d:.0%}': x for d, x in zip(depths, share)}
+            rows.append({'run': run.name[-32:], 'tokens': name, 'needles': np.size(right),
+                         'right': float(np.mean(right)), **by_depth,
+                         's/needle': (time.time() - began) / np.size(right)})
+    print_table(rows)
+    return rows
+
+
+TASKS = {'table': table, 'niah': niah, 'examples': examples, 'generate': samples, 'speed': speed}
 
 
 def main(argv=None):
@@ -347,18 +445,17 @@ def main(argv=None):
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
     for Config in (EvalConfig, *(module.EvalConfig for module in modules)):
         train.add_flags(parser, Config)
-    args, unknown = parser.parse_known_args(argv[len(runs):])
-    for flag in unknown:
-        near = difflib.get_close_matches(flag, parser._option_string_actions, 1, cutoff=0)
-        parser.error(f'unknown argument {flag}; the nearest flag is {near[0]}')
+    args = train.parse_flags(parser, argv[len(runs):])
     if not runs:
         parser.error(parser.usage)
     tasks = {**TASKS, **(modules[0].TASKS if len(modules) == 1 else {})}
     if args.task not in ('', *tasks):
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks)}')
-    json_path = Path(args.json).absolute()
-    if args.json and (json_path.is_dir() or not os.access(json_path.parent, os.W_OK)):
-        parser.error(f'--json {args.json} cannot be written')
+    if args.html and args.task not in ('', 'examples'):
+        parser.error('--html shows examples: --task examples')
+    for flag, path in (('json', args.json), ('html', args.html)):
+        if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            parser.error(f'--{flag} {path} cannot be written')
     first, device = runs[0], train.hardware(args.device)
     torch.set_float32_matmul_precision('highest')       # train.py may have set another one
     for run in runs:
@@ -370,6 +467,8 @@ def main(argv=None):
                              '--at-most needs one tokenizer')
             run.model.prepare_eval(run.corpus, args, run.path, data.progress)
             run.ways = run.model.ways()
+    if args.html and not any('on' in run.ways for run in runs):
+        parser.error('--html: none of these runs retrieves')
     if args.task in TASKS:
         result = TASKS[args.task](runs, args)
     elif args.task:
@@ -379,7 +478,7 @@ def main(argv=None):
         plot(runs)
         result['samples'] = samples(runs, args)
     if args.json:
-        train.write(json_path, json.dumps(result, indent=1))
+        train.write(args.json, json.dumps(result, indent=1))
 
 
 if __name__ == '__main__':

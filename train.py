@@ -6,9 +6,9 @@ Trains any model of this repository: on a laptop's CPU, on one GPU, or on many u
 
 The folder of a run, out/<model> or --out, has config.json, log.jsonl (an object for each step),
 best.pt (the weights with the lowest validation loss) and ckpt.pt, from which the same command
-resumes. A micro-batch depends on its number and the configuration alone, and all randomness of a
-model comes from its micro-batch. So an interrupted run equals another one (bit for bit on a CPU),
-and so does a run on any number of processes that can divide the micro-batches of a step.
+resumes. A micro-batch depends on its number and the configuration alone, all randomness of a model
+on its micro-batch: an interrupted run equals another one (bit for bit on a CPU), and so does a run
+on any number of processes that can divide the micro-batches of a step.
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
@@ -25,6 +25,7 @@ import data
 
 MODELS = ('trime', 'rpt', 'drt')
 NOT_COMPARED = ('out', 'resume', 'device', 'compile', 'kernel')     # may differ when resuming
+NOT_SHOWN = ('step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens')
 PEAK_FLOPS = {'B200': 2250e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12,
               'A100': 312e12, 'L40S': 362e12, '4090': 165e12}       # dense bf16, by data sheet
 WORLD, RANK = (int(os.environ.get(name, n)) for name, n in (('WORLD_SIZE', 1), ('RANK', 0)))
@@ -79,27 +80,33 @@ def add_flags(parser, Config, preset=None):
         group.add_argument('--' + f.name.replace('_', '-'), default=default, help=text, **kind)
 
 
+def parse_flags(parser, argv):
+    """The values of all flags; an unknown one is an error that names the nearest."""
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near, = difflib.get_close_matches(unknown[0], parser._option_string_actions, 1, cutoff=0)
+        parser.error(f'there is no flag {unknown[0]}; the nearest is {near}')
+    return args
+
+
 def parse(argv=None):
     """-> module of the model, its config, TrainConfig. SystemExit with one line for a bad flag."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = lambda message: sys.exit(f'train.py: {message}')
     parser.add_argument('--model', default='trime', choices=MODELS, help='default: trime')
-    parser.add_argument('--preset', default='tiny', help='values from the model file: tiny, ...')
+    name = parser.parse_known_args(argv)[0].model
+    module = importlib.import_module(name)
+    parser.add_argument('--preset', default='tiny', choices=module.PRESETS, help='default: tiny')
+    preset = module.PRESETS[parser.parse_known_args(argv)[0].preset]
+    parser.add_argument('-h', '--help', action='help')
+    configs = getattr(module, name.upper() + 'Config'), TrainConfig
+    for Config in configs:
+        add_flags(parser, Config, preset)
+    args = vars(parse_flags(parser, argv))
     try:
-        known, _ = parser.parse_known_args(argv)
-        module = importlib.import_module(known.model)
-        if known.preset not in module.PRESETS:
-            raise ValueError(f'--preset {known.preset} is not one of {", ".join(module.PRESETS)}')
-        configs = getattr(module, known.model.upper() + 'Config'), TrainConfig
-        for Config in configs:
-            add_flags(parser, Config, module.PRESETS[known.preset])
-        parser.add_argument('-h', '--help', action='help')
-        args, unknown = parser.parse_known_args(argv)
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], parser._option_string_actions, 1, cutoff=0)
-            raise ValueError(f'{known.model} has no flag {unknown[0]}; the nearest is {near[0]}')
-        return module, *(C(**{f.name: getattr(args, f.name) for f in fields(C)}) for C in configs)
-    except (ValueError, argparse.ArgumentError) as e:
-        raise SystemExit(f'train.py: {e}')
+        return module, *(C(**{f.name: args[f.name] for f in fields(C)}) for C in configs)
+    except ValueError as e:
+        parser.error(e)
 
 
 def hardware(device):
@@ -128,10 +135,9 @@ def precision(device, dtype):
 def learning_rate(step, config):
     """Linear rise to config.lr, then a cosine down to a tenth of it."""
     rise = max(1, round(config.warmup * config.max_steps))
-    if step < rise:
-        return config.lr * (step + 1) / rise
-    done = (step - rise) / max(1, config.max_steps - rise)
-    return config.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+    done = max(0, step - rise) / max(1, config.max_steps - rise)
+    cosine = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+    return config.lr * min(1, (step + 1) / rise) * cosine
 
 
 def orthogonalize(x):
@@ -184,19 +190,6 @@ def optimizers_of(model, config):
     return [torch.optim.AdamW(groups, **adamw), *muon]
 
 
-def average(tensors):
-    """The mean over all processes, in place, in one message."""
-    if WORLD > 1:
-        mean = torch.nn.utils.parameters_to_vector(tensors) / WORLD
-        dist.all_reduce(mean)
-        torch.nn.utils.vector_to_parameters(mean, tensors)
-
-
-def on(device, batch):
-    """A batch (a NamedTuple) with its tensors on a device."""
-    return batch._make(x.to(device) if torch.is_tensor(x) else x for x in batch)
-
-
 def write(path, content):
     """Text, or torch.save's objects, then a rename: readers find the previous file or this one."""
     with open(f'{path}.tmp', 'wb') as f:
@@ -220,7 +213,7 @@ def find_run(out, about, resume):
 
 
 @torch.no_grad()
-def validate(model, batches, device, autocast, progress, at_most=10 ** 18):
+def validate(model, forward, batches, progress, at_most=10 ** 18):
     """-> causal loss in nats per token of all or evenly spread micro-batches, number of tokens"""
     N, B = len(batches), batches.B
     n = min(N, max(1, at_most // (B * batches.T)))
@@ -230,38 +223,28 @@ def validate(model, batches, device, autocast, progress, at_most=10 ** 18):
     for i in data.progress(numbers, 'validation', quiet=RANK > 0 or at_most < 10 ** 18):
         rows = torch.arange(batches.n_rows).numpy() # in text order, those of documents far apart
         rows = rows[i::N] if batches.kind == 'documents' else rows[i * B:][:B]
-        batch = on(device, batches.take(rows, seed=i))
-        with autocast():
-            loss, scored = model(batch, progress)[0].item(), (batch.targets >= 0).sum().item()
-        total += torch.tensor([loss * scored, scored])
+        batch = batches.take(rows, seed=i)
+        scored = (batch.targets >= 0).sum().item()
+        total += torch.tensor([forward(batch, progress)[0].item() * scored, scored])
     model.train()
-    if WORLD > 1: dist.all_reduce(total := total.to(device))
+    if WORLD > 1: dist.all_reduce(total := total.to(next(model.parameters()).device))
     return (total[0] / total[1]).item(), int(total[1])
-
-
-def show(entry, steps, seconds, done):
-    """A line now and then; after ten steps of a long run, how long it will take."""
-    left = seconds / done * (steps - entry['step']) / 60
-    if done == 10 and left > 3:
-        n = max(20, 10 * round(steps * 0.4 / (left + seconds / 60)))
-        print(f'about {left:.0f} min left; for about 4, use --max-steps {n} and another --out')
-    if entry['step'] % max(1, steps // 30) == 0 or 'val_loss' in entry or entry['step'] == 1:
-        hidden = ('step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens')
-        shown = [f'{key} {value:.4f}' for key, value in entry.items() if key not in hidden]
-        print(f'step {entry["step"]:6d}/{steps} |', ' | '.join(shown),
-              f'| {entry["tokens_per_s"]:,.0f} tokens/s | {left:.1f} min left', flush=True)
 
 
 def loop(out, config, state, model, optimizers, gradient, check, peak):
     """Steps, validations and checkpoints, until the last step or a signal. -> the last log entry"""
     parameters = list(model.parameters())
     n_weights = sum(p.numel() for p in parameters if p.dim() > 1)       # 6 FLOPs each for a token
-    began, resumed_at = time.time(), state['step']
+    began, first = time.time(), state['step']
     while (step := state['step']) < config.max_steps:
         start, lr = time.time(), learning_rate(step, config)
         metrics = gradient(step)
         metrics['stopped'] = metrics['loss'].new_tensor(len(STOP))
-        average([p.grad for p in parameters if p.grad is not None] + list(metrics.values()))
+        if WORLD > 1:                                   # the means over all, in one message
+            tensors = [p.grad for p in parameters if p.grad is not None] + [*metrics.values()]
+            means = torch.nn.utils.parameters_to_vector(tensors) / WORLD
+            dist.all_reduce(means)
+            torch.nn.utils.vector_to_parameters(means, tensors)
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
         for optimizer in optimizers:
             for group in optimizer.param_groups: group['lr'] = lr
@@ -282,7 +265,11 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
         if not math.isfinite(entry['loss'] + entry['grad_norm'] + entry.get('val_loss', 0)):
             raise SystemExit(f'step {step} is not finite; a lower --lr usually helps: {entry}')
         if RANK == 0:
-            show(entry, config.max_steps, time.time() - began, step - resumed_at)
+            if due or step == 1 or step % max(1, config.max_steps // 30) == 0:
+                left = (time.time() - began) / (step - first) * (config.max_steps - step)
+                shown = [f'{key} {x:.4f}' for key, x in entry.items() if key not in NOT_SHOWN]
+                speed = f'{entry["tokens_per_s"]:,.0f} tokens/s | {left / 60:.1f} min left'
+                print(f'step {step:6d}/{config.max_steps}', *shown, speed, sep=' | ', flush=True)
             with open(out / 'log.jsonl', 'a') as f:
                 f.write(json.dumps(entry) + '\n')
             if due and entry['val_loss'] < state['best']:
@@ -324,7 +311,6 @@ def train(module, model_config, config, corpus=None):
         print(f'{out} is finished, after {checkpoint["step"]} steps: python eval.py {out}')
         return out / 'ckpt.pt'
 
-    # model and optimizer
     def train_reference(model_config, train_config, suffix):
         train_config = replace(train_config, out=f'{out}-{suffix}', resume='auto')
         return train(module, model_config, train_config, corpus)
@@ -333,12 +319,6 @@ def train(module, model_config, config, corpus=None):
     model = getattr(module, name.upper())(model_config).to(device)
     setup = getattr(module, 'setup', lambda *_: lambda batch, g: batch)
     attach = setup(model, corpus, batches, config, autocast, train_reference, data.progress)
-    if source := out / 'ckpt.pt' if checkpoint else config.init:
-        try:
-            weights = checkpoint or torch.load(source, map_location='cpu', weights_only=True)
-            model.load_state_dict(weights['model'])
-        except Exception as e:                          # no such file, other names, other sizes
-            raise SystemExit(f'{source} has no weights for this model: {str(e)[:200]!r}')
     optimizers = optimizers_of(model, config)
     # a packed run has no best.pt: it is validated with another memory than it is trained with
     state = checkpoint or dict(
@@ -346,19 +326,29 @@ def train(module, model_config, config, corpus=None):
         tokenizer=corpus.tokenizer.to_dict(), corpus=corpus.fingerprint, fold=config.fold,
         best=math.nan if batches.kind == 'packed' else math.inf)
     if checkpoint:
+        print(f'resuming {out} from step {state["step"]}')
+        model.load_state_dict(state['model'])
         for optimizer, saved in zip(optimizers, state.pop('optimizers')):
             optimizer.load_state_dict(saved)
-        print(f'resuming {out} from step {state["step"]}')
+    elif config.init:
+        try:
+            weights = torch.load(config.init, map_location='cpu', weights_only=True)['model']
+            model.load_state_dict(weights)
+        except Exception as e:                          # no such file, other names, other sizes
+            raise SystemExit(f'{config.init} has no weights for this model: {str(e)[:200]!r}')
     state['model'] = model.state_dict()                 # of the live weights
+
+    def forward(batch, progress):
+        batch = batch._make(x.to(device) if torch.is_tensor(x) else x for x in batch)
+        with autocast():
+            return model(batch, progress)
 
     def gradient(step):
         """Adds that of the mean loss of this process's share of a step to .grad. -> metrics"""
         metrics = {}
         for n in range(step * passes, (step + 1) * passes):
             g = n * WORLD + RANK                        # its number in any division
-            batch = on(device, attach(batches[g], g))
-            with autocast():
-                loss, more = model(batch, step / config.max_steps)
+            loss, more = forward(attach(batches[g], g), step / config.max_steps)
             (loss / passes).backward()                  # a mean of means: padding weighs a little
             for key, value in {'loss': loss, **more}.items():
                 metrics[key] = metrics.get(key, 0) + value.detach() / passes
@@ -371,15 +361,15 @@ def train(module, model_config, config, corpus=None):
     if RANK == 0:                                       # config.json, the log up to the checkpoint
         git = subprocess.run('git describe --always --dirty', shell=True, capture_output=True,
                              cwd=Path(__file__).parent, text=True)
-        ran = dict(command=' '.join(sys.argv), commit=git.stdout.strip(), python=sys.version,
-                   torch=torch.__version__, ran_on=ran_on)
-        write(out / 'config.json', json.dumps(about | ran, indent=1))
+        ran = dict(about, command=' '.join(sys.argv), commit=git.stdout.strip(), ran_on=ran_on,
+                   python=sys.version, torch=torch.__version__)
+        write(out / 'config.json', json.dumps(ran, indent=1))
         kept = (out / 'log.jsonl').read_text().splitlines(True) if checkpoint else []
         write(out / 'log.jsonl', ''.join(kept[:state['step']]))
     print(f'{sum(p.numel() for p in model.parameters()):,} parameters, {passes} x {B} x {T} tokens '
           f'a step on {ran_on}, in {out}')
     print(' '.join(f'{key}={value}' for key, value in about.items()))
-    check = functools.partial(validate, model, val_batches, device, autocast)
+    check = functools.partial(validate, model, forward, val_batches)
     gpu = torch.cuda.get_device_name(device) if bf16 and device.type == 'cuda' else ''
     peak = WORLD * next((flops for part, flops in PEAK_FLOPS.items() if part in gpu), 0)
     entry = loop(out, config, state, model, optimizers, gradient, check, peak)

@@ -194,7 +194,8 @@ def test_what_is_no_checkpoint_is_one_line(run):
     ('a --temprature 1', ['--temprature', '--temperature']), ('--task table', ['RUN']),
     ('a --task x', ['examples', 'count']), ('a c --task count', ['examples']),
     ('a --split test', ['split test']), ('a --data nowhere', ['nowhere']),
-    ('a --json no/x', ['no/x']), ('a --json texts', ['texts'])])
+    ('a --json no/x', ['no/x']), ('a --html texts', ['texts']),
+    ('a --html x --task table', ['--html'])])
 def test_a_wrong_flag_is_one_line(run, flags, words):
     run('c/best.pt', model_name='bigram2')
     BIGRAM.made.clear()
@@ -205,18 +206,15 @@ def test_a_wrong_flag_is_one_line(run, flags, words):
 
 
 def test_examples_are_where_the_gain_is_largest(run):
-    """The 16 tokens of each document with the largest gain, traced at the token that gains most."""
+    """The token of each document with the largest gain, and what was read to predict it."""
     result = evaluate('a', '--task', 'examples')
     gains = [np.array(on) - off for on, off in zip(log_p_by_hand(1.0), log_p_by_hand(0.0))]
-    expected = [max((x[i:i + 16].sum(), i, d) for i in range(0, len(x), 16))
-                for d, x in enumerate(gains)]
-    for x, (gain, i, d) in zip(result, sorted(expected, reverse=True), strict=True):
+    expected = sorted(((x.max(), x.argmax(), d) for d, x in enumerate(gains)), reverse=True)
+    for x, (gain, t, d) in zip(result, expected, strict=True):
         text = TEXTS[d].encode() + b'$'                                         # <|endoftext|>
-        t = i + int(gains[d][i:i + 16].argmax())
-        assert (x['document'], x['token'], x['gain']) == (d, i + 1, pytest.approx(gain, abs=1e-4))
-        spans = dict(before=(max(0, i - 31), i + 1), text=(i + 1, i + 17), best=(t + 1, t + 2))
-        for key, (a, b) in spans.items():
-            assert x[key].replace('<|endoftext|>', '$') == text[a:b].decode()
+        assert (x['document'], x['token'], x['gain']) == (d, t + 1, pytest.approx(gain, abs=1e-4))
+        before, after = text[:t + 1][-32:].decode(), text[t + 1:][:16].decode()
+        assert (x['before'], x['text'].replace('<|endoftext|>', '$')) == (before, after)
         assert x['retrieved'] == [
             dict(weight=0.75, where='1 tokens ago', text=repr(text[t - 1:t + 1].decode())),
             dict(weight=0.25, where='datastore, 2', text="'data'")]
@@ -224,6 +222,49 @@ def test_examples_are_where_the_gain_is_largest(run):
     top = BIGRAM(BIGRAMConfig()).table[ord('x')].softmax(0).topk(5)
     assert [p for _, p in x['on']] == pytest.approx(top.values.tolist(), abs=1e-4)
     assert (x['retrieved'][0]['text'], x['off'][0][1]) == ("'ex'", pytest.approx(1 / 257, abs=1e-4))
+
+
+PAGE = Path(evaluation.__file__).with_name('assets') / 'trace.html'
+
+
+def page_of(path):
+    """What --html wrote into the template, and that it wrote nothing else"""
+    before, after = PAGE.read_text('utf-8').split('{{runs}}')
+    page = Path(path).read_text('utf-8')
+    assert page.startswith(before) and page.endswith(after)
+    text = page[len(before):len(page) - len(after)]
+    assert '<' not in text                              # neither </script> nor <!--
+    return json.loads(text)
+
+
+def test_the_page_is_the_trace_of_a_document(run, monkeypatch):
+    """Each chunk that differs most is traced at its token that differs most; text is text."""
+    text = '</script><script>alert(1)</script> <b>né</b> <!-- {{runs}} "\\u2028 end'
+    result = evaluate('a', '--task', 'examples', '--prompt', text, '--html', 'p.html')
+    page, = page_of('p.html')
+    ids = [*text.encode()]
+    assert ''.join(page['tokens']) == text and len(page['tokens']) == len(ids) == len(page['on'])
+    table = BIGRAM(BIGRAMConfig()).table.detach()
+    loss = -table.log_softmax(-1)[ids[:-1], ids[1:]]
+    assert page['on'] == pytest.approx([0, *loss.tolist()], abs=1e-3)
+    assert page['off'] == pytest.approx([0] + [math.log(257)] * (len(ids) - 1), abs=1e-3)
+    assert (page['run'], page['model'], page['size']) == ('a', 'bigram', 1)
+    assert sorted(map(int, page['traces'])) == list(range(1, len(ids)))         # all tokens but one
+    for i, trace in page['traces'].items():
+        here, there = trace
+        assert here == dict(weight=0.75, start=int(i) - 2, end=int(i), text=None)
+        assert there == dict(weight=0.25, start=2, end=6, text='data')
+    assert result[0]['retrieved'][0]['weight'] == 0.75
+    monkeypatch.setattr(BIGRAMConfig, 'chunk_size', 5, raising=False)
+    monkeypatch.setattr(evaluation, 'REREAD', 6 * len(ids))             # six traces
+    evaluate('a', '--task', 'examples', '--prompt', text, '--html', 'p.html')
+    page, = page_of('p.html')
+    gain = np.array(page['off']) - page['on']
+    chunks = sorted(range(0, len(ids), 5), key=lambda i: -abs(gain[i:i + 5].sum()))[:6]
+    assert sorted(map(int, page['traces'])) == sorted(
+        i + int(abs(gain[i:i + 5]).argmax()) for i in chunks)
+    evaluate('a', '--task', 'examples', '--html', 'p.html')
+    assert ''.join(page_of('p.html')[0]['tokens']) == TEXTS[1] + '<|endoftext|>'        # longest
 
 
 def test_the_default_tasks_and_those_of_a_model(run, monkeypatch, capsys):
@@ -270,20 +311,19 @@ def test_generate():
     """Temperature 0: the likeliest; top_p: the smallest set with that mass; the seed decides."""
     p, tokenizer = torch.zeros(257), data.Tokenizer('bytes')
     p[[97, 98, 99, 100]] = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    draw = lambda **more: ''.join(evaluation.generate(Fixed(p), tokenizer, 'x', 400, **more))
+    draw = lambda **more: evaluation.generate(Fixed(p), tokenizer, 'x', 400, **more)
     assert draw(temperature=0) == 400 * 'a'
     for top_p, kept in ((0.0, 'a'), (0.35, 'a'), (0.45, 'ab'), (0.69, 'ab'), (0.75, 'abc')):
         assert set(draw(temperature=1.0, top_p=top_p)) == set(kept)
     assert draw(temperature=1.0).count('a') == pytest.approx(160, abs=40)       # four sigma
     assert draw(temperature=0.5).count('a') == pytest.approx(400 * 0.16 / 0.30, abs=40)     # p^2
     assert draw(seed=1) == draw(seed=1) != draw(seed=2)
-    text = 'né 你!'                 # characters are whole; <|endoftext|> ends
-    model = Fixed(script=[*text.encode(), 0xe4, 256, 97])
-    pieces = list(evaluation.generate(model, tokenizer, 'ab', 50, temperature=0))
-    assert pieces == ['n', 'é', ' ', '你', '!', '\ufffd']
-    assert model.seen == [*b'ab', *text.encode(), 0xe4]                         # each token once
+    text = 'né 你!'
+    model = Fixed(script=[*text.encode(), 256, 97])         # ends with <|endoftext|>
+    assert evaluation.generate(model, tokenizer, 'ab', 50, temperature=0) == text
+    assert model.seen == [*b'ab', *text.encode()]                               # each token once
     model = Fixed(script=[98, 98, 97, 97])                                      # three pieces
-    assert ''.join(evaluation.generate(model, tokenizer, 'x' * 3000, 1, 0)) == 'a'
+    assert evaluation.generate(model, tokenizer, 'x' * 3000, 1, 0) == 'a'
 
 
 def test_speed_counts_macs(run, monkeypatch):
@@ -313,16 +353,25 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     for flags in MODELS.values():
         train.main((SIZES + flags).split())
     names = [f'out/{name}' for name in MODELS]
-    result = evaluate(*names, '--max-tokens', '3')
+    result = evaluate(*names, '--max-tokens', '3', '--html', 'p.html')
     assert [(row['run'], row['way']) for row in result['table']['rows']] == [
         (name, way) for name in names for way in ('on', 'shuffled', 'off')]
     assert [x['run'] for x in result['examples'] if x['retrieved']] == names
-    args = types.SimpleNamespace(**asdict(evaluation.EvalConfig()))
-    for r in map(evaluation.Run, names):
-        r.open_text(args, 'cpu')
+    pages = page_of('p.html')
+    assert [(page['run'], page['size']) for page in pages] == list(zip(names, (1, 8, 8)))
+    for r, page in zip(map(evaluation.Run, names), pages):
+        flags = asdict(evaluation.EvalConfig()) | asdict(r.module.EvalConfig())
+        r.open_text(args := types.SimpleNamespace(**flags), 'cpu')
+        r.model.prepare_eval(r.corpus, args, r.path, data.progress)
         r.ways = r.model.ways()
         for way in ('off', 'on'):
             r.set_way(way)
             tokens = r.documents[1]
             log_p = r.model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])[:, 0]
             torch.testing.assert_close(r.model.log_p(tokens), log_p, atol=2e-4, rtol=0)
+            tokens = max(r.documents, key=len)
+            assert page[way][1:] == pytest.approx((-r.model.log_p(tokens)).tolist(), abs=2e-3)
+        for i, found in list(page['traces'].items())[:5]:       # as trained: the last way was on
+            expected = [(w, a, b) for w, _, a, b in r.model.trace(tokens, int(i) - 1)]
+            assert [(x['weight'], x['start'], x['end']) for x in found] == [
+                (pytest.approx(w, abs=1e-4), a, b) for w, a, b in expected[:32]]
