@@ -506,14 +506,12 @@ class DRT(nn.Module):
         the last tokens, all that the attention of a later one can reach through every layer
         """
         state, T, config = state or self.empty_state(len(tokens)), tokens.size(1), self.config
-        begin = T - len(self.upper) * config.window - 2 * config.chunk_size
-        for i in range(0, T, 8 * self.PIECE):
-            piece = tokens[:, i:i + 8 * self.PIECE]
-            if i + piece.size(1) < begin:
-                _, _, k, v, state = self.read_lower(piece, state)
-                state = self.store(k, v, state) if config.groups else state
-            else:
-                state = self.encode(piece, state)[3]
+        begin = max(0, T - len(self.upper) * config.window - 2 * config.chunk_size)
+        for i in range(0, begin, 8 * self.PIECE):
+            _, _, k, v, state = self.read_lower(tokens[:, i:min(begin, i + 8 * self.PIECE)], state)
+            state = state if k is None else self.store(k, v, state)
+        for i in range(begin, T, self.PIECE):
+            state = self.encode(tokens[:, i:i + self.PIECE], state)[3]
         return state
 
     def log_p(self, tokens):

@@ -487,7 +487,7 @@ def start(tmp_path):
                             corpus=corpus.fingerprint), tmp_path / 'ckpt.pt')
             return tmp_path / 'ckpt.pt'
         c = model.config
-        batches = data.Batches(corpus.train, **rpt.batches(c), block_size=c.block_size,
+        batches = data.Batches(corpus.train, kind='documents', block_size=c.block_size,
                                micro_batch=c.micro_batch, seed=seed)
         autocast = lambda: torch.autocast('cpu', enabled=False)
         attach = rpt.setup(model, corpus, batches, config, autocast, train_reference, progress)
