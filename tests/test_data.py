@@ -344,3 +344,36 @@ def test_what_cannot_be_loaded_or_batched(tmp_path):
                  (split, 'segments', 0, 2), (split, 'segments', 4, 0), (None, 'segments', 4, 2)]:
         one_line(Batches, *args, seed=0)
     one_line(Batches, split, 'consecutive', 4, 6, seed=0, consecutive=4)
+
+
+@pytest.mark.parametrize('name', ['bytes', 'bpe'])
+@pytest.mark.parametrize('hops, grow', [(1, 0), (1, 8), (2, 0)])
+def test_needles(name, hops, grow):
+    """Names differ; an answer begins with a chunk, follows from the sentences, and is predicted."""
+    vocabulary = [a + 'o' + b for a in 'bcdfg' for b in 'klmnp']
+    text = ' '.join(random.Random(0).choices(vocabulary, k=9999))
+    tokenizer = Tokenizer.train(name, [text], 330)
+    split = Split('train', tokenizer.encode(text), np.array([0, len(tokenizer.encode(text))]))
+    make = lambda seed: data.Needles(split, tokenizer, hops, 992, 2, seed, chunk=31, grow=grow)
+    for g, parts in enumerate([8, 8, 4, 4, 2, 2, 1, 1, 1]):
+        tokens, targets, _, seed = make(0)[g]
+        assert tokens.equal(make(0)[g].tokens) and not tokens.equal(make(1)[g].tokens)
+        n = tokens.size(1) // 31
+        assert tokens.shape == ((2 * parts, 992 // parts) if grow else (2, 992))
+        for row, target in zip(tokens.numpy(), targets.numpy()):
+            said = tokenizer.decode(row[:n // 2 * 31]).split('\nKey')[1:]
+            opens = dict(sentence.split('.\n')[0].split(' opens') for sentence in said)
+            names = {*opens, *opens.values()}
+            assert len(names) == len(opens) * (hops + 1) // hops
+            assert max(tokenizer.decode(row).count(x) for x in names) <= hops + 1   # not in text
+            scored, asked = target >= 0, 0
+            assert (target == np.append(row[1:], target[-1]))[scored].all()
+            for i in range(31, len(row), 31):
+                before, after = tokenizer.decode(row[:i]), tokenizer.decode(row[i:])
+                if after.startswith(' opens'):
+                    key, answer = before.split('\nKey')[-1], after[6:].split('.\n')[0].split(',')
+                    assert answer == [opens[key]] + [opens.get(opens[key])] * (hops - 1)
+                    end = i - 1 + len(tokenizer.encode(' opens' + ','.join(answer)))
+                    assert scored[end - (5 * hops - 1):end].all()       # four words, a comma
+                    asked += 1
+            assert 0 < asked <= len(opens) // hops and scored.mean() < 0.35
