@@ -575,13 +575,13 @@ class Needles:
         return np.arange(g * self.B, (g + 1) * self.B)
 
     def chains(self, rng, n, ids):
-        """n times hops + 1 names; all differ, and none is in ids"""
+        """(n, hops + 1, SIZE) names; all differ, and none is in ids"""
         names, text = {}, ids.astype(int).tobytes()
         while len(names) < n * (self.hops + 1):
             name = rng.choice(self.words, self.SIZE, replace=False)
             if name.tobytes() not in text:
                 names[name.tobytes()] = name
-        return np.split(np.array([*names.values()]), n)
+        return np.array([*names.values()]).reshape(n, self.hops + 1, self.SIZE)
 
     def say(self, *parts):
         """Texts and names -> ids"""
