@@ -553,8 +553,9 @@ class Needles:
     Sentences "Key A opens B." in a text, and questions "Key A", which the text goes on to answer
     (RULER, Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B
     opens C, and the answer is "B, C". A question ends with a chunk, so that its chunk can retrieve
-    for the answer. Micro-batches by number, as in Batches. A tenth of the other tokens is predicted
-    too. grow: number of micro-batches in which sequences become as long as T, from a 1/8 of it
+    for the answer; with 2 hops the chunk before ends with it too, so that what this one retrieves
+    tells the next one what to look for. A tenth of all other tokens is predicted too. Micro-batches
+    by number, as in Batches; grow: in how many the sequences become T tokens long, from an eighth
     """
     kind, SIZE = 'needles', 4                                   # of a name
 
@@ -608,10 +609,13 @@ class Needles:
         for at, needle in zip(rng.permutation(half) * c, needles):
             at += rng.integers(max(1, c - len(needle)))
             ids[at:at + len(needle)] = needle
-        for at, names in zip((half + 1 + rng.permutation(n - half - 1)) * c, chains):
+        answers = rng.permutation(np.arange(half + self.hops, n, self.hops)) * c
+        for at, names in zip(answers, chains):
             question, begin, answer = self.question(names)
-            text = np.concatenate([question, begin, answer, self.say('.\n')])
-            ids[at - len(question):][:len(text)] = text
+            for end in range(at, at - self.hops * c, -c):
+                ids[end - len(question):end] = question
+            text = np.concatenate([begin, answer, self.say('.\n')])
+            ids[at:at + len(text)] = text
             scored[at + len(begin):][:len(answer)] = True
         return ids[:-1], np.where(scored, ids, -1)[1:]
 

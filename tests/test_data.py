@@ -373,6 +373,7 @@ def test_needles(name, hops, grow):
                 if after.startswith(' opens'):
                     key, answer = before.split('\nKey')[-1], after[6:].split('.\n')[0].split(',')
                     assert answer == [opens[key]] + [opens.get(opens[key])] * (hops - 1)
+                    assert tokenizer.decode(row[:i - (hops - 1) * 31]).endswith('\nKey' + key)
                     end = i - 1 + len(tokenizer.encode(' opens' + ','.join(answer)))
                     assert scored[end - (5 * hops - 1):end].all()       # four words, a comma
                     asked += 1
