@@ -258,7 +258,10 @@ def write_page(runs, args):
     pages, template = [], Path(__file__).with_name('assets') / 'trace.html'
     for run in runs:
         began, documents = time.time(), [run.encode(args.prompt)] if args.prompt else run.documents
-        pages.append(trace_document(run, min(documents, key=lambda x: abs(len(x) - PAGE))))
+        tokens = min(documents, key=lambda x: abs(len(x) - PAGE))
+        if len(tokens) < 2:
+            raise SystemExit('eval.py: --html needs a --prompt of two tokens or more')
+        pages.append(trace_document(run, tokens))
         n, seconds = len(pages[-1]['traces']), time.time() - began
         print(f'{run.name}: {n} traces for {args.html} in {seconds:.0f} s')
     text = json.dumps(pages).replace('<', '\\u003c')        # no text ends the page's script

@@ -224,47 +224,38 @@ def test_examples_are_where_the_gain_is_largest(run):
     assert (x['retrieved'][0]['text'], x['off'][0][1]) == ("'ex'", pytest.approx(1 / 257, abs=1e-4))
 
 
-PAGE = Path(evaluation.__file__).with_name('assets') / 'trace.html'
-
-
 def page_of(path):
     """What --html wrote into the template, and that it wrote nothing else"""
-    before, after = PAGE.read_text('utf-8').split('{{runs}}')
+    template = Path(evaluation.__file__).with_name('assets') / 'trace.html'
+    before, after = template.read_text('utf-8').split('{{runs}}')
     page = Path(path).read_text('utf-8')
     assert page.startswith(before) and page.endswith(after)
-    text = page[len(before):len(page) - len(after)]
-    assert '<' not in text                              # neither </script> nor <!--
-    return json.loads(text)
+    assert '<' not in page[len(before):-len(after)]                 # neither </script> nor <!--
+    return json.loads(page[len(before):-len(after)])
 
 
-def test_the_page_is_the_trace_of_a_document(run, monkeypatch):
-    """Each chunk that differs most is traced at its token that differs most; text is text."""
+def test_the_page_shows_a_document(run, monkeypatch):
+    """The chunks whose loss differs most, each traced at its token that differs most."""
     text = '</script><script>alert(1)</script> <b>né</b> <!-- {{runs}} "\\u2028 end'
-    result = evaluate('a', '--task', 'examples', '--prompt', text, '--html', 'p.html')
-    page, = page_of('p.html')
     ids = [*text.encode()]
-    assert ''.join(page['tokens']) == text and len(page['tokens']) == len(ids) == len(page['on'])
-    table = BIGRAM(BIGRAMConfig()).table.detach()
-    loss = -table.log_softmax(-1)[ids[:-1], ids[1:]]
-    assert page['on'] == pytest.approx([0, *loss.tolist()], abs=1e-3)
-    assert page['off'] == pytest.approx([0] + [math.log(257)] * (len(ids) - 1), abs=1e-3)
-    assert (page['run'], page['model'], page['size']) == ('a', 'bigram', 1)
-    assert sorted(map(int, page['traces'])) == list(range(1, len(ids)))         # all tokens but one
-    for i, trace in page['traces'].items():
-        here, there = trace
-        assert here == dict(weight=0.75, start=int(i) - 2, end=int(i), text=None)
-        assert there == dict(weight=0.25, start=2, end=6, text='data')
-    assert result[0]['retrieved'][0]['weight'] == 0.75
     monkeypatch.setattr(BIGRAMConfig, 'chunk_size', 5, raising=False)
-    monkeypatch.setattr(evaluation, 'REREAD', 6 * len(ids))             # six traces
+    monkeypatch.setattr(evaluation, 'REREAD', 6 * len(ids))                         # six traces
     evaluate('a', '--task', 'examples', '--prompt', text, '--html', 'p.html')
     page, = page_of('p.html')
+    assert ''.join(page['tokens']) == text and len(page['tokens']) == len(ids)
+    loss = -BIGRAM(BIGRAMConfig()).table.detach().log_softmax(-1)[ids[:-1], ids[1:]]
+    assert page['on'] == pytest.approx([0, *loss.tolist()], abs=1e-3)
+    assert page['off'] == pytest.approx([0] + [math.log(257)] * len(loss), abs=1e-3)
     gain = np.array(page['off']) - page['on']
     chunks = sorted(range(0, len(ids), 5), key=lambda i: -abs(gain[i:i + 5].sum()))[:6]
-    assert sorted(map(int, page['traces'])) == sorted(
-        i + int(abs(gain[i:i + 5]).argmax()) for i in chunks)
+    assert {int(i): trace for i, trace in page['traces'].items()} == {
+        i: [dict(weight=0.75, start=i - 2, end=i, text=None),
+            dict(weight=0.25, start=2, end=6, text='data')]
+        for i in (int(a + abs(gain[a:a + 5]).argmax()) for a in chunks)}
+    with pytest.raises(SystemExit, match='two tokens'):
+        evaluate('a', '--task', 'examples', '--prompt', 'x', '--html', 'p.html')
     evaluate('a', '--task', 'examples', '--html', 'p.html')
-    assert ''.join(page_of('p.html')[0]['tokens']) == TEXTS[1] + '<|endoftext|>'        # longest
+    assert ''.join(page_of('p.html')[0]['tokens']) == TEXTS[1] + '<|endoftext|>'    # the longest
 
 
 def test_the_default_tasks_and_those_of_a_model(run, monkeypatch, capsys):
@@ -284,12 +275,6 @@ def test_the_default_tasks_and_those_of_a_model(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     evaluation.main(['a', '--max-tokens', '1'])
     assert 'matplotlib' in capsys.readouterr().err
-
-
-def test_the_share_of_repeated_n_grams():
-    """Of a b c a b c a: ab bc ca ab bc ca, half of which are repeated; none of a short text."""
-    assert evaluation.repeated([1, 2, 3, 1, 2, 3, 1], n=2) == 0.5
-    assert evaluation.repeated([1, 2, 3], n=8) == evaluation.repeated([1, 2, 3, 4], n=2) == 0
 
 
 class Fixed:
@@ -324,6 +309,8 @@ def test_generate():
     assert model.seen == [*b'ab', *text.encode()]                               # each token once
     model = Fixed(script=[98, 98, 97, 97])                                      # three pieces
     assert evaluation.generate(model, tokenizer, 'x' * 3000, 1, 0) == 'a'
+    assert evaluation.repeated([1, 2, 3, 1, 2, 3, 1], n=2) == 0.5       # of 12 23 31 12 23 31
+    assert evaluation.repeated([1, 2, 3], n=8) == evaluation.repeated([1, 2, 3, 4], n=2) == 0
 
 
 def test_speed_counts_macs(run, monkeypatch):
@@ -346,6 +333,7 @@ MODELS = dict(trime='trime', rpt='rpt --window 32 --chunk-size 8 --n-candidates 
 def test_the_three_models_in_one_table(run, monkeypatch):
     """The same tokens for all; log_p is log_probs of the whole document, on and off."""
     monkeypatch.setattr(train, 'MODELS', tuple(MODELS))
+    monkeypatch.setattr(evaluation, 'REREAD', 16_000)                   # ten traces of each
     text = 'abc def\n' * 50 + 'the end\n' * 50
     for split in ('train', 'val'):
         lines = '\n'.join(json.dumps(dict(text=text[i:] + text)) for i in (0, 1, 300, 797))

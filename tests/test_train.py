@@ -210,27 +210,24 @@ def test_nothing_is_overwritten(here, capsys):
     assert {p: p.read_bytes() for p in Path('out').rglob('*') if p.is_file()} == before
 
 
-def test_a_full_disk_harms_nothing(here, monkeypatch):
+@pytest.mark.parametrize('case, message', [
+    ('training', 'step 4.* --lr'), ('validation', 'step 4.* --lr'), ('disk', 'No space left')])
+def test_a_failure_harms_no_checkpoint(here, case, message):
+    """A loss that is not finite, in training or in validation, or a full disk, after step 2."""
+    def breaks(model, batch, progress, forward=trime.TRIME.forward):
+        loss, more = forward(model, batch, progress)
+        now = 'training' if model.training else 'validation'
+        return loss * (math.nan if progress >= 3 / 6 and now == case else 1), more
+
     full = Mock(side_effect=OSError(28, 'No space left on device'))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match='No space left'):
-        at_step(patch, 2, lambda: patch.setattr(torch, 'save', full))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match=message):
+        patch.setattr(trime.TRIME, 'forward', breaks)
+        at_step(patch, 2, lambda: case != 'disk' or patch.setattr(torch, 'save', full))
         run(flags('trime', '--out run'))
     assert torch.load('run/ckpt.pt', weights_only=True)['step'] == 2
     run(flags('trime', '--out run'))
     run(flags('trime', '--out straight'))
     assert same('run', 'straight')
-
-
-@pytest.mark.parametrize('training', [True, False])
-def test_a_loss_that_is_not_finite_ends_the_run(here, monkeypatch, training):
-    """In training or in validation; the last checkpoint remains."""
-    def breaks(model, batch, progress, forward=trime.TRIME.forward):
-        loss, more = forward(model, batch, progress)
-        return loss * (math.nan if progress >= 3 / 6 and model.training == training else 1), more
-    monkeypatch.setattr(trime.TRIME, 'forward', breaks)
-    with pytest.raises(SystemExit, match='step 4.* --lr'):
-        run(flags('trime', '--out run'))
-    assert torch.load('run/ckpt.pt', weights_only=True)['step'] == 2 and len(log_of('run')) == 3
 
 
 @pytest.mark.parametrize('B, hint, error', [
@@ -254,18 +251,13 @@ def test_init_starts_from_other_weights(here):
 
 
 @pytest.mark.parametrize('more, message', [
-    ('--learning-rate 1', 'nearest is --'), ('--wieght-decay 1', '--weight-decay'),
-    ('rpt', 'no flag rpt'), ('--device cuda', '--device cpu'), ('--memory lokal', 'lokal'),
-    ('--preset huge', 'tiny'), ('--tokens-per-step 100', 'multiple of 32'), ('--dtype fp8', 'bf16'),
-    ('--device gpu', 'mps'), ('--max-steps 0', 'max_steps 0'), ('--micro-batch -3', 'micro_batch'),
-    ('--micro-batch 0', 'micro_batch'), ('--lr -1', 'lr -1'), ('--lr inf', 'lr inf'),
-    ('--lr nan', 'lr nan'), ('--lr fast', 'fast'), ('--n-layer 2.5', '2.5'), ('--lr', '--lr'),
-    ('--beta1 1', 'beta1'), ('--warmup 2', 'warmup'), ('--seed -1', 'seed'), ('--fold 2', 'fold'),
-    ('--weight-decay nan', 'weight_decay'), ('--dropout 2', 'dropout'), ('--n-embd 15', 'n_embd'),
-    ('--block-size 1000000 --tokens-per-step 2000000', 'block-size'), ('--model gpt', 'trime'),
-    ('--tokenizer byte', 'bytes'), ('--data no/such', 'such'), ('--resume yes', 'auto'),
-    ('--out texts/val.jsonl', 'val.jsonl'), ('--out /proc/x', '/proc/x'),
-    ('--out ' + 300 * 'x', 'too long')])
+    ('--learning-rate 1', 'nearest is --'), ('rpt', 'no flag rpt'), ('--lr', '--lr'),
+    ('--device cuda', '--device cpu'), ('--memory lokal', 'lokal'), ('--preset huge', 'tiny'),
+    ('--tokens-per-step 100', 'multiple of 32'), ('--max-steps 0', 'max_steps 0'),
+    ('--micro-batch 0', 'micro_batch'), ('--lr nan', 'lr nan'), ('--n-layer 2.5', '2.5'),
+    ('--beta1 1', 'beta1'), ('--seed -1', 'seed'), ('--fold 2', 'fold'), ('--model gpt', 'trime'),
+    ('--block-size 1000000 --tokens-per-step 2000000', 'block-size'), ('--data no/such', 'such'),
+    ('--out texts/val.jsonl', 'val.jsonl'), ('--out ' + 300 * 'x', 'too long')])
 def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, message):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     with pytest.raises(SystemExit) as e:
@@ -352,15 +344,6 @@ def test_a_step_by_hand(here, optimizer):
     assert log_of('run')[2]['loss'] == pytest.approx(last, rel=1e-5)
 
 
-@pytest.mark.parametrize('vendor, flag, fast', [
-    ('GenuineIntel', 'amx_bf16', True), ('AuthenticAMD', 'avx512_bf16', True),
-    ('GenuineIntel', 'avx512_bf16', False), ('AuthenticAMD', 'avx2', False)])
-def test_which_cpus_are_fast_in_bf16(monkeypatch, vendor, flag, fast):
-    monkeypatch.setattr(Path, 'read_text', lambda _: f'vendor_id : {vendor}\nflags : {flag}')
-    given = [train.precision(torch.device('cpu'), x)[0] for x in ('auto', 'bf16', 'fp32')]
-    assert given == [fast, True, False]
-
-
 class PretendedGPU(TorchFunctionMode):
     """
     Tensors that would be on a GPU are marked, and remain on the CPU. To compute with one of each is
@@ -415,10 +398,7 @@ def test_no_tensor_stays_on_the_cpu(here, monkeypatch, model, more):
                             get_device_capability=(9, 0), max_memory_allocated=2 ** 30).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     with PretendedGPU():
-        x, y = torch.ones(3, device='cuda'), torch.ones(3)
-        assert (x[y.long()] * 2).is_cuda and not x.cpu().is_cuda
-        for wrong in (lambda: x + y, lambda: y[x.long()], lambda: x.numpy()):
-            pytest.raises(RuntimeError, wrong)
+        pytest.raises(RuntimeError, lambda: torch.ones(3, device='cuda') + torch.ones(3))
         run(flags(model, more + ' --device cuda --kernel torch --compile off --dtype bf16 --out g'))
     run(flags(model, more + ' --dtype bf16 --out cpu'))
     losses = [[x['loss'] for x in log_of(out)] for out in ('g', 'cpu')]
