@@ -268,7 +268,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
             left = (time.time() - began) / (step - first) * (config.max_steps - step) / 60
             if step == first + 10 and left > 3:
                 n = max(20, 10 * round(config.max_steps * 0.4 / left))
-                print(f'about {left:.0f} min left; for about 4, use --max-steps {n} and another --out')
+                print(f'about {left:.0f} min left; for about 4, use --max-steps {n}, another --out')
             if due or step == 1 or step % max(1, config.max_steps // 30) == 0:
                 shown = [f'{key} {x:.4f}' for key, x in entry.items() if key not in NOT_SHOWN]
                 speed = f'{entry["tokens_per_s"]:,.0f} tokens/s | {left:.1f} min left'
