@@ -363,3 +363,26 @@ def test_the_three_models_in_one_table(run, monkeypatch):
             expected = [(w, a, b) for w, _, a, b in r.model.trace(tokens, int(i) - 1)]
             assert [(x['weight'], x['start'], x['end']) for x in found] == [
                 (pytest.approx(w, abs=1e-4), a, b) for w, a, b in expected[:32]]
+
+
+def test_needles_are_found_by_a_model_that_copies(run, monkeypatch):
+    """It predicts what followed the last 15 bytes, "Key ABCD opens ", when they first occurred."""
+    def stream(self, tokens, state=None):
+        text = tokens if state is None else torch.cat([state, tokens], dim=1)
+        text_bytes = text[0].numpy().astype(np.uint8).tobytes()
+        following = text_bytes[text_bytes.find(text_bytes[-15:]) + 15:][:1] or b'?'
+        return F.one_hot(torch.tensor([list(following)]), 257).float().log(), text
+
+    monkeypatch.setattr(BIGRAM, 'read', lambda self, tokens: tokens, raising=False)
+    monkeypatch.setattr(sys.modules['bigram'], 'batches', lambda config: dict(chunk=31), False)
+    flags = ['a', '--task', 'niah', '--lengths', '512,1k', '--depths', '0,50,100']
+    with monkeypatch.context() as patch:
+        patch.setattr(BIGRAM, 'stream', stream)
+        rows = evaluate(*flags)
+        assert [(row['tokens'], row['needles']) for row in rows] == [('512', 30), ('1k', 30)]
+        assert all(row[depth] == row['right'] == 1 for row in rows for depth in ('0%', '100%'))
+        assert all(row['right'] == 0 for row in evaluate(*flags, '--data', 'niah2:texts'))
+    assert evaluate(*flags)[0]['right'] == 0
+    for wrong in ('--lengths=7', '--lengths=1g', '--depths=101', '--depths=a'):
+        with pytest.raises(SystemExit, match='--lengths'):
+            evaluate(*flags, wrong)
