@@ -377,8 +377,9 @@ def train(module, model_config, config, corpus=None):
     peak = WORLD * next((flops for part, flops in PEAK_FLOPS.items() if part in gpu), 0)
     entry = loop(out, config, state, model, optimizers, gradient, check, peak)
     loss, n = entry['val_loss_all'], entry['val_tokens_all']
-    print(f'\nvalidation, {n:,} tokens: loss {loss:.4f}, perplexity {math.exp(loss):.2f}, '
-          f'{loss / math.log(2) * n / corpus.val.n_bytes:.3f} bits per byte\npython eval.py {out}')
+    bits = f', {loss / math.log(2) * n / corpus.val.n_bytes:.3f} bits per byte'
+    print(f'\nvalidation, {n:,} tokens: loss {loss:.4f}, perplexity {math.exp(loss):.2f}'
+          f'{bits * (not corpus.hops)}\npython eval.py {out}')
     if WORLD > 1: dist.barrier()                        # all find ckpt.pt
     return out / 'ckpt.pt'
 
