@@ -18,10 +18,9 @@ to 1,023, ...; gain over off: loss of off - loss of this way, ± its standard er
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
-import argparse, codecs, functools, heapq, importlib, itertools, json, math, sys, time
+import argparse, codecs, importlib, itertools, json, math, sys, time
 from dataclasses import dataclass
 from pathlib import Path
-from timeit import timeit
 from typing import Literal
 
 import numpy as np
@@ -187,24 +186,19 @@ def best_tokens(run, n):
     run.score(('on', 'off'))
     gains = [on - off for on, off in zip(run.log_p['on'], run.log_p['off'])]
     text = lambda ids: run.tokenizer.decode(ids.tolist())
-    for d in heapq.nlargest(n, range(len(gains)), key=lambda d: gains[d].max()):
+    for d in sorted(range(len(gains)), key=lambda d: -gains[d].max())[:n]:
         tokens, t = run.documents[d], int(gains[d].argmax())
         gain = round(float(gains[d][t]), 6)
-        yield tokens, t, dict(run=run.name, document=d, token=t + 1, gain=gain,
+        yield tokens, t, dict(document=d, token=t + 1, gain=gain,
                               before=text(tokens[:t + 1][-32:]), text=text(tokens[t + 1:][:16]))
-
-
-def read_but_last(model, tokens):
-    """tokens (1, n) -> the last one, (1, 1), and the state before it: what model.stream takes"""
-    return tokens[:, -1:], model.read(tokens[:, :-1]) if tokens.size(1) > 1 else None
 
 
 def prompt_end(run, prompt, n=5):
     """The same of the last token of a text, with the likeliest next tokens by each way"""
-    tokens, row = run.encode(prompt), dict(run=run.name, text=prompt[-300:])
+    tokens, row = run.encode(prompt), dict(text=prompt[-300:])
     for way in run.ways:
         run.set_way(way)
-        log_probs, _ = run.model.stream(*read_but_last(run.model, tokens[None]))
+        log_probs, _ = run.model.stream(tokens[None, -1:], run.model.read(tokens[None, :-1]))
         p, ids = log_probs[0, -1].double().exp().round(decimals=4).topk(n)
         row[way] = list(zip(map(run.tokenizer.decode, ids.tolist()), p.tolist()))
     yield tokens, len(tokens) - 1, row
@@ -213,8 +207,8 @@ def prompt_end(run, prompt, n=5):
 @torch.no_grad()
 def examples(runs, args, n=3):
     """What is retrieved where it helps most, or at the end of --prompt: the 4 largest weights"""
-    runs, result = [run for run in runs if 'on' in run.ways], []
-    for run in runs:
+    result = []
+    for run in [run for run in runs if 'on' in run.ways]:
         for tokens, t, row in prompt_end(run, args.prompt) if args.prompt else best_tokens(run, n):
             run.set_way('on')
             retrieved = []
@@ -222,6 +216,7 @@ def examples(runs, args, n=3):
                 place = f'{t + 2 - b:,} tokens ago' if where is tokens else f'datastore, {a:,}'
                 text = repr(run.tokenizer.decode(where[a:b].tolist())[-100:])
                 retrieved.append(dict(weight=float(weight), where=place, text=text))
+            row = dict(run=run.name, **row)
             print('', *(f'{key:9} {value!r}' for key, value in row.items()), sep='\n')
             print_table(retrieved or [dict(retrieved='nothing')])
             result.append(dict(row, retrieved=retrieved))
@@ -287,7 +282,7 @@ def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p
     new, generator = [], torch.Generator().manual_seed(seed)
     prompt = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
     prompt = torch.tensor([prompt], device=next(model.parameters()).device)
-    pending, state = read_but_last(model, prompt)
+    pending, state = prompt[:, -1:], model.read(prompt[:, :-1])
     for _ in data.progress(range(max_tokens), 'generating'):
         log_probs, state = model.stream(pending, state)
         last = log_probs[0, -1].double().cpu() / max(temperature, 1e-9)         # (V,)
@@ -370,21 +365,21 @@ def reading(runs, args, steps=32):
     for run, (name, n) in itertools.product(runs, args.lengths.items()):
         run.set_way(next(iter(run.ways)))
         model, device = run.model, run.documents[0].device
-        text = torch.randint(model.config.vocab_size, (1, n + steps), device=device)
-        first, second, *new = text.split([n // 2, n - n // 2, *[1] * steps], dim=1)
-        _, state = model.stream(*read_but_last(model, first))           # also warms up
-        times = [clock(text)]
+        text = torch.randint(model.config.vocab_size, (1, n), device=device)
+        first, second = text.tensor_split(2, dim=1)
+        _, state = model.stream(first[:, -1:], model.read(first[:, :-1]))       # also warms up
+        began = clock(text)
         state = model.read(second, state)
-        times.append(clock(text))
-        for token in new:
-            _, state = model.stream(token, state)
-        times.append(clock(text))
-        read, step = 1e6 * np.diff(times) / (second.numel(), steps)
+        middle = clock(text)
+        for i in range(steps):
+            _, state = model.stream(text[:, i:i + 1], state)
+        end = clock(text)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
         if device.type == 'cuda':
             peak = torch.cuda.max_memory_allocated() // 2 ** 20
-        rows.append({'run': run.name, 'text': name, 'read µs': read, 'step µs': step,
-                     'peak MB': peak})
+        rows.append({'run': run.name, 'text': name,
+                     'read µs': 1e6 * (middle - began) / second.numel(),
+                     'step µs': 1e6 * (end - middle) / steps, 'peak MB': peak})
     for row, first in zip(rows, rows[:len(args.lengths)] * len(runs)):
         row['read ratio'] = row['read µs'] / first['read µs']
         row['step ratio'] = row['step µs'] / first['step µs']
@@ -398,27 +393,27 @@ def speed(runs, args, rounds=5):
     its definition, as the fused kernel of a CPU is not counted. Then the table of `reading`.
     """
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
-    steps, rows, device, read = [], [], train.hardware(args.device), reading(runs, args)
+    batches, rows, read, device = [], [], reading(runs, args), train.hardware(args.device)
     _, autocast = train.precision(device, 'auto')
 
-    def step(model, batch):
+    def seconds(model, batch):
+        began = clock(batch.tokens)
         with autocast():
             loss, _ = model(batch, 1.0)
         loss.backward()
         model.zero_grad(set_to_none=True)
-        next(model.parameters()).sum().item()           # waits for a GPU
+        return clock(batch.tokens) - began
 
     for run in runs:
-        c = run.model.config
+        c, model = run.model.config, run.model.train()
         tokens = torch.randint(c.vocab_size, (c.micro_batch, c.block_size), device=device)
-        batch = data.Batch(tokens, tokens.roll(-1, 1), torch.zeros_like(tokens), seed=0)
-        steps.append(functools.partial(step, run.model.train(), batch))
+        batches.append((model, data.Batch(tokens, tokens.roll(-1, 1), 0 * tokens, seed=0)))
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            steps[-1]()
+            seconds(*batches[-1])
         macs = counter.get_total_flops() // 2 // tokens.numel()
         rows.append({'run': run.name, 'tokens': tokens.numel(), 'MACs/token': macs})
-    seconds = [[timeit(step, number=1) for step in steps] for _ in range(rounds)]
-    for row, t in zip(rows, np.median(seconds, axis=0).tolist()):
+    times = [[seconds(*batch) for batch in batches] for _ in range(rounds)]
+    for row, t in zip(rows, np.median(times, axis=0).tolist()):
         row['s/token'] = t / row['tokens']
         row['time ratio'] = row['s/token'] / rows[0]['s/token']
         row['MACs ratio'] = row['MACs/token'] / rows[0]['MACs/token']

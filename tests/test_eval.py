@@ -3,7 +3,7 @@ eval.py: its numbers by hand, its commands with a stand-in model, the three mode
 
     $ python -m pytest -q tests/test_eval.py
 """
-import json, math, os, pickle, sys, types
+import itertools, json, math, os, pickle, sys, types
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -370,7 +370,8 @@ def test_the_plot_has_the_losses_by_position(run, monkeypatch):
 def test_speed_counts_macs(run, monkeypatch):
     """A (w, w) matrix and its gradient; attention 2 T w, twice that in the backward pass."""
     run('c/best.pt', width=16, block_size=32)
-    monkeypatch.setattr(evaluation, 'timeit', lambda step, number: step() or 3.0)
+    times = itertools.count(0, 3)
+    monkeypatch.setattr(evaluation, 'clock', lambda tensor: next(times))
     rows = evaluate('a', 'c', '--task', 'speed')['training']
     for row, w, T in zip(rows, (4, 16), (8, 32)):
         assert row['MACs/token'] == 2 * w * w + 6 * T * w and row['s/token'] == 3.0 / (2 * T)
@@ -381,8 +382,9 @@ def test_speed_counts_macs(run, monkeypatch):
 def test_speed_of_reading(run, monkeypatch):
     """The second half of a text, then 32 tokens; ratios to the first run at equal lengths"""
     run('c/best.pt')
-    seconds = iter([10, 12, 15, 20, 24, 30, 30, 33, 34, 40, 42, 43])    # before, between, after
-    monkeypatch.setattr(evaluation, 'clock', lambda tensor: next(seconds))
+    times = [10, 12, 15, 20, 24, 30, 30, 33, 34, 40, 42, 43]            # before, between, after
+    times = itertools.chain(times, itertools.count(99))
+    monkeypatch.setattr(evaluation, 'clock', lambda tensor: next(times))
     rows = evaluate('a', 'c', '--task', 'speed', '--lengths', '1k,2050')['reading']
     assert [(x['run'], x['text']) for x in rows] == [
         (name, text) for name in 'ac' for text in ('1k', '2050')]
@@ -428,6 +430,10 @@ def test_the_three_models_in_one_table(run, monkeypatch):
             tokens = r.documents[1]
             log_p = r.model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])[:, 0]
             torch.testing.assert_close(r.model.log_p(tokens), log_p, atol=2e-4, rtol=0)
+            for n in (1, 99):                       # read all but the last, as of a prompt
+                last, _ = r.model.stream(tokens[None, n - 1:n], r.model.read(tokens[None, :n - 1]))
+                expected = r.model.log_probs(tokens[None, :n])[:, -1:]
+                torch.testing.assert_close(last, expected, atol=2e-4, rtol=0)
             tokens = max(r.documents, key=len)
             assert page[way][1:] == pytest.approx((-r.model.log_p(tokens)).tolist(), abs=2e-3)
         for i, found in list(page['traces'].items())[:5]:       # as trained: the last way was on
