@@ -318,9 +318,8 @@ def samples(runs, args):
 
 def plot(runs):
     """
-    loss.png in the folder of the first run: training and validation loss, from log.jsonl, and the
-    table's loss by position in the document (DRT, Figure 3b, c), in powers of two; a thin line is
-    the length of a run's training sequences
+    loss.png in the folder of the first run: training and validation loss, from log.jsonl; loss by
+    position in the document, from the table (DRT, Figure 3b, c), a thin line at block_size
     """
     try:
         from matplotlib.figure import Figure            # pyplot would need a screen
@@ -328,7 +327,8 @@ def plot(runs):
         return print('no loss curves: matplotlib is not installed', file=sys.stderr)
     curves, positions = Figure(figsize=(12, 4.2), constrained_layout=True).subplots(1, 2)
     style = {'on': '-', 'shuffled': ':', 'off': '--'}
-    edges = 2 ** np.arange(1 + max(map(len, runs[0].documents)).bit_length())
+    longest = max(len(tokens) for run in runs for tokens in run.documents)
+    edges = 2 ** np.arange(1 + (longest - 1).bit_length())
     for i, run in enumerate(runs):
         path = run.path.with_name('log.jsonl')
         log = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -337,8 +337,7 @@ def plot(runs):
         curves.plot(tokens, [x.get('val_loss', math.nan) for x in log], f'C{i}o', label=run.name)
         positions.axvline(run.model.config.block_size, color=f'C{i}', linewidth=0.5)
         for way, log_p in run.log_p.items():
-            losses = by_position(log_p, edges)
-            positions.plot(edges[:-1] * 2 ** 0.5, losses, f'C{i}{style[way]}')
+            positions.plot(edges[:-1] * 2 ** 0.5, by_position(log_p, edges), f'C{i}{style[way]}')
     curves.set(xlabel='tokens of training', ylabel='training loss; dots: validation')
     curves.legend()
     positions.set(xlabel='position in the document', xscale='log',
@@ -363,7 +362,6 @@ def reading(runs, args, steps=32):
     import resource                                     # not on Windows
     rows, unit = [], 2 ** 20 if sys.platform == 'darwin' else 2 ** 10
     for run, (name, n) in itertools.product(runs, args.lengths.items()):
-        run.set_way(next(iter(run.ways)))
         model, device = run.model, run.documents[0].device
         text = torch.randint(model.config.vocab_size, (1, n), device=device)
         first, second = text.tensor_split(2, dim=1)
@@ -461,7 +459,6 @@ def niah(runs, args):
     """
     rows = []
     for run in runs:
-        run.set_way(next(iter(run.ways)))
         chunk = run.module.batches(run.model.config).get('chunk', 32)
         hops = run.corpus.hops or 1
         needles = data.Needles(run.split, run.tokenizer, hops, 8 * chunk, 1, 0, chunk)
@@ -523,6 +520,7 @@ def main(argv=None):
                          '--at-most needs one tokenizer')
         run.model.prepare_eval(run.corpus, args, run.path, data.progress)
         run.ways = run.model.ways()
+        run.set_way(next(iter(run.ways)))               # as trained
     if args.html and not any('on' in run.ways for run in runs):
         parser.error('--html: none of these runs retrieves')
     try:
