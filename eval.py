@@ -262,13 +262,12 @@ def write_page(runs, args):
     """assets/trace.html with the traces of --prompt, or of the document nearest to PAGE tokens"""
     pages, template = [], Path(__file__).with_name('assets') / 'trace.html'
     for run in [run for run in runs if 'on' in run.ways]:
-        began, documents = time.time(), [run.encode(args.prompt)] if args.prompt else run.documents
+        documents = [run.encode(args.prompt)] if args.prompt else run.documents
         tokens = min(documents, key=lambda x: abs(len(x) - PAGE))
         if len(tokens) < 2:
             raise SystemExit('eval.py: --html needs a --prompt of two tokens or more')
         pages.append(trace_document(run, tokens))
-        n, seconds = len(pages[-1]['traces']), time.time() - began
-        print(f'{run.name}: {n} traces for {args.html} in {seconds:.0f} s')
+        print(f'{run.name}: {len(pages[-1]["traces"])} traces for {args.html}')
     text = json.dumps(pages).replace('<', '\\u003c')        # no text ends the page's script
     train.write(args.html, template.read_text('utf-8').replace('{{runs}}', text))
 
