@@ -1,11 +1,12 @@
 """
 Evaluates trained models: any mixture of them in one table, on the same tokens.
 
-    $ python eval.py out/trime out/rpt out/drt      the table, examples, loss curves, samples
+    $ python eval.py out/trime out/rpt out/drt      the table, examples, loss.png, samples
     $ python eval.py out/drt --task examples        where retrieval helped most; or for a --prompt
     $ python eval.py out/rpt out/drt --task examples --html page.html      throughout a document
+    $ python eval.py out/drt --task generate --context book.txt --prompt 'The end'
     $ python eval.py out/drt --task generate --prompt 'def ' --temperature 0.5 --top-p 0.9
-    $ python eval.py out/rpt out/xl --task speed    time and MACs of training
+    $ python eval.py out/rpt out/xl --task speed    time of training, reading, generation; MACs
     $ python eval.py out/trime --help               all flags, those of its model too
 
 A run is a folder (its best.pt, else its ckpt.pt) or a .pt file. The table has a row for each way of
@@ -17,10 +18,9 @@ to 1,023, ...; gain over off: loss of off - loss of this way, ± its standard er
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
-import argparse, codecs, functools, heapq, importlib, itertools, json, math, sys, time
+import argparse, codecs, importlib, itertools, json, math, sys, time
 from dataclasses import dataclass
 from pathlib import Path
-from timeit import timeit
 from typing import Literal
 
 import numpy as np
@@ -29,8 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import data, train
 
-POSITIONS = {'<512': (1, 512), '<1,024': (512, 1024), '<2,048': (1024, 2048),
-             '<4,096': (2048, 4096), '4,096+': (4096, math.inf)}    # in the document: from, below
+POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': math.inf}
 PAGE = 8192                     # tokens of the document that a page shows, about
 REREAD = 500_000                # tokens that its traces read again, about twice as many
 
@@ -42,14 +41,15 @@ class EvalConfig:
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     at_most: int = 0            # only the first so many tokens of the split; 0: all
     prompt: str = ''            # examples, generate: a text in place of the split
+    context: str = ''           # a file whose text comes before the prompt
     max_tokens: int = 200       # generate: new tokens, at most
     temperature: float = 0.8    # generate: 0 takes the likeliest token
     top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
     seed: int = 0               # generate: of the random draws
-    lengths: str = '1k,4k,16k'  # niah: tokens of the haystack; k is 2^10, m is 2^20
+    lengths: str = '1k,4k,16k'  # niah, speed: tokens of the text; k is 2^10, m is 2^20
     depths: str = '0,25,50,75,100'                              # niah: places of the needles, in %
     json: str = ''              # a file for every number that the screen shows
-    html: str = ''              # examples: a page that shows a document and what was retrieved
+    html: str = ''              # a page that shows a document and what was retrieved
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
 
 
@@ -120,6 +120,14 @@ def load(path, device='cpu'):
     return run.model.to(device), run.tokenizer
 
 
+def by_position(log_p, edges):
+    """Mean losses of tokens edges[i] to edges[i + 1] - 1 of a document; None where there is none"""
+    nats = -np.concatenate(log_p)                                   # (tokens,)
+    bins = np.digitize(np.concatenate([1 + np.arange(len(x)) for x in log_p]), edges)
+    parts = [nats[bins == i] for i in range(1, len(edges))]
+    return [part.mean() if len(part) else None for part in parts]
+
+
 def metrics(log_p, log_p_off, split):
     """
     The columns of a row, from log P of the tokens but the first of each document. The error of the
@@ -128,16 +136,13 @@ def metrics(log_p, log_p_off, split):
 
         gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d
     """
-    nats = -np.concatenate(log_p)                                   # (tokens,)
-    position = np.concatenate([1 + np.arange(len(x)) for x in log_p])
-    total, loss = nats.sum(), nats.mean()
+    n, N = np.array([len(x) for x in log_p]), len(log_p)
+    total = -sum(x.sum() for x in log_p)
+    loss = total / n.sum()
     row = {'loss': loss, 'ppl': math.exp(loss), 'bits/byte': total / math.log(2) / split.n_bytes,
            'word ppl': math.exp(min(700, total / max(1, split.n_words)))}
-    for name, (a, b) in POSITIONS.items():
-        inside = nats[(a <= position) & (position < b)]
-        row[name] = inside.mean() if len(inside) else None
+    row.update(zip(POSITIONS, by_position(log_p, [1, *POSITIONS.values()])))
     D = np.array([(a - b).sum() for a, b in zip(log_p, log_p_off)])
-    n, N = np.array([len(x) for x in log_p]), len(log_p)
     gain = D.sum() / n.sum()
     error = math.sqrt(N / (N - 1) * ((D - gain * n) ** 2).sum()) / n.sum() if N > 1 else None
     return {**row, 'gain over off': gain, '±': error}
@@ -181,19 +186,19 @@ def best_tokens(run, n):
     run.score(('on', 'off'))
     gains = [on - off for on, off in zip(run.log_p['on'], run.log_p['off'])]
     text = lambda ids: run.tokenizer.decode(ids.tolist())
-    for d in heapq.nlargest(n, range(len(gains)), key=lambda d: gains[d].max()):
+    for d in sorted(range(len(gains)), key=lambda d: -gains[d].max())[:n]:
         tokens, t = run.documents[d], int(gains[d].argmax())
         gain = round(float(gains[d][t]), 6)
-        yield tokens, t, dict(run=run.name, document=d, token=t + 1, gain=gain,
+        yield tokens, t, dict(document=d, token=t + 1, gain=gain,
                               before=text(tokens[:t + 1][-32:]), text=text(tokens[t + 1:][:16]))
 
 
 def prompt_end(run, prompt, n=5):
     """The same of the last token of a text, with the likeliest next tokens by each way"""
-    tokens, row = run.encode(prompt), dict(run=run.name, text=prompt)
+    tokens, row = run.encode(prompt), dict(text=prompt[-300:])
     for way in run.ways:
         run.set_way(way)
-        log_probs, _ = run.model.stream(tokens[None])
+        log_probs, _ = run.model.stream(tokens[None, -1:], run.model.read(tokens[None, :-1]))
         p, ids = log_probs[0, -1].double().exp().round(decimals=4).topk(n)
         row[way] = list(zip(map(run.tokenizer.decode, ids.tolist()), p.tolist()))
     yield tokens, len(tokens) - 1, row
@@ -202,8 +207,8 @@ def prompt_end(run, prompt, n=5):
 @torch.no_grad()
 def examples(runs, args, n=3):
     """What is retrieved where it helps most, or at the end of --prompt: the 4 largest weights"""
-    runs, result = [run for run in runs if 'on' in run.ways], []
-    for run in runs:
+    result = []
+    for run in [run for run in runs if 'on' in run.ways]:
         for tokens, t, row in prompt_end(run, args.prompt) if args.prompt else best_tokens(run, n):
             run.set_way('on')
             retrieved = []
@@ -211,11 +216,10 @@ def examples(runs, args, n=3):
                 place = f'{t + 2 - b:,} tokens ago' if where is tokens else f'datastore, {a:,}'
                 text = repr(run.tokenizer.decode(where[a:b].tolist())[-100:])
                 retrieved.append(dict(weight=float(weight), where=place, text=text))
+            row = dict(run=run.name, **row)
             print('', *(f'{key:9} {value!r}' for key, value in row.items()), sep='\n')
             print_table(retrieved or [dict(retrieved='nothing')])
             result.append(dict(row, retrieved=retrieved))
-    if args.html:
-        write_page(runs, args)
     return result
 
 
@@ -253,17 +257,17 @@ def trace_document(run, tokens):
                 on=losses['on'].round(3).tolist(), off=losses['off'].round(3).tolist())
 
 
+@torch.no_grad()
 def write_page(runs, args):
     """assets/trace.html with the traces of --prompt, or of the document nearest to PAGE tokens"""
     pages, template = [], Path(__file__).with_name('assets') / 'trace.html'
-    for run in runs:
-        began, documents = time.time(), [run.encode(args.prompt)] if args.prompt else run.documents
+    for run in [run for run in runs if 'on' in run.ways]:
+        documents = [run.encode(args.prompt)] if args.prompt else run.documents
         tokens = min(documents, key=lambda x: abs(len(x) - PAGE))
         if len(tokens) < 2:
             raise SystemExit('eval.py: --html needs a --prompt of two tokens or more')
         pages.append(trace_document(run, tokens))
-        n, seconds = len(pages[-1]['traces']), time.time() - began
-        print(f'{run.name}: {n} traces for {args.html} in {seconds:.0f} s')
+        print(f'{run.name}: {len(pages[-1]["traces"])} traces for {args.html}')
     text = json.dumps(pages).replace('<', '\\u003c')        # no text ends the page's script
     train.write(args.html, template.read_text('utf-8').replace('{{runs}}', text))
 
@@ -274,12 +278,12 @@ def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p
     -> text that continues the prompt, to <|endoftext|> or max_tokens; drawn from P^(1/temperature)
     (0: the likeliest), limited to the fewest tokens with a sum of top_p (Holtzman et al. 2020).
     """
-    new, state, generator = [], None, torch.Generator().manual_seed(seed)
+    new, generator = [], torch.Generator().manual_seed(seed)
     prompt = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
-    pending = torch.tensor([prompt], device=next(model.parameters()).device)
+    prompt = torch.tensor([prompt], device=next(model.parameters()).device)
+    pending, state = prompt[:, -1:], model.read(prompt[:, :-1])
     for _ in data.progress(range(max_tokens), 'generating'):
-        for piece in pending.split(1024, dim=1):        # log_probs of all pieces are never held
-            log_probs, state = model.stream(piece, state)
+        log_probs, state = model.stream(pending, state)
         last = log_probs[0, -1].double().cpu() / max(temperature, 1e-9)         # (V,)
         p, tokens = last.softmax(-1).sort(descending=True)
         p[1:] *= (p.cumsum(-1) < top_p)[:-1]            # the sum of those before a token
@@ -291,12 +295,6 @@ def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p
     return tokenizer.decode(new)
 
 
-def repeated(ids, n=8):
-    """The share of the n-grams of ids (a list) that occur earlier in it."""
-    grams = [tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0
-
-
 def samples(runs, args):
     """Continues --prompt, or 1,024 tokens amid the longest document, with and without memory"""
     result, how = [], (args.max_tokens, args.temperature, args.top_p, args.seed)
@@ -304,73 +302,128 @@ def samples(runs, args):
         ids = max(run.documents, key=len).tolist()
         middle = len(ids) // 2
         prompt = args.prompt or run.tokenizer.decode(ids[:middle][-1024:])
-        print(f'\n{run.name} continues\n\n{prompt[-300:]}')
         truth = run.tokenizer.decode(ids[middle:][:args.max_tokens])
         texts = {} if args.prompt else {'text': truth}
-        for way in ('on', 'off'):
-            if way in run.ways:
-                run.set_way(way)
-                texts[way] = generate(run.model, run.tokenizer, prompt, *how)
-        for name, text in texts.items():
-            share = repeated(run.tokenizer.encode(text).tolist())
-            print(f'\n[{name}]\n{text}\n[{share:.0%} of the 8-grams are repeated]')
+        print(f'\n{run.name} continues\n\n{prompt[-300:]}', *texts.values(), sep='\n\n[text]\n')
+        for way in [way for way in ('on', 'off') if way in run.ways]:
+            run.set_way(way)
+            began = time.time()
+            texts[way] = generate(run.model, run.tokenizer, prompt, *how)
+            rate = len(run.tokenizer.encode(texts[way])) / (time.time() - began)
+            print(f'\n[{way}]\n{texts[way]}\n[{rate:.0f} tokens/s, with the prompt]')
         result.append(dict(run=run.name, prompt=prompt, texts=texts))
     return result
 
 
-def plot(runs):
-    """Draws training and validation loss, from log.jsonl, into the folder of the first run."""
+def new_figure(*size):
+    """A figure of matplotlib, or None, with a line that says so"""
     try:
         from matplotlib.figure import Figure            # pyplot would need a screen
     except ImportError:
-        return print('no loss curves: matplotlib is not installed', file=sys.stderr)
-    axes = Figure(figsize=(7, 4.2), constrained_layout=True).subplots()
+        return print('no picture: matplotlib is not installed', file=sys.stderr)
+    return Figure(figsize=size, constrained_layout=True)
+
+
+def plot(runs):
+    """
+    loss.png in the folder of the first run: training and validation loss, from log.jsonl; loss by
+    position in the document, from the table (DRT, Figure 3b, c), a thin line at block_size
+    """
+    if not (figure := new_figure(12, 4.2)):
+        return
+    curves, positions = figure.subplots(1, 2)
+    style = {'on': '-', 'shuffled': ':', 'off': '--'}
+    longest = max(len(tokens) for run in runs for tokens in run.documents)
+    edges = 2 ** np.arange(1 + (longest - 1).bit_length())
     for i, run in enumerate(runs):
         path = run.path.with_name('log.jsonl')
         log = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         tokens = [x['tokens'] for x in log]
-        axes.plot(tokens, [x['loss'] for x in log], f'C{i}', alpha=0.3)
-        axes.plot(tokens, [x.get('val_loss', math.nan) for x in log], f'C{i}o', label=run.name)
-    axes.set(xlabel='tokens of training', ylabel='training loss; dots: validation')
-    axes.legend()
+        curves.plot(tokens, [x['loss'] for x in log], f'C{i}', alpha=0.3)
+        curves.plot(tokens, [x.get('val_loss', math.nan) for x in log], f'C{i}o', label=run.name)
+        positions.axvline(run.model.config.block_size, color=f'C{i}', linewidth=0.5)
+        for way, log_p in run.log_p.items():
+            positions.plot(edges[:-1] * 2 ** 0.5, by_position(log_p, edges), f'C{i}{style[way]}')
+    curves.set(xlabel='tokens of training', ylabel='training loss; dots: validation')
+    curves.legend()
+    positions.set(xlabel='position in the document', xscale='log',
+                  ylabel='loss; solid: on, dotted: shuffled, dashed: off')
     path = runs[0].path.with_name('loss.png')
-    axes.figure.savefig(path, dpi=110)
-    print(f'\nloss curves: {path}')
+    figure.savefig(path, dpi=110)
+    print(f'\nloss curves, loss by position: {path}')
+
+
+def clock(tensor):
+    """The time when a GPU has computed all that it was given"""
+    tensor.sum().item()
+    return time.perf_counter()
+
+
+@torch.no_grad()
+def reading(runs, args, steps=32):
+    """
+    Microseconds for a token at the end of random texts (DRT, Table 3): in model.read of the second
+    half, and in the steps of model.stream after it. peak: the most memory of the process so far
+    """
+    import resource                                     # not on Windows
+    rows, unit = [], 2 ** 20 if sys.platform == 'darwin' else 2 ** 10
+    for run, (name, n) in itertools.product(runs, args.lengths.items()):
+        model, device = run.model, run.documents[0].device
+        text = torch.randint(model.config.vocab_size, (1, n), device=device)
+        first, second = text.tensor_split(2, dim=1)
+        _, state = model.stream(first[:, -1:], model.read(first[:, :-1]))       # also warms up
+        began = clock(text)
+        state = model.read(second, state)
+        middle = clock(text)
+        for i in range(steps):
+            _, state = model.stream(text[:, i:i + 1], state)
+        end = clock(text)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+        if device.type == 'cuda':
+            peak = torch.cuda.max_memory_allocated() // 2 ** 20
+        rows.append({'run': run.name, 'text': name,
+                     'read µs': 1e6 * (middle - began) / second.numel(),
+                     'step µs': 1e6 * (end - middle) / steps, 'peak MB': peak})
+    for row, first in zip(rows, rows[:len(args.lengths)] * len(runs)):
+        row['read ratio'] = row['read µs'] / first['read µs']
+        row['step ratio'] = row['step µs'] / first['step µs']
+    return rows
 
 
 def speed(runs, args, rounds=5):
     """
     Seconds (median; the runs interleaved) and MACs of a forward and a backward pass on random
     tokens, and their ratios to the first run. MACs: half the FLOPs that torch counts, attention by
-    its definition, as the fused kernel of a CPU is not counted.
+    its definition, as the fused kernel of a CPU is not counted. Then the table of `reading`.
     """
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
-    steps, rows, device = [], [], train.hardware(args.device)
+    batches, rows, read, device = [], [], reading(runs, args), train.hardware(args.device)
     _, autocast = train.precision(device, 'auto')
 
-    def step(model, batch):
+    def seconds(model, batch):
+        began = clock(batch.tokens)
         with autocast():
             loss, _ = model(batch, 1.0)
         loss.backward()
         model.zero_grad(set_to_none=True)
-        next(model.parameters()).sum().item()           # waits for a GPU
+        return clock(batch.tokens) - began
 
     for run in runs:
-        c = run.model.config
+        c, model = run.model.config, run.model.train()
         tokens = torch.randint(c.vocab_size, (c.micro_batch, c.block_size), device=device)
-        batch = data.Batch(tokens, tokens.roll(-1, 1), torch.zeros_like(tokens), seed=0)
-        steps.append(functools.partial(step, run.model.train(), batch))
+        batches.append((model, data.Batch(tokens, tokens.roll(-1, 1), 0 * tokens, seed=0)))
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            steps[-1]()
+            seconds(*batches[-1])
         macs = counter.get_total_flops() // 2 // tokens.numel()
         rows.append({'run': run.name, 'tokens': tokens.numel(), 'MACs/token': macs})
-    seconds = [[timeit(step, number=1) for step in steps] for _ in range(rounds)]
-    for row, t in zip(rows, np.median(seconds, axis=0).tolist()):
+    times = [[seconds(*batch) for batch in batches] for _ in range(rounds)]
+    for row, t in zip(rows, np.median(times, axis=0).tolist()):
         row['s/token'] = t / row['tokens']
         row['time ratio'] = row['s/token'] / rows[0]['s/token']
         row['MACs ratio'] = row['MACs/token'] / rows[0]['MACs/token']
     print_table(rows)
-    return rows
+    print_table(read)
+    return dict(training=rows, reading=read)
 
 
 def niah_depths(run, needles, n_chunks, depths, rng):
@@ -410,30 +463,31 @@ def niah(runs, args):
     Needles in a haystack (DRT, Table 2): right answers by length of the text and depth of the
     needle, 10 texts of each length up to 64k tokens, 4 up to 1m, 1 beyond. Also drawn: niah.png
     """
-    unit = {'k': 2 ** 10, 'm': 2 ** 20}
-    try:
-        lengths = {x: int(x.strip('km')) * unit.get(x[-1:], 1) for x in args.lengths.split(',')}
-        depths = [int(x) / 100 for x in args.depths.split(',')]
-        assert 0 <= min(depths) and max(depths) <= 1 and min(lengths.values()) >= 512
-    except (ValueError, AssertionError):
-        raise SystemExit('--lengths 1k,16k,2m (from 512), --depths 0,50,100 (%): see --help')
     rows = []
     for run in runs:
-        run.set_way(next(iter(run.ways)))
         chunk = run.module.batches(run.model.config).get('chunk', 32)
         hops = run.corpus.hops or 1
         needles = data.Needles(run.split, run.tokenizer, hops, 8 * chunk, 1, 0, chunk)
-        for name, length in lengths.items():
+        for name, length in args.lengths.items():
             began, rounds = time.time(), 10 if length <= 2 ** 16 else 4 if length <= 2 ** 20 else 1
-            right = [niah_depths(run, needles, length // chunk, depths,
+            right = [niah_depths(run, needles, length // chunk, args.depths,
                                  np.random.default_rng([args.seed, length, i]))
                      for i in data.progress(range(rounds), f'{run.name}, {name}')]
             share = np.mean(right, axis=0).tolist()
-            by_depth = {f'{d:.0%}': x for d, x in zip(depths, share)}
+            by_depth = {f'{d:.0%}': x for d, x in zip(args.depths, share)}
             rows.append({'run': run.name[-32:], 'tokens': name, 'needles': np.size(right),
                          'right': float(np.mean(right)), **by_depth,
                          's/needle': (time.time() - began) / np.size(right)})
     print_table(rows)
+    if figure := new_figure(7, 1 + 0.4 * len(rows)):
+        axes, names = figure.subplots(), list(by_depth)
+        axes.imshow([[row[name] for name in names] for row in rows], 'RdYlGn', vmin=0, vmax=1,
+                    aspect='auto')
+        axes.set_xticks(range(len(names)), names)
+        axes.set_yticks(range(len(rows)), [f'{row["run"]}, {row["tokens"]}' for row in rows])
+        axes.set(xlabel='depth of the needle', title='share of right answers: green all, red none')
+        figure.savefig(path := runs[0].path.with_name('niah.png'), dpi=110)
+        print(f'\n{path}')
     return rows
 
 
@@ -455,34 +509,50 @@ def main(argv=None):
     tasks = {**TASKS, **(modules[0].TASKS if len(modules) == 1 else {})}
     if args.task not in ('', *tasks):
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks)}')
-    if args.html and args.task not in ('', 'examples'):
-        parser.error('--html shows examples: --task examples')
     for flag, path in (('json', args.json), ('html', args.html)):
         if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
             parser.error(f'--{flag} {path} cannot be written')
+    try:
+        unit = {'k': 2 ** 10, 'm': 2 ** 20}
+        lengths = {x: int(x.strip('km')) * unit.get(x[-1:], 1) for x in args.lengths.split(',')}
+        depths = [int(x) / 100 for x in args.depths.split(',')]
+        assert 0 <= min(depths) and max(depths) <= 1 and min(lengths.values()) >= 512
+    except (ValueError, AssertionError):
+        parser.error('--lengths 1k,16k,2m (from 512), --depths 0,50,100 (%): see --help')
+    args.lengths, args.depths = lengths, depths
+    try:
+        text = Path(args.context).read_text('utf-8') if args.context else ''
+    except (OSError, UnicodeDecodeError) as e:
+        parser.error(f'--context {args.context} cannot be read: {e}')
+    args.prompt = text + args.prompt
     first, device = runs[0], train.hardware(args.device)
     torch.set_float32_matmul_precision('highest')       # train.py may have set another one
     for run in runs:
         run.model.to(device)
-        if args.task != 'speed':
-            run.open_text(args, device, quiet=run is not first)
-            if run.text != first.text:
-                parser.error(f'different texts, {first.text} and {run.text}: --data chooses one; '
-                             '--at-most needs one tokenizer')
-            run.model.prepare_eval(run.corpus, args, run.path, data.progress)
-            run.ways = run.model.ways()
+        run.open_text(args, device, quiet=run is not first)
+        if run.text != first.text:
+            parser.error(f'different texts, {first.text} and {run.text}: --data chooses one; '
+                         '--at-most needs one tokenizer')
+        run.model.prepare_eval(run.corpus, args, run.path, data.progress)
+        run.ways = run.model.ways()
+        run.set_way(next(iter(run.ways)))               # as trained
     if args.html and not any('on' in run.ways for run in runs):
         parser.error('--html: none of these runs retrieves')
-    if args.task in TASKS:
-        result = TASKS[args.task](runs, args)
-    elif args.task:
-        result = tasks[args.task](runs, first.corpus, first.split, args)
-    else:
-        result = dict(table=table(runs, args), examples=examples(runs, args, n=1))
-        plot(runs)
-        result['samples'] = samples(runs, args)
-    if args.json:
-        train.write(args.json, json.dumps(result, indent=1))
+    try:
+        if args.task in TASKS:
+            result = TASKS[args.task](runs, args)
+        elif args.task:
+            result = tasks[args.task](runs, first.corpus, first.split, args)
+        else:
+            result = dict(table=table(runs, args), examples=examples(runs, args, n=1))
+            plot(runs)
+            result['samples'] = samples(runs, args)
+        if args.html:
+            write_page(runs, args)
+        if args.json:
+            train.write(args.json, json.dumps(result, indent=1))
+    except OSError as e:                                # a full disk
+        parser.error(e)
 
 
 if __name__ == '__main__':

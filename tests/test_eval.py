@@ -3,7 +3,7 @@ eval.py: its numbers by hand, its commands with a stand-in model, the three mode
 
     $ python -m pytest -q tests/test_eval.py
 """
-import json, math, os, pickle, sys, types
+import itertools, json, math, os, pickle, sys, types
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,14 +37,18 @@ class BIGRAM(torch.nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.strength, self.scored = config, 1.0, []
+        self.config, self.strength, self.scored, self.lengths_read = config, 1.0, [], []
         generator, V = torch.Generator().manual_seed(0), config.vocab_size
         self.table = torch.nn.Parameter(torch.randn(V, V, generator=generator))
         self.matrix = torch.nn.Parameter(torch.ones(config.width, config.width))
         BIGRAM.made.append(self)
 
     def stream(self, tokens, state=None):
-        return (self.strength * self.table[tokens]).log_softmax(-1), None
+        return (self.strength * self.table[tokens]).log_softmax(-1), self.read(tokens, state)
+
+    def read(self, tokens, state=None):
+        self.lengths_read.append(tokens.numel())
+        return (state or 0) + tokens.numel()
 
     def log_p(self, tokens):
         self.scored.append((self.strength, tokens.tolist()))
@@ -195,7 +199,8 @@ def test_what_is_no_checkpoint_is_one_line(run):
     ('a --task x', ['examples', 'count']), ('a c --task count', ['examples']),
     ('a --split test', ['split test']), ('a --data nowhere', ['nowhere']),
     ('a --json no/x', ['no/x']), ('a --html texts', ['texts']),
-    ('a --html x --task table', ['--html'])])
+    ('a --context no', ['--context no']), ('a --context a/best.pt', ['--context a/best.pt']),
+    ('a --lengths 1x', ['--lengths']), ('a --lengths 511', ['512']), ('a --depths 101', ['%'])])
 def test_a_wrong_flag_is_one_line(run, flags, words):
     run('c/best.pt', model_name='bigram2')
     BIGRAM.made.clear()
@@ -286,10 +291,15 @@ class Fixed:
     def parameters(self):
         yield torch.zeros(())
 
-    def stream(self, tokens, state=None):
+    def read(self, tokens, state=None):
         self.seen += tokens[0].tolist()
-        p = F.one_hot(torch.tensor(self.script[state or 0]), 257) if self.script else self.p
-        return p.log().expand(1, tokens.size(1), -1), (state or 0) + 1
+        return len(self.seen)
+
+    def stream(self, tokens, state=None):
+        assert tokens.size(1) == 1 and (state or 0) == len(self.seen)       # what was read is read
+        state = self.read(tokens)
+        p = F.one_hot(torch.tensor(self.script.pop(0)), 257) if self.script else self.p
+        return p.log().expand(1, 1, -1), state
 
 
 def test_generate():
@@ -307,21 +317,84 @@ def test_generate():
     model = Fixed(script=[*text.encode(), 256, 97])         # ends with <|endoftext|>
     assert evaluation.generate(model, tokenizer, 'ab', 50, temperature=0) == text
     assert model.seen == [*b'ab', *text.encode()]                               # each token once
-    model = Fixed(script=[98, 98, 97, 97])                                      # three pieces
-    assert evaluation.generate(model, tokenizer, 'x' * 3000, 1, 0) == 'a'
-    assert evaluation.repeated([1, 2, 3, 1, 2, 3, 1], n=2) == 0.5       # of 12 23 31 12 23 31
-    assert evaluation.repeated([1, 2, 3], n=8) == evaluation.repeated([1, 2, 3, 4], n=2) == 0
+    model = Fixed(script=[97])
+    assert evaluation.generate(model, tokenizer, '', 1, 0) == 'a' and model.seen == [256]
+
+
+def test_the_context_comes_before_the_prompt(run, capsys):
+    """The same as a longer prompt; rates are those of the new tokens, 8 in all, over the time."""
+    Path('book').write_text('Ein Büchlein. ')
+    flags = 'a --task generate --max-tokens 8 --prompt'.split()
+    whole = evaluate(*flags, 'Ein Büchlein. né')
+    assert evaluate(*flags, 'né', '--context', 'book') == whole
+    assert capsys.readouterr().out.count(' tokens/s') == 4
+    x, = evaluate('a', '--task', 'examples', '--context', 'book', '--prompt', 'x')
+    assert x['retrieved'][0]['text'] == "' x'"
+
+
+@pytest.mark.parametrize('flag', ['--json', '--html'])
+def test_a_full_disk_is_one_line(run, monkeypatch, capsys, flag):
+    """The error comes after the results, which the screen has."""
+    def write(path, text):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(train, 'write', write)
+    with pytest.raises(SystemExit) as e:
+        evaluation.main(['a', '--task', 'examples', flag, 'x'])
+    assert 'No space' in str(e.value) and '\n' not in str(e.value)
+    assert 'a datastore'[2:6] in capsys.readouterr().out
+
+
+def test_the_plot_has_the_losses_by_position(run, monkeypatch):
+    """A line for each run and way, of the table's log_p, in powers of two; block_size is a line."""
+    figure, colors = (pytest.importorskip(f'matplotlib.{x}') for x in ('figure', 'colors'))
+    run('c/best.pt', width=5, block_size=300)
+    drawn = []
+    monkeypatch.setattr(figure.Figure, 'savefig', lambda self, *_, **__: drawn.append(self))
+    evaluation.main(['a', 'c', '--max-tokens', '1'])
+    curves, positions = drawn[0].axes
+    lines, ways = list(positions.lines), dict(on=(1.0, '-'), shuffled=(-1.0, ':'), off=(0.0, '--'))
+    for block_size, color in ((8, 'C0'), (300, 'C1')):
+        assert list(lines.pop(0).get_xdata()) == [block_size, block_size]
+        for strength, style in ways.values():
+            line, log_p = lines.pop(0), log_p_by_hand(strength)
+            assert line.get_linestyle() == style and colors.same_color(line.get_color(), color)
+            for b, (x, y) in enumerate(line.get_xydata()):
+                part = [-p for doc in log_p for i, p in enumerate(doc, 1) if 2**b <= i < 2**(b + 1)]
+                assert 2 ** b <= x <= 2 ** (b + 1) and y == pytest.approx(np.mean(part), rel=1e-5)
+            assert 2 ** b <= max(map(len, log_p)) < 2 ** (b + 1)        # the longest is in the last
+    assert not lines and positions.get_xscale() == 'log'
+    assert list(curves.lines[0].get_ydata()) == [5.0, 4.0]
 
 
 def test_speed_counts_macs(run, monkeypatch):
     """A (w, w) matrix and its gradient; attention 2 T w, twice that in the backward pass."""
     run('c/best.pt', width=16, block_size=32)
-    monkeypatch.setattr(evaluation, 'timeit', lambda step, number: step() or 3.0)
-    rows = evaluate('a', 'c', '--task', 'speed')
+    times = itertools.count(0, 3)
+    monkeypatch.setattr(evaluation, 'clock', lambda tensor: next(times))
+    rows = evaluate('a', 'c', '--task', 'speed')['training']
     for row, w, T in zip(rows, (4, 16), (8, 32)):
         assert row['MACs/token'] == 2 * w * w + 6 * T * w and row['s/token'] == 3.0 / (2 * T)
     assert rows[1]['MACs ratio'] == rows[1]['MACs/token'] / rows[0]['MACs/token']
     assert rows[1]['time ratio'] == 0.25
+
+
+def test_speed_of_reading(run, monkeypatch):
+    """The second half of a text, then 32 tokens; ratios to the first run at equal lengths"""
+    run('c/best.pt')
+    times = [10, 12, 15, 20, 24, 30, 30, 33, 34, 40, 42, 43]            # before, between, after
+    times = itertools.chain(times, itertools.count(99))
+    monkeypatch.setattr(evaluation, 'clock', lambda tensor: next(times))
+    rows = evaluate('a', 'c', '--task', 'speed', '--lengths', '1k,2050')['reading']
+    assert [(x['run'], x['text']) for x in rows] == [
+        (name, text) for name in 'ac' for text in ('1k', '2050')]
+    expected = [(2 / 512, 3 / 32), (4 / 1025, 6 / 32), (3 / 512, 1 / 32), (2 / 1025, 1 / 32)]
+    for x, (read, step), first in zip(rows, expected, expected[:2] * 2):
+        numbers = [x[key] for key in ('read µs', 'step µs', 'read ratio', 'step ratio')]
+        assert numbers == pytest.approx([1e6 * read, 1e6 * step, read / first[0], step / first[1]])
+        assert 50 < x['peak MB'] < 100_000
+    for model in BIGRAM.made[-2:]:
+        assert model.lengths_read == [511, 1, 512] + 32 * [1] + [1024, 1, 1025] + 32 * [1]
 
 
 SIZES = ('--data texts --tokenizer bytes --max-steps 4 --eval-every 4 --micro-batch 2 --n-embd 16 '
@@ -357,6 +430,10 @@ def test_the_three_models_in_one_table(run, monkeypatch):
             tokens = r.documents[1]
             log_p = r.model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])[:, 0]
             torch.testing.assert_close(r.model.log_p(tokens), log_p, atol=2e-4, rtol=0)
+            for n in (1, 99):                       # read all but the last, as of a prompt
+                last, _ = r.model.stream(tokens[None, n - 1:n], r.model.read(tokens[None, :n - 1]))
+                expected = r.model.log_probs(tokens[None, :n])[:, -1:]
+                torch.testing.assert_close(last, expected, atol=2e-4, rtol=0)
             tokens = max(r.documents, key=len)
             assert page[way][1:] == pytest.approx((-r.model.log_p(tokens)).tolist(), abs=2e-3)
         for i, found in list(page['traces'].items())[:5]:       # as trained: the last way was on
