@@ -36,7 +36,7 @@ REREAD = 500_000                # tokens that its traces read again, about twice
 
 @dataclass
 class EvalConfig:
-    task: str = ''              # table, examples, generate, speed or a model's; default: several
+    task: str = ''              # table, examples, generate, niah, speed, a model's; default: several
     data: str = ''              # another corpus than the one of training
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     at_most: int = 0            # only the first so many tokens of the split; 0: all
