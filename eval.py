@@ -461,7 +461,7 @@ def niah_depths(run, needles, n_chunks, depths, rng):
 def niah(runs, args):
     """
     Needles in a haystack (DRT, Table 2): right answers by length of the text and depth of the
-    needle, 10 texts of each length up to 64k tokens, 4 up to 1m, 1 beyond. Also drawn: niah.png
+    needle, 10 texts of each length up to 64k tokens, 4 up to 1m, 1 beyond
     """
     rows = []
     for run in runs:
