@@ -36,7 +36,7 @@ REREAD = 500_000                # tokens that its traces read again, about twice
 
 @dataclass
 class EvalConfig:
-    task: str = ''              # table, examples, generate, niah, speed, a model's; default: several
+    task: str = ''              # table, examples, generate, niah, speed or sweep, ranks
     data: str = ''              # another corpus than the one of training
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     at_most: int = 0            # only the first so many tokens of the split; 0: all
@@ -295,6 +295,12 @@ def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p
     return tokenizer.decode(new)
 
 
+def repeated(ids, n=8):
+    """The share of the n-grams of ids (a list) that occur earlier in it."""
+    grams = [tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0
+
+
 def samples(runs, args):
     """Continues --prompt, or 1,024 tokens amid the longest document, with and without memory"""
     result, how = [], (args.max_tokens, args.temperature, args.top_p, args.seed)
@@ -304,13 +310,17 @@ def samples(runs, args):
         prompt = args.prompt or run.tokenizer.decode(ids[:middle][-1024:])
         truth = run.tokenizer.decode(ids[middle:][:args.max_tokens])
         texts = {} if args.prompt else {'text': truth}
-        print(f'\n{run.name} continues\n\n{prompt[-300:]}', *texts.values(), sep='\n\n[text]\n')
-        for way in [way for way in ('on', 'off') if way in run.ways]:
-            run.set_way(way)
+        print(f'\n{run.name} continues\n\n{prompt[-300:]}')
+        for way in [*texts, *(way for way in ('on', 'off') if way in run.ways)]:
             began = time.time()
-            texts[way] = generate(run.model, run.tokenizer, prompt, *how)
-            rate = len(run.tokenizer.encode(texts[way])) / (time.time() - began)
-            print(f'\n[{way}]\n{texts[way]}\n[{rate:.0f} tokens/s, with the prompt]')
+            if way in run.ways:
+                run.set_way(way)
+                texts[way] = generate(run.model, run.tokenizer, prompt, *how)
+            ids = run.tokenizer.encode(texts[way]).tolist()
+            facts = f'{repeated(ids):.0%} of the 8-grams are repeated'
+            if way in run.ways:
+                facts += f'; {len(ids) / (time.time() - began):.0f} tokens/s, with the prompt'
+            print(f'\n[{way}]\n{texts[way]}\n[{facts}]')
         result.append(dict(run=run.name, prompt=prompt, texts=texts))
     return result
 
@@ -461,7 +471,7 @@ def niah_depths(run, needles, n_chunks, depths, rng):
 def niah(runs, args):
     """
     Needles in a haystack (DRT, Table 2): right answers by length of the text and depth of the
-    needle, 10 texts of each length up to 64k tokens, 4 up to 1m, 1 beyond
+    needle, 10 texts of each length up to 64k tokens, 4 up to 1m, 1 beyond. Also drawn: niah.png
     """
     rows = []
     for run in runs:
@@ -481,11 +491,11 @@ def niah(runs, args):
     print_table(rows)
     if figure := new_figure(7, 1 + 0.4 * len(rows)):
         axes, names = figure.subplots(), list(by_depth)
-        axes.imshow([[row[name] for name in names] for row in rows], 'RdYlGn', vmin=0, vmax=1,
+        axes.imshow([[row[name] for name in names] for row in rows], 'viridis', vmin=0, vmax=1,
                     aspect='auto')
         axes.set_xticks(range(len(names)), names)
         axes.set_yticks(range(len(rows)), [f'{row["run"]}, {row["tokens"]}' for row in rows])
-        axes.set(xlabel='depth of the needle', title='share of right answers: green all, red none')
+        axes.set(xlabel='depth of the needle', title='right answers: yellow all, blue none')
         figure.savefig(path := runs[0].path.with_name('niah.png'), dpi=110)
         print(f'\n{path}')
     return rows

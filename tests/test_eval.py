@@ -463,3 +463,8 @@ def test_needles_are_found_by_a_model_that_copies(run, monkeypatch):
     for wrong in ('--lengths=7', '--lengths=1g', '--depths=101', '--depths=a'):
         with pytest.raises(SystemExit, match='--lengths'):
             evaluate(*flags, wrong)
+
+
+def test_the_share_of_repeated_n_grams():
+    assert evaluation.repeated([1, 2, 3, 1, 2, 3, 1], n=2) == 0.5       # of 12 23 31 12 23 31
+    assert evaluation.repeated([1, 2, 3], n=8) == evaluation.repeated([1, 2, 3, 4], n=2) == 0
