@@ -362,36 +362,33 @@ class DRT(nn.Module):
         masked (B, L): what the encoder does not see; store: k and v in the state
         -> x (B, L, C), C_k (B, N, S, C), k and v (B, N S, H, D) of N chunks that end here, state
         """
-        config, S, past = self.config, self.config.chunk_size, list(state.past)
+        config, S = self.config, self.config.chunk_size
+        past, unfinished, landmarks, kv, reads = state
+        past, chunks, k, v = list(past), None, None, None
         ids, blocks = tokens, [*self.lower, *self.upper]            # of the base LM
         if config.groups:
-            ids = self.insert(tokens, config.vocab_size, state.unfinished.size(1))
-            blocks = self.lower
+            ids, blocks = self.insert(tokens, config.vocab_size, unfinished.size(1)), self.lower
         x = below = self.embedding(ids)                             # (B, L, C)
         for i, block in enumerate(blocks):
             x, past[i] = block(x, past[i])
-        if not config.groups:
-            return x, None, None, None, state._replace(past=past)
         if masked is not None:
             below = self.embedding(ids.masked_fill(masked, config.vocab_size + 1))
-        below = below if config.encoder == 'tokens' else x
-        below = torch.cat([state.unfinished, below], dim=1)
-        N = below.size(1) // S
-        state = state._replace(past=past, unfinished=below[:, N * S:].clone())
-        if not N:                                                   # a short piece
-            return x, below[:, None, :0], None, None, state
-        chunks, k, v = self.encoder(below[:, :N * S].unflatten(1, (N, S)))
-        landmarks = torch.cat([state.landmarks, chunks[:, :, -1]], dim=1)
-        state = state._replace(landmarks=landmarks)
-        if store:
-            kv = torch.stack([k, v]).unflatten(2, (N, S))
-            kv = kv.half() if kv.dtype == torch.float32 else kv     # fp64 remains, for the tests
-            if self.offload:                # in a file without a name, which ends with its last use
+        if config.groups:
+            below = below if config.encoder == 'tokens' else x
+            unfinished = torch.cat([unfinished, below], dim=1)
+        N = unfinished.size(1) // S
+        if N:
+            chunks, k, v = self.encoder(unfinished[:, :N * S].unflatten(1, (N, S)))
+            landmarks = torch.cat([landmarks, chunks[:, :, -1]], dim=1)
+        if N and store:
+            new = torch.stack([k, v]).unflatten(2, (N, S))
+            new = new.half() if new.dtype == torch.float32 else new     # fp64 is for the tests
+            if self.offload:                # a file that loses its name, and ends with its last use
                 with tempfile.NamedTemporaryFile(dir=self.offload) as file:
-                    kv.cpu().numpy().tofile(file)
-                    mapped = torch.from_file(file.name, size=kv.numel(), dtype=kv.dtype)
-                kv = mapped.view(kv.shape)
-            state = state._replace(kv=state.kv + list(kv.unbind(2)))
+                    mapped = torch.from_file(file.name, True, new.numel(), dtype=new.dtype)
+                new = mapped.view(new.shape).copy_(new)
+            kv = kv + list(new.unbind(2))
+        state = State(past, unfinished[:, N * S:].clone(), landmarks, kv, reads)
         return x, chunks, k, v, state
 
     def encode(self, tokens, state=None, doc=None, noise=None, masked=None):
@@ -447,7 +444,7 @@ class DRT(nn.Module):
 
     def forward(self, batch, progress):
         """
-        batch: tokens, targets, doc (B, T) int64 (target -1: not scored), seed; progress: 0 to 1
+        batch: see data.Batch; progress: 0 to 1
         -> loss () in nats per token (in eval mode without noise and MLM), a dict to log
         """
         config, n, device = self.config, self.config.chunk_size - 1, batch.tokens.device
