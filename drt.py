@@ -91,7 +91,7 @@ PRESETS = {                 # 124m: App. A.1; its base LMs are --groups 0, also 
 @dataclass
 class EvalConfig:
     retriever: Literal['', 'learned', 'random', 'off'] = ''     # of DRT, instead of the trained one
-    offload: str = ''           # drt: keys and values in files there, 4 n_embd bytes a position
+    offload: str = ''           # drt: folder for keys and values, 4 n_embd bytes a position
 
 
 def batches(config):
@@ -359,7 +359,7 @@ class DRT(nn.Module):
     def read_lower(self, tokens, state, masked=None, store=True):
         """
         The lower layers and the chunk encoder on tokens (B, T), which continue the text of state;
-        masked (B, L): what the encoder does not see; store: k and v in the state
+        masked (B, L): what the encoder does not see; store: whether the state keeps k and v
         -> x (B, L, C), C_k (B, N, S, C), k and v (B, N S, H, D) of N chunks that end here, state
         """
         config, S = self.config, self.config.chunk_size
@@ -367,7 +367,8 @@ class DRT(nn.Module):
         past, chunks, k, v = list(past), None, None, None
         ids, blocks = tokens, [*self.lower, *self.upper]            # of the base LM
         if config.groups:
-            ids, blocks = self.insert(tokens, config.vocab_size, unfinished.size(1)), self.lower
+            ids = self.insert(tokens, config.vocab_size, unfinished.size(1))
+            blocks = self.lower
         x = below = self.embedding(ids)                             # (B, L, C)
         for i, block in enumerate(blocks):
             x, past[i] = block(x, past[i])
@@ -383,10 +384,11 @@ class DRT(nn.Module):
         if N and store:
             new = torch.stack([k, v]).unflatten(2, (N, S))
             new = new.half() if new.dtype == torch.float32 else new     # fp64 is for the tests
-            if self.offload:                # a file that loses its name, and ends with its last use
+            if self.offload:                # to a file, unlinked at once: freed with the tensor
                 with tempfile.NamedTemporaryFile(dir=self.offload) as file:
-                    mapped = torch.from_file(file.name, True, new.numel(), dtype=new.dtype)
-                new = mapped.view(new.shape).copy_(new)
+                    new.cpu().view(torch.uint8).numpy().tofile(file)
+                    mapped = torch.from_file(file.name, size=new.numel(), dtype=new.dtype)
+                new = mapped.view(new.shape)
             kv = kv + list(new.unbind(2))
         state = State(past, unfinished[:, N * S:].clone(), landmarks, kv, reads)
         return x, chunks, k, v, state
@@ -444,7 +446,7 @@ class DRT(nn.Module):
 
     def forward(self, batch, progress):
         """
-        batch: see data.Batch; progress: 0 to 1
+        batch: tokens, targets, doc (B, T) int64 (target -1: not scored), seed; progress: 0 to 1
         -> loss () in nats per token (in eval mode without noise and MLM), a dict to log
         """
         config, n, device = self.config, self.config.chunk_size - 1, batch.tokens.device
