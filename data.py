@@ -419,8 +419,8 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
         splits = [split for split in (corpus.train, corpus.val, corpus.test) if split]
         sizes = ', '.join(f'{s.name} {len(s.tokens):,}' for s in splits)
         print(f'{folder}: {sum(len(s.offsets) - 1 for s in splits):,} documents, {sizes} tokens, '
-              f'{corpus.tokenizer.n_vocab:,} ids, fingerprint {corpus.fingerprint}'
-              + f', Python {sys.version.split()[0]}' * (data == 'code'))
+              f'{corpus.tokenizer.n_vocab:,} ids, fingerprint {corpus.fingerprint}, '
+              f'Python {sys.version.split()[0]}')
     return corpus
 
 
@@ -433,25 +433,11 @@ class Batch(NamedTuple):
     seed: int               # another for each batch: the only source of the model's randomness
 
 
-def seed_of(seed, g):
-    """Of the randomness of micro-batch g"""
-    return int.from_bytes(hashlib.sha256(f'{seed} {g}'.encode()).digest()[:8], 'little') >> 1
-
-
-def pack_order(neighbors, rng):
-    """Algorithm 1 of TRIME (§4.3). neighbors: the segments similar to each one, best first"""
-    used, order = np.zeros(len(neighbors), bool), []
-    drawn, c = iter(rng.permutation(len(neighbors))), None
-    while len(order) < len(neighbors):
-        c = next(i for i in drawn if not used[i]) if c is None else c
-        order.append(c)
-        used[c] = True
-        c = next((i for i in neighbors[c] if not used[i]), None)
-    return np.array(order)
-
-
 def pack(split, T, same_document, seed, k=20):
-    """Orders segments by BM25; same_document: a segment follows one of another document (§4.3)."""
+    """
+    Orders segments by BM25 (Algorithm 1 of TRIME): the one most similar to the last, of those not
+    yet taken, comes next. same_document: only of other documents (§4.3)
+    """
     starts = np.arange(0, len(split.tokens) - 1, T)
     stops = np.minimum(starts + T, len(split.tokens) - 1)
     segments, n = [split.tokens[a:b] for a, b in zip(starts, stops)], len(starts)
@@ -465,8 +451,13 @@ def pack(split, T, same_document, seed, k=20):
         a, b = low[i:i + 256, None], high[i:i + 256, None]
         ids, _ = index.search_many(segments[i:i + 256], k + (b - a).max())
         allowed = (ids >= 0) & ((ids < a) | (ids >= b))
-        neighbors += [row[ok][:k].tolist() for row, ok in zip(ids, allowed)]
-    return pack_order(neighbors, np.random.default_rng(seed))
+        neighbors += [row[ok][:k].tolist() for row, ok in zip(ids, allowed)]    # best first
+    order = {}
+    for c in np.random.default_rng(seed).permutation(n).tolist():
+        while c is not None and c not in order:
+            order[c] = True
+            c = next((i for i in neighbors[c] if i not in order), None)
+    return np.array(list(order))
 
 
 class Batches:
@@ -532,7 +523,8 @@ class Batches:
         return self.order[rows[rows < self.n_rows]]
 
     def __getitem__(self, g):
-        return self.take(self.rows(g), seed_of(self.seed, g))
+        sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
+        return self.take(self.rows(g), int.from_bytes(sha[:8], 'little') >> 1)
 
     def take(self, rows, seed):
         """The micro-batch of the sequences with these numbers, (at most B,), padded to B rows"""
@@ -548,55 +540,37 @@ class Batches:
         return Batch(*map(torch.from_numpy, (tokens, targets, np.where(real, doc, -1))), seed)
 
 
-class Needles:
+class Needles(Batches):
     """
     Sentences "Key A opens B." in a text, and questions "Key A", which the text goes on to answer
     (RULER, Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B
     opens C, and the answer is "B, C". A question ends with a chunk, so that its chunk can retrieve
     for the answer; with 2 hops the chunk before ends with it too, so that what this one retrieves
-    tells the next one what to look for. A tenth of all other tokens is predicted too. Micro-batches
-    by number, as in Batches; grow: in how many the sequences become T tokens long, from an eighth
+    tells the next one what to look for. A tenth of all other tokens is predicted too.
+    grow: in how many micro-batches the sequences become T tokens long, from an eighth
     """
-    kind, SIZE = 'needles', 4                                   # of a name
 
     def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32, grow=0):
-        self.split, self.tokenizer, self.hops, self.chunk = split, tokenizer, hops, chunk
-        self.T, self.B, self.seed, self.grow = block_size, micro_batch, seed, grow
-        if block_size % chunk or block_size < 8 * chunk or len(split.tokens) <= block_size:
-            raise DataError(f'--block-size {block_size}: needles take 8 or more chunks of {chunk}')
+        super().__init__(split, 'segments', block_size, micro_batch, seed)
+        self.hops, self.chunk, self.grow = hops, chunk, grow
+        if self.T % chunk or self.T < 8 * chunk:
+            raise DataError(f'--block-size {self.T}: needles take 8 or more chunks of {chunk}')
         self.n_rows = len(split.tokens) // self.T               # of an epoch
-        self.blank = ' ' * (tokenizer.name == 'bytes')          # other words begin with theirs
+        blank = ' ' * (tokenizer.name == 'bytes')               # other words begin with theirs
+        texts = '\nKey' + blank, ' opens' + blank, ',' + blank, '.\n'
+        self.parts = [tokenizer.encode(text).astype(int) for text in texts]     # of a sentence
         word = dict(bytes='[A-Z]', word='[a-z]{3,}').get(tokenizer.name, ' [a-z]{3,}')
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
 
-    def __len__(self):
-        return -(-self.n_rows // self.B)
-
     def rows(self, g):
-        return np.arange(g * self.B, (g + 1) * self.B)
+        """With grow more and shorter sequences at first: as many tokens in each micro-batch"""
+        n = self.B << max(0, 3 - 4 * g // self.grow) if self.grow else self.B
+        return np.arange(g * n, (g + 1) * n)
 
-    def chains(self, rng, n, ids):
-        """(n, hops + 1, SIZE) names; all differ, and none is in ids"""
-        names, text = {}, ids.astype(int).tobytes()
-        while len(names) < n * (self.hops + 1):
-            name = rng.choice(self.words, self.SIZE, replace=False)
-            if name.tobytes() not in text:
-                names[name.tobytes()] = name
-        return np.array([*names.values()]).reshape(n, self.hops + 1, self.SIZE)
-
-    def say(self, *parts):
-        """Texts and names -> ids"""
-        ids = [self.tokenizer.encode(x) if isinstance(x, str) else x for x in parts]
-        return np.concatenate(ids).astype(int)
-
-    def needle(self, a, b):
-        return self.say('\nKey' + self.blank, a, ' opens' + self.blank, b, '.\n')
-
-    def question(self, names):
-        """-> the ids of the question, of the answer's beginning, and of the answer"""
-        more = [x for name in names[2:] for x in (',' + self.blank, name)]
-        return (self.say('\nKey' + self.blank, names[0]), self.say(' opens' + self.blank),
-                self.say(names[1], *more))
+    def take(self, rows, seed):
+        n = self.T // self.chunk // max(1, len(rows) // self.B)             # chunks of a sequence
+        tokens, targets = torch.tensor(np.stack([self.row(r, n) for r in rows], axis=1))
+        return Batch(tokens, targets, torch.tensor(rows)[:, None].expand_as(tokens), seed)
 
     def row(self, r, n):
         """Sequence r, of n chunks: half with needles, then half with questions -> ids, targets"""
@@ -605,30 +579,38 @@ class Needles:
         ids = self.split.tokens[start:start + n * c + 1].astype(int)
         scored = rng.random(len(ids)) < 0.1
         chains = self.chains(rng, rng.integers(1, half // self.hops + 1), ids)
-        needles = [self.needle(*pair) for names in chains for pair in pairwise(names)]
-        for at, needle in zip(rng.permutation(half) * c, needles):
-            at += rng.integers(max(1, c - len(needle)))
-            ids[at:at + len(needle)] = needle
+        pairs = [pair for names in chains for pair in pairwise(names)]
+        self.hide(rng, ids, zip(rng.permutation(half), pairs))
         answers = rng.permutation(np.arange(half + self.hops, n, self.hops)) * c
         for at, names in zip(answers, chains):
-            question, begin, answer = self.question(names)
-            for end in range(at, at - self.hops * c, -c):
-                ids[end - len(question):end] = question
-            text = np.concatenate([begin, answer, self.say('.\n')])
+            question, opens, answer, end = self.sentence(names)
+            ids[at - self.hops * c:at].reshape(-1, c)[:, -len(question):] = question
+            text = np.concatenate([opens, answer, end])
             ids[at:at + len(text)] = text
-            scored[at + len(begin):][:len(answer)] = True
+            scored[at + len(opens):][:len(answer)] = True
         return ids[:-1], np.where(scored, ids, -1)[1:]
 
-    def take(self, rows, seed, n=0):
-        """The sequences of these numbers, of n chunks, or T tokens"""
-        pairs = [self.row(r, n or self.T // self.chunk) for r in rows]
-        tokens, targets = (torch.from_numpy(np.array(x)) for x in zip(*pairs))
-        return Batch(tokens, targets, torch.tensor(rows)[:, None].expand_as(tokens), seed)
+    def chains(self, rng, n, ids):
+        """(n, hops + 1, 4) words of names; all names differ, and none is in ids"""
+        names, text = {}, ids.tobytes()
+        while len(names) < n * (self.hops + 1):
+            name = rng.choice(self.words, 4, replace=False)
+            if name.tobytes() not in text:
+                names[name.tobytes()] = name
+        return np.array([*names.values()]).reshape(n, self.hops + 1, 4)
 
-    def __getitem__(self, g):
-        parts = 1 << max(0, 3 - 4 * g // self.grow) if self.grow else 1
-        rows = np.arange(g * self.B * parts, (g + 1) * self.B * parts)
-        return self.take(rows, seed_of(self.seed, g), self.T // self.chunk // parts)
+    def hide(self, rng, ids, needles):
+        """Writes a sentence into each of these chunks of ids; needles: (chunk, names)"""
+        for at, names in needles:
+            needle = np.concatenate(self.sentence(names))
+            at = at * self.chunk + rng.integers(max(1, self.chunk - len(needle)))
+            ids[at:at + len(needle)] = needle
+
+    def sentence(self, names):
+        """Ids of "Key A opens B, C.": of the question, of " opens", of the answer, of the end"""
+        key, opens, comma, end = self.parts
+        answer = [ids for name in names[1:] for ids in (comma, name)]
+        return np.append(key, names[0]), opens, np.concatenate(answer[1:]), end
 
 
 if __name__ == '__main__':

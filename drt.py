@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gca_kernel import gca, gca_plan, why_not_triton
+from gca_kernel import gca, gca_plan
 
 
 @dataclass
@@ -69,10 +69,10 @@ class DRTConfig:
     sink: bool = False          # a key and a value of zero in each chunk (official code: yes)
 
     def __post_init__(self):
-        least = dict(window=2, chunk_size=2, n_inner=0, groups=0)
         for name, value in vars(self).items():
-            if type(value) is int and value < least.get(name, 1):
-                raise ValueError(f'{name} {value} is below {least.get(name, 1)}')
+            least = dict(window=2, chunk_size=2, n_inner=0, groups=0).get(name, 1)
+            if type(value) is int and value < least:
+                raise ValueError(f'{name} {value} is below {least}')
         if self.n_embd % (2 * self.n_head) or self.n_layer % max(1, 2 * self.groups):
             raise ValueError(f'n_embd {self.n_embd} must be a multiple of 2 n_head {self.n_head}, '
                              f'n_layer {self.n_layer} of 2 groups {self.groups}')
@@ -91,7 +91,7 @@ PRESETS = {                 # 124m: App. A.1; its base LMs are --groups 0, also 
 @dataclass
 class EvalConfig:
     retriever: Literal['', 'learned', 'random', 'off'] = ''     # of DRT, instead of the trained one
-    offload: str = ''           # drt: keeps keys and values in files of this folder (section 3.3)
+    offload: str = ''           # drt: folder for keys and values, 4 n_embd bytes a position
 
 
 def batches(config):
@@ -267,12 +267,12 @@ class ChunkEncoder(nn.Module):
     def __init__(self, config):
         super().__init__()
         C, self.n_head, self.shift = config.n_embd, config.n_head, config.shift_values
+        n_layer = 0 if config.encoder == 'none' else config.n_encoder
         self.blocks = nn.ModuleList(nn.ModuleDict(dict(
             norm1=RMSNorm(C), norm2=RMSNorm(C), mlp=MLP(config), proj=nn.Linear(C, C, bias=False),
-            qkv=nn.Linear(C, 3 * C, bias=False))) for _ in range(config.n_encoder))
-        self.norm_in, self.norm, self.kv = RMSNorm(C), RMSNorm(C), nn.Linear(C, 2 * C, bias=False)
-        if config.encoder == 'none':
-            self.blocks, self.norm_in = nn.ModuleList(), nn.Identity()
+            qkv=nn.Linear(C, 3 * C, bias=False))) for _ in range(n_layer))
+        self.norm_in = RMSNorm(C) if n_layer else nn.Identity()
+        self.norm, self.kv = RMSNorm(C), nn.Linear(C, 2 * C, bias=False)
 
     def forward(self, x):
         """x (B, N, S, C) -> C_k (B, N, S, C), k and v (B, N S, H, D)"""
@@ -303,7 +303,7 @@ class State(NamedTuple):
 
 class DRT(nn.Module):
     """A sliding-window language model whose upper layers attend to chunks that it retrieves."""
-    PIECE = 2048                                # tokens that `stream` processes at a time, at most
+    PIECE = 2048                # tokens of a long text that are processed at once
 
     def __init__(self, config):
         super().__init__()
@@ -356,43 +356,42 @@ class DRT(nn.Module):
         pad = 0, self.config.n_neighbors - K
         return F.pad(w, pad), F.pad(idx.masked_fill(~valid, -1).int(), pad, value=-1)
 
-    def read_lower(self, tokens, state, masked=None):
+    def read_lower(self, tokens, state, masked=None, store=True):
         """
         The lower layers and the chunk encoder on tokens (B, T), which continue the text of state;
-        masked (B, L): what the encoder does not see
+        masked (B, L): what the encoder does not see; store: whether the state keeps k and v
         -> x (B, L, C), C_k (B, N, S, C), k and v (B, N S, H, D) of N chunks that end here, state
         """
-        config, S, past = self.config, self.config.chunk_size, list(state.past)
-        if not config.groups:                                       # no landmarks either
-            x = self.embedding(tokens)
-            for i, block in enumerate([*self.lower, *self.upper]):
-                x, past[i] = block(x, past[i])
-            return x, None, None, None, state._replace(past=past)
-        ids = self.insert(tokens, config.vocab_size, state.unfinished.size(1))
+        config, S = self.config, self.config.chunk_size
+        past, unfinished, landmarks, kv, reads = state
+        past, chunks, k, v = list(past), None, None, None
+        ids, blocks = tokens, [*self.lower, *self.upper]            # of the base LM
+        if config.groups:
+            ids = self.insert(tokens, config.vocab_size, unfinished.size(1))
+            blocks = self.lower
         x = below = self.embedding(ids)                             # (B, L, C)
-        for i, block in enumerate(self.lower):
+        for i, block in enumerate(blocks):
             x, past[i] = block(x, past[i])
         if masked is not None:
             below = self.embedding(ids.masked_fill(masked, config.vocab_size + 1))
-        below = below if config.encoder == 'tokens' else x
-        below = torch.cat([state.unfinished, below], dim=1)
-        N = below.size(1) // S
-        state = state._replace(past=past, unfinished=below[:, N * S:].clone())
-        if not N:                                                   # a short piece
-            return x, below[:, None, :0], None, None, state
-        chunks, k, v = self.encoder(below[:, :N * S].unflatten(1, (N, S)))
-        landmarks = torch.cat([state.landmarks, chunks[:, :, -1]], dim=1)
-        return x, chunks, k, v, state._replace(landmarks=landmarks)
-
-    def store(self, k, v, state):
-        """The state with keys and values (B, N S, H, D) of new chunks, in a file with --offload"""
-        kv = torch.stack([k, v]).unflatten(2, (-1, self.config.chunk_size))
-        kv = kv.half() if kv.dtype == torch.float32 else kv         # fp64 remains, for the tests
-        if self.offload:
-            _, path = tempfile.mkstemp(dir=self.offload)
-            kv.cpu().numpy().tofile(path)
-            kv = torch.from_file(path, size=kv.numel(), dtype=kv.dtype).view(kv.shape)  # mapped
-        return state._replace(kv=state.kv + list(kv.unbind(2)))
+        if config.groups:
+            below = below if config.encoder == 'tokens' else x
+            unfinished = torch.cat([unfinished, below], dim=1)
+        N = unfinished.size(1) // S
+        if N:
+            chunks, k, v = self.encoder(unfinished[:, :N * S].unflatten(1, (N, S)))
+            landmarks = torch.cat([landmarks, chunks[:, :, -1]], dim=1)
+        if N and store:
+            new = torch.stack([k, v]).unflatten(2, (N, S))
+            new = new.half() if new.dtype == torch.float32 else new     # fp64 is for the tests
+            if self.offload:                # to a file, unlinked at once: freed with the tensor
+                with tempfile.NamedTemporaryFile(dir=self.offload) as file:
+                    new.cpu().view(torch.uint8).numpy().tofile(file)
+                    mapped = torch.from_file(file.name, size=new.numel(), dtype=new.dtype)
+                new = mapped.view(new.shape)
+            kv = kv + list(new.unbind(2))
+        state = State(past, unfinished[:, N * S:].clone(), landmarks, kv, reads)
+        return x, chunks, k, v, state
 
     def encode(self, tokens, state=None, doc=None, noise=None, masked=None):
         """
@@ -404,12 +403,10 @@ class DRT(nn.Module):
         config, S, (B, T) = self.config, self.config.chunk_size, tokens.shape
         state = state or self.empty_state(B)
         s, first = state.unfinished.size(1), state.landmarks.size(1)
-        x, chunks, k, v, state = self.read_lower(tokens, state, masked)
+        x, chunks, k, v, state = self.read_lower(tokens, state, masked, store=doc is None)
         if not config.groups:
             return self.norm(x), None, [], state
         N, L = state.landmarks.size(1) - first, x.size(1)
-        if N and doc is None:
-            state = self.store(k, v, state)
         allowed = torch.ones(B, N, first + N, dtype=torch.bool, device=x.device).tril(first - 1)
         if doc is not None:
             docs = self.insert(doc, 0).unflatten(1, (N, S))
@@ -423,7 +420,7 @@ class DRT(nn.Module):
             o = gca(q, keys, values, w, idx, S, S - 1, config.sink, plan=plan, kernel=self.kernel)
             return o[:, s:s + L] if doc is None else o * same.view(B, L, 1, 1)
 
-        size, reads = len(self.upper) // config.groups, []          # layers of a group
+        n_lower, size, reads = len(self.lower), len(self.upper) // config.groups, []
         for g, norm in enumerate(self.landmark_norms):
             h = norm(x[:, S - 1 - s::S])                            # (B, N, C)
             if self.retriever == 'random':                          # a hash of (chunk, group)
@@ -434,16 +431,14 @@ class DRT(nn.Module):
             w, idx = (torch.cat(pair, dim=1) for pair in zip(state.reads[g], new))
             reads.append((w, idx))                                  # landmark n - 1 retrieves for n
             w, idx = (y[:, :-(-(s + L) // S)] for y in (w, idx))
-            retrieves = self.retriever != 'off' and (first + N > 0)
+            retrieves = self.retriever != 'off' and first + N > 0
             if retrieves and doc is None:                           # each retrieved chunk once
                 numbers, idx = idx.clamp(min=0).unique(return_inverse=True)     # (w is 0 at -1)
                 kv = torch.stack([state.kv[i] for i in numbers.tolist()], dim=2)
                 k, v = kv.to(x.device).flatten(2, 3)
             plan = gca_plan(idx, k.size(1) // S) if retrieves else None
-            for i in range(g * size, g * size + size):
-                layer = i + len(self.lower)
-                x, state.past[layer] = self.upper[i](x, state.past[layer],
-                                                     cross_attend if retrieves else None)
+            for i, block in enumerate(self.upper[g * size:g * size + size], n_lower + g * size):
+                x, state.past[i] = block(x, state.past[i], cross_attend if retrieves else None)
         t = torch.arange(s, s + T, device=x.device)                 # landmarks predict nothing
         f = self.norm(x.index_select(1, t + t // (S - 1) - s))
         last = [tuple(y[:, -1:].clone() for y in pair) for pair in reads]
@@ -492,12 +487,10 @@ class DRT(nn.Module):
     @torch.no_grad()
     def stream(self, tokens, state=None):
         """log_probs of tokens (B, t) that continue the text of state, and the new state"""
-        parts, E = [], fp32(self.embedding.weight[:self.config.vocab_size])
-        for piece in tokens.split(self.PIECE, dim=1):
-            f, _, _, state = self.encode(piece, state)
-            with torch.autocast(f.device.type, enabled=False):
-                parts.append((fp32(f) @ E.T).log_softmax(-1))
-        return torch.cat(parts, dim=1), state
+        f, _, _, state = self.encode(tokens, state)
+        with torch.autocast(f.device.type, enabled=False):
+            logits = fp32(f) @ fp32(self.embedding.weight[:self.config.vocab_size]).T
+        return logits.log_softmax(-1), state
 
     @torch.no_grad()
     def read(self, tokens, state=None):
@@ -508,10 +501,9 @@ class DRT(nn.Module):
         state, T, config = state or self.empty_state(len(tokens)), tokens.size(1), self.config
         begin = max(0, T - len(self.upper) * config.window - 2 * config.chunk_size)
         for i in range(0, begin, 8 * self.PIECE):
-            _, _, k, v, state = self.read_lower(tokens[:, i:min(begin, i + 8 * self.PIECE)], state)
-            state = state if k is None else self.store(k, v, state)
+            state = self.read_lower(tokens[:, i:min(begin, i + 8 * self.PIECE)], state)[-1]
         for i in range(begin, T, self.PIECE):
-            state = self.encode(tokens[:, i:i + self.PIECE], state)[3]
+            state = self.encode(tokens[:, i:i + self.PIECE], state)[-1]
         return state
 
     def log_p(self, tokens):
@@ -539,18 +531,7 @@ class DRT(nn.Module):
 
     def prepare_eval(self, corpus, args, path, progress):
         self.config.retriever = self.retriever = args.retriever or self.config.retriever
-        if args.offload:                                            # removed at the end
-            self.folder = tempfile.TemporaryDirectory(dir=args.offload)
-            self.offload, C = self.folder.name, self.config.n_embd
-            print(f'{self.offload}: {4 * C / 1000:.2f} GB for each million positions')
-
-
-def setup(model, corpus, batches, config, *args):
-    """SystemExit if --kernel triton cannot run. Returns a function that changes no batch."""
-    q = model.embedding.weight.half().unflatten(1, (model.config.n_head, -1))[None]
-    if config.kernel == 'triton' and (reason := why_not_triton(q, model.config.chunk_size)):
-        raise SystemExit(f'--kernel triton cannot run: {reason}')
-    return lambda batch, g: batch
+        self.offload = args.offload
 
 
 # --------------------------------------------------------------------------------------------------

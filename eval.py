@@ -447,23 +447,20 @@ def niah_depths(run, needles, n_chunks, depths, rng):
     ids = np.take(run.split.tokens, start + np.arange(n_chunks * c), mode='wrap').astype(int)
     chains, slots = needles.chains(rng, len(depths), ids), [int(d * (n_chunks - 3)) for d in depths]
     free = np.setdiff1d(rng.permutation(n_chunks - 2)[:99], slots)
-    hidden = [*zip(slots, chains[:, :2]), *zip(free, chains[:, 1:] if needles.hops > 1 else [])]
-    for slot, names in hidden:
-        needle = needles.needle(*names[:2])
-        at = slot * c + rng.integers(max(1, c - len(needle)))
-        ids[at:at + len(needle)] = needle
+    more = zip(free, chains[:, 1:]) if needles.hops > 1 else []
+    needles.hide(rng, ids, [*zip(slots, chains[:, :2]), *more])
     text = torch.from_numpy(ids).to(device)
     text, end = text.split([(n_chunks - needles.hops) * c, needles.hops * c])
     read, right = model.read(text[None]), []
     for names in chains:
-        question, begin, answer = (torch.from_numpy(x).to(device) for x in needles.question(names))
+        question, opens, answer, _ = (torch.tensor(x).to(device) for x in needles.sentence(names))
         end.view(-1, c)[:, -len(question):] = question
-        said, pending, state = [], torch.cat([end, begin]), read
+        found, pending, state = [], torch.cat([end, opens]), read
         for _ in answer:
             log_probs, state = model.stream(pending[None], state)
             pending = log_probs[0, -1:].argmax(-1)
-            said.append(pending.item())
-        right.append(said == answer.tolist())
+            found.append(pending.item())
+        right.append(found == answer.tolist())
     return right
 
 

@@ -3,7 +3,7 @@ data.py: tokenizers, corpora on disk, batches; against brute force and definitio
 
     $ python -m pytest tests/test_data.py
 """
-import hashlib, io, json, os, random, shutil, signal, zipfile
+import hashlib, io, itertools, json, os, random, shutil, signal, zipfile
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -378,3 +378,14 @@ def test_needles(name, hops, grow):
                     assert scored[end - (5 * hops - 1):end].all()       # four words, a comma
                     asked += 1
             assert 0 < asked <= len(opens) // hops and scored.mean() < 0.35
+
+
+def test_names_differ_and_are_not_in_the_text():
+    """Of the 24 orders of four words, a text has 18: the six names are the others."""
+    names = [' '.join(p) for p in itertools.permutations(['aaa', 'bbb', 'ccc', 'ddd'])]
+    text = '\n'.join(names[:18] * 4)
+    tokenizer = Tokenizer.train('word', [text])
+    ids = tokenizer.encode(text).astype(int)
+    needles = data.Needles(Split('train', ids, np.array([0, len(ids)])), tokenizer, 1, 256, 2, 0)
+    found = needles.chains(np.random.default_rng(0), 3, ids).reshape(6, 4)
+    assert sorted(map(tokenizer.decode, found)) == names[18:]
