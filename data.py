@@ -326,7 +326,9 @@ class Corpus:
         """Of a split, see Batches; Needles with hops"""
         if self.hops:
             return Needles(split, self.tokenizer, self.hops, how['block_size'], how['micro_batch'],
-                           how['seed'], chunk, grow)
+                           how['seed'], how.get('fold', -1), chunk, grow)
+        if grow:
+            raise DataError('--grow-context is for --data niah or niah2')
         return Batches(split, **how)
 
 
@@ -350,7 +352,7 @@ def write_split(path, sources, tokenizer, quiet):
 def prepare(folder, sources, tokenizer, vocab_size, quiet):
     """Writes a corpus to a temporary folder and renames it: an incomplete one is never opened."""
     if not sources['train']:
-        raise DataError(f'no text for {folder}: --data is a path, code, {", ".join(DOWNLOADS)}')
+        raise DataError(f'no text for {folder}: --data is a path, code or {", ".join(DOWNLOADS)}')
     if not isinstance(tokenizer, Tokenizer):
         size = sum(stop - start for _, start, stop in sources['train'])
         every = -(-size // BPE_SAMPLE) if tokenizer == 'bpe' else 1
@@ -542,30 +544,38 @@ class Batches:
 
 class Needles(Batches):
     """
-    Sentences "Key A opens B." in a text, and questions "Key A", which the text goes on to answer
-    (RULER, Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B
-    opens C, and the answer is "B, C". A question ends with a chunk, so that its chunk can retrieve
-    for the answer; with 2 hops the chunk before ends with it too, so that what this one retrieves
-    tells the next one what to look for. A tenth of all other tokens is predicted too.
-    grow: in how many micro-batches the sequences become T tokens long, from an eighth
+    Sentences "Key A opens B." in a text, and questions "Key A", each followed by its answer (RULER,
+    Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B opens
+    C, and the answer is "B, C". A question ends with a chunk, so that this chunk can retrieve for
+    the answer; with 2 hops the chunk before ends with it too, so that what that one retrieves can
+    be part of what this one looks for. A tenth of all other tokens is predicted too.
+    grow: of so many micro-batches, the first quarter has sequences of an eighth of T tokens, the
+    next ones of a quarter, of a half and of T. fold 0 or 1: sequences of even or odd number
     """
 
-    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32, grow=0):
+    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, fold=-1, chunk=32,
+                 grow=0):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
-        self.hops, self.chunk, self.grow = hops, chunk, grow
-        if self.T % chunk or self.T < 8 * chunk:
-            raise DataError(f'--block-size {self.T}: needles take 8 or more chunks of {chunk}')
+        self.hops, self.fold, self.chunk, self.grow = hops, fold, chunk, grow
+        least = 32 * hops if grow else 8
+        if self.T % chunk or self.T < least * chunk:
+            raise DataError(f'--block-size {self.T}: needles take a multiple of {chunk}, from '
+                            f'{least * chunk} on')
         self.n_rows = len(split.tokens) // self.T               # of an epoch
         blank = ' ' * (tokenizer.name == 'bytes')               # other words begin with theirs
         texts = '\nKey' + blank, ' opens' + blank, ',' + blank, '.\n'
         self.parts = [tokenizer.encode(text).astype(int) for text in texts]     # of a sentence
         word = dict(bytes='[A-Z]', word='[a-z]{3,}').get(tokenizer.name, ' [a-z]{3,}')
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
+        if len(self.words) < 16 or sum(map(len, self.parts)) + 4 * hops + 8 > chunk:
+            raise DataError(f'needles: fewer than 16 words to choose from, or chunks of {chunk} '
+                            'tokens are too short for a question and an answer')
 
     def rows(self, g):
         """With grow more and shorter sequences at first: as many tokens in each micro-batch"""
         n = self.B << max(0, 3 - 4 * g // self.grow) if self.grow else self.B
-        return np.arange(g * n, (g + 1) * n)
+        rows = np.arange(g * n, (g + 1) * n)
+        return rows if self.fold < 0 else 2 * rows + self.fold
 
     def take(self, rows, seed):
         n = self.T // self.chunk // max(1, len(rows) // self.B)             # chunks of a sequence
@@ -574,7 +584,8 @@ class Needles(Batches):
 
     def row(self, r, n):
         """Sequence r, of n chunks: half with needles, then half with questions -> ids, targets"""
-        rng, c, half = np.random.default_rng([self.seed, r]), self.chunk, n // 2
+        seed, c, half = [self.seed, r, n, len(self.split.tokens)], self.chunk, n // 2
+        rng = np.random.default_rng(seed)                       # others in val than in train
         start = rng.integers(len(self.split.tokens) - n * c)
         ids = self.split.tokens[start:start + n * c + 1].astype(int)
         scored = rng.random(len(ids)) < 0.1

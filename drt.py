@@ -28,7 +28,7 @@ Where this differs from the paper, and why
     Retrieval never crosses documents that are joined in a sequence. Self-attention does, within a
     window: one (H, W, 2W) bias serves all blocks, masks of documents would take B T / W times that.
     Initial weights: 0.02 sqrt(768 / C), the official scale; those that add to the residual are
-    scaled by depth. Not here: retrieval from a corpus (§3.3, Table 4).
+    scaled by depth (not W_O of GCA). Not here: retrieval from a corpus (§3.3, Table 4).
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
@@ -37,6 +37,7 @@ import math
 import tempfile
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gca_kernel import gca, gca_plan
+from gca_kernel import gca, gca_plan, why_not_triton
 
 
 @dataclass
@@ -472,7 +473,7 @@ class DRT(nn.Module):
             rows = (w > 0).any(2).sum().clamp(min=1)                # chunks that read any
             distance = torch.arange(N, device=device)[:, None] - idx
             log = dict(top_weight=w.amax(2).sum() / rows, chunks_back=(w * distance).sum() / rows)
-            unit = F.normalize(chunks[:, :, -1].detach(), dim=2)    # 1: all are alike
+            unit = F.normalize(chunks[:, :, -1].detach(), dim=2)    # 1: all alike; 1/N: none
             log['landmark_cosine'] = unit.mean(1).square().sum(1).mean()
         if masked is not None:                                      # §3.2: MLM trains the encoder
             mlm = nll(chunks.flatten(1, 2)[masked], self.insert(tokens, 0)[masked])
@@ -499,7 +500,8 @@ class DRT(nn.Module):
         the last tokens, all that the attention of a later one can reach through every layer
         """
         state, T, config = state or self.empty_state(len(tokens)), tokens.size(1), self.config
-        begin = max(0, T - len(self.upper) * config.window - 2 * config.chunk_size)
+        chunks = (1 + config.groups) * config.chunk_size            # a group follows another
+        begin = max(0, T - len(self.upper) * config.window - chunks)
         for i in range(0, begin, 8 * self.PIECE):
             state = self.read_lower(tokens[:, i:min(begin, i + 8 * self.PIECE)], state)[-1]
         for i in range(begin, T, self.PIECE):
@@ -532,6 +534,16 @@ class DRT(nn.Module):
     def prepare_eval(self, corpus, args, path, progress):
         self.config.retriever = self.retriever = args.retriever or self.config.retriever
         self.offload = args.offload
+        if args.offload and not Path(args.offload).is_dir():
+            raise SystemExit(f'--offload {args.offload} is no folder')
+
+
+def setup(model, corpus, batches, config, *args):
+    """SystemExit if --kernel triton cannot run. Returns a function that changes no batch."""
+    q = model.embedding.weight.half().unflatten(1, (model.config.n_head, -1))[None]
+    if config.kernel == 'triton' and (reason := why_not_triton(q, model.config.chunk_size)):
+        raise SystemExit(f'--kernel triton cannot run: {reason}')
+    return lambda batch, g: batch
 
 
 # --------------------------------------------------------------------------------------------------

@@ -439,14 +439,16 @@ def speed(runs, args, rounds=5):
 def niah_depths(run, needles, n_chunks, depths, rng):
     """
     Hides a needle at each depth (with 2 hops, the second ones anywhere) of a text of whole chunks,
-    reads it once, and asks for each needle -> whether all tokens of the answer, drawn greedily, are
-    right: a bool for each depth
+    reads it once, and continues it by the question of each needle -> whether all tokens of the
+    answer, drawn greedily, are right: a bool for each depth
     """
     model, c, device = run.model, needles.chunk, run.documents[0].device
     start = rng.integers(len(run.split.tokens))
     ids = np.take(run.split.tokens, start + np.arange(n_chunks * c), mode='wrap').astype(int)
     chains, slots = needles.chains(rng, len(depths), ids), [int(d * (n_chunks - 3)) for d in depths]
-    free = np.setdiff1d(rng.permutation(n_chunks - 2)[:99], slots)
+    if len({*slots}) < len(slots):
+        raise SystemExit(f'--depths: two needles share a chunk of {n_chunks}')
+    free = [i for i in rng.permutation(n_chunks - 2)[:99] if i not in slots]
     more = zip(free, chains[:, 1:]) if needles.hops > 1 else []
     needles.hide(rng, ids, [*zip(slots, chains[:, :2]), *more])
     text = torch.from_numpy(ids).to(device)
@@ -474,7 +476,7 @@ def niah(runs, args):
     for run in runs:
         chunk = run.module.batches(run.model.config).get('chunk', 32)
         hops = run.corpus.hops or 1
-        needles = data.Needles(run.split, run.tokenizer, hops, 8 * chunk, 1, 0, chunk)
+        needles = data.Needles(run.split, run.tokenizer, hops, 8 * chunk, 1, 0, chunk=chunk)
         for name, length in args.lengths.items():
             began, rounds = time.time(), 10 if length <= 2 ** 16 else 4 if length <= 2 ** 20 else 1
             right = [niah_depths(run, needles, length // chunk, args.depths,
@@ -521,7 +523,8 @@ def main(argv=None):
             parser.error(f'--{flag} {path} cannot be written')
     try:
         unit = {'k': 2 ** 10, 'm': 2 ** 20}
-        lengths = {x: int(x.strip('km')) * unit.get(x[-1:], 1) for x in args.lengths.split(',')}
+        lengths = {x: int(x[:-1]) * unit[x[-1]] if x[-1:] in unit else int(x)
+                   for x in args.lengths.split(',')}
         depths = [int(x) / 100 for x in args.depths.split(',')]
         assert 0 <= min(depths) and max(depths) <= 1 and min(lengths.values()) >= 512
     except (ValueError, AssertionError):

@@ -31,8 +31,8 @@ Where we differ from the paper, and why
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
     Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
     The reference LM (paper: Pythia 1.4B) is trained here on every second document and scores the
-    others. Chunks without scores have BM25 as teacher and no L_ret; a scored chunk without
-    positives learns to retrieve nothing. RPT-Lex: the candidate of rank r has s_t = 1 - r / J.
+    others. Chunks without scores have BM25 as teacher and no L_ret; to a scored chunk without
+    positives the teacher gives no neighbors. RPT-Lex: the candidate of rank r has s_t = 1 - r / J.
     Short documents share a sequence; self-attention alone crosses them, as in Transformer-XL.
 
     $ python rpt.py                         a demo, on a CPU
@@ -94,6 +94,8 @@ class RPTConfig:
             raise ValueError(f'window {self.window} is no multiple of 2 x chunk_size')
         if self.retriever != 'none' and self.block_size < self.window + 2 * self.chunk_size:
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
+        if not 0 <= self.dropout <= 1 or not 0 <= self.eta <= 1:
+            raise ValueError(f'dropout {self.dropout}, eta {self.eta}: from 0 to 1')
         if self.reference and self.retriever != 'sem':
             raise ValueError('a reference is for retriever sem')
 
@@ -538,6 +540,9 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         return lambda batch, g: batch
     idf = corpus_idf(corpus.train.tokens, m, c.vocab_size)
     facts = [corpus.fingerprint, c.retriever, config.fold, c.block_size, c.window, m, J]
+    facts += [corpus.hops, config.seed] if corpus.hops else []
+    if config.grow_context:
+        raise SystemExit('--grow-context: the scores are of sequences of one length')
     if c.retriever == 'bm25':
         model.idf.copy_(idf)
     if c.retriever == 'sem':

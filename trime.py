@@ -623,8 +623,9 @@ class TRIME(nn.Module):
         """
         parts = []
         for f, g, state in self.windows(tokens, state):
-            words = self.embedding.logits(f.flatten(0, 1))
-            log_probs = self.inference.log_p(*words, self.memories(g, state))
+            with torch.autocast(f.device.type, enabled=False):
+                words = self.embedding.logits(fp32(f).flatten(0, 1))
+                log_probs = self.inference.log_p(*words, self.memories(fp32(g), state))
             parts.append(log_probs.unflatten(0, f.shape[:2]))       # (B, q, V)
         return torch.cat(parts, dim=1), state
 
