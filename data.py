@@ -567,7 +567,8 @@ class Needles(Batches):
         self.parts = [tokenizer.encode(text).astype(int) for text in texts]     # of a sentence
         word = dict(bytes='[A-Z]', word='[a-z]{3,}').get(tokenizer.name, ' [a-z]{3,}')
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
-        if len(self.words) < 16 or sum(map(len, self.parts)) + 4 * hops + 8 > chunk:
+        longest = np.concatenate(self.sentence(np.zeros((hops + 1, 4), int)))
+        if len(self.words) < 16 or len(longest) > chunk:
             raise DataError(f'needles: fewer than 16 words to choose from, or chunks of {chunk} '
                             'tokens are too short for a question and an answer')
 

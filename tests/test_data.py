@@ -384,8 +384,9 @@ def test_names_differ_and_are_not_in_the_text():
     """Of the 24 orders of four words, a text has 18: the six names are the others."""
     names = [' '.join(p) for p in itertools.permutations(['aaa', 'bbb', 'ccc', 'ddd'])]
     text = '\n'.join(names[:18] * 4)
-    tokenizer = Tokenizer.train('word', [text])
+    tokenizer = Tokenizer.train('word', [text, ' '.join(3 * a for a in 'efghijklmnopq')])
     ids = tokenizer.encode(text).astype(int)
     needles = data.Needles(Split('train', ids, np.array([0, len(ids)])), tokenizer, 1, 256, 2, 0)
+    needles.words = tokenizer.encode('aaa bbb ccc ddd').astype(int)
     found = needles.chains(np.random.default_rng(0), 3, ids).reshape(6, 4)
     assert sorted(map(tokenizer.decode, found)) == names[18:]

@@ -461,6 +461,7 @@ class Config:
     fold: int = -1
     init: str = ''
     dtype: str = 'fp32'
+    grow_context: bool = False
 
 CONFIG = Config()
 
