@@ -1,8 +1,4 @@
-"""
-bm25.py against its formula in Python's floats.
-
-    $ python -m pytest tests/test_bm25.py
-"""
+"""bm25.py against its formula in Python's floats."""
 from collections import Counter
 from math import inf, log
 

@@ -1,8 +1,4 @@
-"""
-data.py: tokenizers, corpora on disk, batches; against brute force and definitions.
-
-    $ python -m pytest tests/test_data.py
-"""
+"""data.py: tokenizers, corpora on disk, batches; against brute force and definitions."""
 import hashlib, io, itertools, json, os, random, shutil, signal, zipfile
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor

@@ -1,8 +1,4 @@
-"""
-DRT against its definitions, by loops in fp64.
-
-    $ python -m pytest -q tests/test_drt.py
-"""
+"""DRT against its definitions, by loops in fp64."""
 import io
 import math
 from types import SimpleNamespace
@@ -200,11 +196,11 @@ def test_documents_are_respected():
     dict(sink=True), dict(retriever='random'), dict(retriever='off'), dict(n_neighbors=20)],
     ids=str)
 def test_streaming_equals_one_pass(settings, monkeypatch, tmp_path):
-    """Pieces of any size: the same log P and the same chunks, of up to 38; log_p is of them."""
+    """Pieces of any size: the same log P and the same chunks, of up to 38; also after read."""
     model, tokens = small(**settings), random_tokens(t=120)
     full = model.log_probs(tokens)
     reads = model.encode(tokens)[2]
-    monkeypatch.setattr(DRT, 'PIECE', 50)                       # of log_p
+    monkeypatch.setattr(DRT, 'PIECE', 20)                       # of log_p and read
     model.offload = str(tmp_path)
     for sizes in ([1] * 120, [3] * 40, [4] * 30, [7, 51, 1, 61], [120]):
         state, parts = None, []
@@ -213,21 +209,13 @@ def test_streaming_equals_one_pass(settings, monkeypatch, tmp_path):
             parts.append(log_probs)
         torch.testing.assert_close(torch.cat(parts, dim=1), full, rtol=0, atol=EPS)
         torch.testing.assert_close(state.reads, [(w[:, -1:], idx[:, -1:]) for w, idx in reads])
-    log_p = full[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
-    torch.testing.assert_close(model.log_p(tokens[0]), log_p, rtol=0, atol=EPS)
-
-
-@pytest.mark.parametrize('settings', [{}, dict(groups=1), dict(groups=0)], ids=str)
-def test_what_follows_a_text_that_is_read(settings, monkeypatch):
-    """read skips the upper layers far from the end: what is streamed from its state is the same."""
-    model, tokens = small(**settings), random_tokens(t=200)
-    monkeypatch.setattr(DRT, 'PIECE', 20)
-    full = model.log_probs(tokens)
-    for n in (0, 7, 20, 150, 155):
+    for n in (0, 7, 20, 85, 95):
         state = model.read(tokens[:, :n])
         model.stream(tokens[:, n:].flip(1), state)              # a state is never changed
         found = model.stream(tokens[:, n:], state)[0]
         torch.testing.assert_close(found, full[:, n:], rtol=0, atol=EPS)
+    log_p = full[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
+    torch.testing.assert_close(model.log_p(tokens[0]), log_p, rtol=0, atol=EPS)
 
 
 def test_the_state_is_bounded():
@@ -365,15 +353,6 @@ def test_initial_weights():
     for name, scale in (('embedding', 1), ('lower.0.mlp.proj', 0.25), ('upper.3.gca.proj', 1)):
         std = scale * 0.02 * (768 / 96) ** 0.5
         assert drt[name + '.weight'].std().item() == pytest.approx(std, rel=0.05), name
-
-
-@pytest.mark.slow
-def test_random_tokens_cannot_be_predicted():
-    torch.manual_seed(0)
-    model = DRT(DRTConfig(vocab_size=V, n_layer=2, n_head=2, n_embd=32, window=8, chunk_size=4))
-    learn(model, 150, lambda step: batch_of(torch.randint(V, (8, 60)), seed=step))
-    log_probs = [model.log_p(torch.randint(V, (60,))) for _ in range(160)]
-    assert -torch.cat(log_probs).mean() > math.log(V) - 0.02                # 4 standard deviations
 
 
 def facts(n, generator, n_alike=0):

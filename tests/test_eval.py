@@ -1,8 +1,4 @@
-"""
-eval.py: its numbers by hand, its commands with a stand-in model, the three models in one table.
-
-    $ python -m pytest -q tests/test_eval.py
-"""
+"""eval.py: its numbers by hand, its commands with a stand-in model, the three models in one table."""
 import itertools, json, math, os, pickle, sys, types
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""
-The training loop: resuming, any number of processes, what a user can get wrong.
-
-    $ python -m pytest -q tests/test_train.py
-"""
+"""The training loop: resuming, any number of processes, what a user can get wrong."""
 import dataclasses, json, math, os, random, signal, subprocess, sys, time
 from pathlib import Path
 from unittest.mock import Mock

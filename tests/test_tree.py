@@ -1,8 +1,4 @@
-"""
-The tree as a whole: sizes, imports, and the text that the model files share.
-
-    $ python -m pytest -q tests/test_tree.py
-"""
+"""The tree as a whole: sizes, imports, and the text that the model files share."""
 import ast
 import re
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""
-TRIME against its definitions, by loops in fp64.
-
-    $ python -m pytest -q tests/test_trime.py
-"""
+"""TRIME against its definitions, by loops in fp64."""
 import dataclasses
 import itertools
 import json
@@ -15,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import trime
+from test_train import learn
 from trime import PRESETS, TRIME, Datastore, EvalConfig, Inference, TRIMEConfig, TrimeLoss
 
 torch.set_num_threads(1)                        # the models are tiny
@@ -247,18 +244,6 @@ def test_probabilities_at_test_time(name, stride, store):
         assert torch.allclose(part, log_probs[:, t:], atol=eps)
 
 
-@pytest.mark.parametrize('name', INFERENCES)
-def test_what_sizes_are_tuned_on(name, store):
-    """The first token of each window (16 would follow), with more memories than are used."""
-    model, tokens = with_memories(name, store), random_tokens(6 * T + 3)
-    split, x = SimpleNamespace(tokens=tokens.numpy(), offsets=[0, len(tokens)]), model.inference
-    windows = trime.collect(model, split, x)
-    sizes = [f.size(1) for f, _, _ in model.windows(tokens[None, :-1])]
-    fewer = dataclasses.replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
-    got, model.inference = torch.cat([fewer.log_p(*window)[:, 0] for window in windows]), fewer
-    assert torch.allclose(got, model.log_p(tokens)[np.cumsum([0, *sizes[:-1]])], atol=1e-4)
-
-
 @pytest.mark.parametrize('shuffle', [False, True])
 @pytest.mark.parametrize('name', INFERENCES)
 def test_causality(name, shuffle, store):
@@ -400,41 +385,20 @@ def test_presets(preset, millions, memory, kind):
                                          same_document=preset != 'enwik8')
 
 
-def trained(memory, batches, **settings):
-    """The model, and losses and losses without memory (steps, 2)."""
-    model, losses = small(memory, block_size=16, n_embd=32, ce_warmup=0.05, **settings), []
-    model = TRIME(model.config)                                     # initial weights, fp32
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step, batch in enumerate(batches):
-        loss, log = model(batch, step / len(batches))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append([loss.item(), log['loss_without_memory'].item()])
-    return model, torch.tensor(losses)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('mode', ['none', 'local', 'long', 'ext'])
-def test_random_tokens_cannot_be_predicted(mode):
-    """A target that leaks anywhere brings the loss on fresh data below ln V at once."""
-    batches = [random_batch(seed, vocab=8) for seed in range(500)]
-    model, _ = trained(mode, batches[:300], vocab_size=8, p=0.5)
-    with torch.no_grad():
-        fresh = torch.tensor([model(batch, 1.0)[0].item() for batch in batches[300:]])
-    error = fresh.std() / len(fresh) ** 0.5
-    assert fresh.mean() > math.log(8) - 4 * error               # 4 standard errors: 1 in 30,000
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('memory, p', [('ext', 0.9), ('ext', 0.0), ('none', 0.9)])
 def test_what_only_other_segments_know_is_learned(memory, p):
     """Each micro-batch has a random function and pairs a, f(a) in all segments; f(a) is scored."""
-    batches, doc = [], torch.arange(8)[:, None].expand(8, 16)
-    for step in range(250):
+    def pairs(step):
         f, a = random_tokens(16, seed=step, vocab=16), random_tokens(8, 8, seed=-step, vocab=16)
         tokens = torch.stack([a, f[a]], dim=2).flatten(1)                           # (8, 16)
         targets = torch.stack([f[a], torch.full_like(a, -1)], dim=2).flatten(1)
-        batches += [SimpleNamespace(tokens=tokens, targets=targets, doc=doc, seed=step)]
-    loss, words = trained(memory, batches, vocab_size=16, p=p)[1][-50:].mean(0)
+        doc = torch.arange(8)[:, None].expand(8, 16)
+        return SimpleNamespace(tokens=tokens, targets=targets, doc=doc, seed=step)
+
+    config = small(memory, vocab_size=16, block_size=16, n_embd=32, ce_warmup=0.05, p=p).config
+    model = learn(TRIME(config), 250, pairs).train()
+    logs = [model(pairs(step), 1.0) for step in range(250, 300)]
+    loss = sum(loss.item() for loss, _ in logs) / 50
+    words = sum(log['loss_without_memory'].item() for _, log in logs) / 50
     assert words > 2.5 and (loss < 0.5 if memory == 'ext' else loss > 2.5)          # ln 16 is 2.77
