@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from drt import DRT, DRTConfig
+from test_rpt import batch_of, rope
 from test_train import learn
 
 torch.set_num_threads(1)                        # the models are tiny
@@ -36,18 +37,10 @@ def random_tokens(seed=0, t=T, b=B):
     return torch.randint(V, (b, t), generator=torch.Generator().manual_seed(seed))
 
 
-def batch_of(tokens, doc=None, seed=0):
-    targets = F.pad(tokens[:, 1:], (0, 1), value=-1)
-    doc = torch.zeros_like(tokens) if doc is None else doc
-    return SimpleNamespace(tokens=tokens, targets=targets, doc=doc, seed=seed)
-
-
 def changed(tokens, t):
     """The tokens with another one in place t."""
     return (tokens + F.one_hot(torch.tensor(t), tokens.size(1))) % V
 
-
-# the definition
 
 def mlp(module, x):
     gate, y = (x @ module.fc.weight.T).chunk(2, dim=-1)
@@ -75,20 +68,13 @@ def self_attention(block, x, window):
     return y.flatten(1) @ block.attention.proj.weight.T
 
 
-def rotated(x):
-    """RoPE by complex numbers, x (S, H, D)"""
-    angle = torch.arange(S)[:, None, None] * 10000 ** (-torch.arange(0, 8, 2).double() / 8)
-    z = torch.view_as_complex(x.unflatten(2, (-1, 2))) * torch.exp(1j * angle)
-    return torch.view_as_real(z).flatten(2)
-
-
 def encoded(encoder, x):
     """C_k of one chunk, x (S, C)"""
     if len(encoder.blocks):
         x = encoder.norm_in(x)
     for block in encoder.blocks:
         q, k, v = heads(block.norm1(x), block.qkv.weight, 3)
-        y = torch.stack([attention(q_i, rotated(k), v) for q_i in rotated(q)])
+        y = torch.stack([attention(q_i, rope(k, range(S)), v) for q_i in rope(q, range(S))])
         x = x + y.flatten(1) @ block.proj.weight.T
         x = x + mlp(block.mlp, block.norm2(x))
     return encoder.norm(x)

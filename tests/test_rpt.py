@@ -1,6 +1,6 @@
-"""RPT against its definitions, with loops in fp64; models that learn are marked slow."""
+"""RPT against its definitions, with loops in fp64."""
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +13,7 @@ import rpt
 from rpt import PRESETS, RPT, RPTConfig, bm25_candidates, corpus_idf
 from rpt import ranking_loss, target_scores
 from test_bm25 import formula, ranking
-from test_train import learn
+from train import TrainConfig
 
 V, M, W, K = 23, 4, 2, 2                        # ids, m, chunks of a window, neighbors
 N, B = 11, 2                                    # chunks, sequences
@@ -27,9 +27,8 @@ SETTINGS = [{}, dict(retriever='lex'), dict(retriever='bm25'), dict(retriever='n
 
 
 @pytest.fixture(autouse=True)
-def fp64(request):
-    slow = request.node.get_closest_marker('slow')
-    torch.set_default_dtype(torch.float32 if slow else torch.float64)
+def fp64():
+    torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
 
@@ -88,8 +87,6 @@ def close(a, b, atol=EPS):
 def gather(log_probs, targets):
     return log_probs.gather(-1, targets[..., None])[..., 0]
 
-
-# the definition
 
 def rope(x, positions):
     """x (n, H, D): the complex number x_2d + i x_2d+1 is rotated by p 10000^(-2d/D)."""
@@ -227,8 +224,6 @@ def test_documents_are_respected(retriever, doc):
         close(model.logits(f[b]).log_softmax(-1), log_p)
 
 
-# causality, and nothing too late
-
 @pytest.mark.parametrize('more', SETTINGS)
 def test_the_future_is_invisible(more, t=T - 3):
     """A row of a batch for each changed token: log P changes from this token on, not before."""
@@ -259,16 +254,13 @@ def test_the_loss_in_eval_mode(more):
 def test_without_neighbors_cross_attention_is_zero(retriever):
     """Exactly: chunks before chunk w, and all chunks with an empty choice of a teacher."""
     model, tokens = small(retriever=retriever), tokens_of()
-    on, log_p = model.encode(tokens)[0], model.log_probs(tokens)
+    on = model.encode(tokens)[0]
     empty = model.encode(tokens, teacher=torch.full((B, N, K), -1))[0]
-    loss, _ = model(batch_of(tokens), 0)
     model.retrieval = model.ways()['off']['retrieval']
     off = model.encode(tokens)[0]
     assert torch.equal(empty, off) and torch.equal(on[:, :START], off[:, :START])
-    assert (on - off)[:, START:].abs().max() > EPS and log_p.isfinite().all() and loss.isfinite()
+    assert (on - off)[:, START:].abs().max() > EPS
 
-
-# streaming
 
 @pytest.mark.parametrize('more', SETTINGS)
 def test_streaming_equals_the_full_pass(more, t=12 * M + 3):
@@ -319,8 +311,6 @@ def test_shuffled_draws_permitted_chunks(more, n=40):
     assert sum(same) < n / 2 and len(set(map(tuple, drawn))) > n * 0.8
     assert 0.4 < np.mean(places) < 0.6 and 0.2 < np.std(places) < 0.4  # uniform: 0.5, 0.29
 
-
-# training
 
 def test_scores_and_logits_are_fp32_under_autocast():
     torch.set_default_dtype(torch.float32)
@@ -408,7 +398,7 @@ def test_bm25_candidates(J=3):
 
 @pytest.mark.parametrize('teacher, chances', [('annealed', (1, 0.97, 0.75, 0)),
                                               ('always', (1,) * 4), ('never', (0,) * 4)])
-def test_schedules(teacher, chances, b=600):
+def test_schedules(teacher, chances, b=300):
     """§3.4: the share of chunks with the teacher's neighbors; §3.3: α and τ; gradients of each."""
     model = small(teacher=teacher, n_layer=2, gate=False, alpha=0.5, tau=3.0)
     batch = SimpleNamespace(**{name: x.expand(b, *x.shape[1:]) if torch.is_tensor(x) else x * b
@@ -450,18 +440,7 @@ def test_training_is_determined_by_the_seed():
     assert all(torch.equal(w[name], weights[0][name]) for w in weights[1:] for name in w)
 
 
-# setup
-
-@dataclass
-class Config:
-    tokens_per_step: int = 4 * 48
-    max_steps: int = 3
-    fold: int = -1
-    init: str = ''
-    dtype: str = 'fp32'
-    grow_context: bool = False
-
-CONFIG = Config()
+CONFIG = TrainConfig(tokens_per_step=4 * 48, max_steps=3, dtype='fp32')
 
 
 @pytest.fixture
@@ -537,10 +516,11 @@ def test_scores_are_computed_once(start, monkeypatch):
         start(progress=interrupted)
     n = len(computed)
     assert n == 3 and count() == 12 - n and count() == 0
-    assert count(eta=0.3, tau=1.0) == count(Config(max_steps=2)) == count(micro_batch=4) == 0
+    assert count(eta=0.3, tau=1.0) == count(micro_batch=4) == 0
+    assert count(replace(CONFIG, max_steps=2)) == 0
     for more in (dict(score_every=3), dict(n_candidates=5), dict(window=6 * M), dict(shift=0.1),
                  dict(retriever='lex'), dict(retriever='bm25'), dict(block_size=44),
-                 dict(config=Config(dtype='bf16'))):
+                 dict(config=replace(CONFIG, dtype='bf16'))):
         assert count(**more) > 0, more
     with pytest.raises(SystemExit, match='window'):                     # of the reference LM
         start(window=2 * M)
@@ -586,34 +566,3 @@ def test_ranks_by_loops(n=26):
     assert result['x'] == pytest.approx({name: np.mean(x) for name, x in values.items()})
     with pytest.raises(SystemExit, match='reference'):
         rpt.TASKS['ranks'](runs[:1], corpus, split, args)
-
-
-@pytest.mark.slow
-def test_retrieval_is_learned():
-    """Six keys with values, noise, the keys again: only retrieval knows the second values."""
-    generator, at = torch.Generator().manual_seed(0), torch.arange(15, 27, 2)
-
-    def facts(n, seed=0):
-        keys, values = (torch.randint(16, (n, 6, M), generator=generator) + i for i in (0, 16))
-        asked = torch.rand(n, 6, generator=generator).argsort(1)
-        x, known = torch.randint(32, 40, (n, 28, M), generator=generator), torch.zeros(n, 28, M)
-        x[:, 0:12:2], x[:, 1:12:2], known[:, at + 1] = keys, values, 1
-        rows = torch.arange(n)[:, None]
-        x[:, at], x[:, at + 1] = keys[rows, asked], values[rows, asked]
-        k = torch.arange(26).expand(n, 28, 26)
-        candidates = torch.where(k <= torch.arange(28)[:, None] - W, k, -1)
-        scores = torch.where(candidates >= 0, -1.0, math.nan)
-        scores[:, at] = scores[:, at].scatter(2, 2 * asked[..., None], 1.0)
-        batch = batch_of(x.flatten(1), seed=seed, candidates=candidates, target_scores=scores,
-                         ranked=6 * n)
-        batch.targets = batch.targets.where(F.pad(known.flatten(1)[:, 1:], (0, 1)) > 0, -1)
-        return batch
-    torch.manual_seed(0)
-    model = RPT(RPTConfig(vocab_size=40, block_size=28 * M, n_layer=2, n_embd=64, window=W * M,
-                          chunk_size=M, n_neighbors=1, n_candidates=26))
-    learn(model, 300, lambda step: facts(16, step))
-    batch, nll = facts(64), {}
-    for way, attributes in model.ways().items():
-        vars(model).update(attributes)
-        nll[way] = model(batch, 1)[0].item()
-    assert nll['on'] < 0.3 and min(nll['off'], nll['shuffled']) > 2.5   # at random: ln 16 = 2.77
