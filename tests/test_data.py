@@ -31,7 +31,6 @@ def one_line(function, *args, **kwargs):
     return str(error.value)
 
 
-# tokenizers
 @pytest.mark.parametrize('name, n', [('bytes', 257), ('bpe', 500)])
 def test_decoding_inverts_encoding(name, n):
     saved = json.dumps(Tokenizer.train(name, [words(3000, 0), PROSE], 500).to_dict())
@@ -80,7 +79,6 @@ def test_words():
     assert t.decode(ids) == 'b <unk> \n c \n'
 
 
-# corpora
 def write(folder, **files):
     """Files, from names such as train__a_txt for train/a.txt"""
     for name, text in files.items():
@@ -245,7 +243,6 @@ def test_downloads(tmp_path, monkeypatch):
     assert 'valid.txt' in message and str(folder) in message
 
 
-# batches
 def make_split(lengths=(5, 40, 1, 17, 33, 64, 2)):
     offsets = np.cumsum([0, *lengths])
     return Split('train', 1000 + np.arange(offsets[-1], dtype=np.uint16), offsets)

@@ -243,6 +243,18 @@ def test_probabilities_at_test_time(name, stride, store):
         assert torch.allclose(part, log_probs[:, t:], atol=eps)
 
 
+@pytest.mark.parametrize('name', INFERENCES)
+def test_what_sizes_are_tuned_on(name, store):
+    """The first token of each window (16 would follow), with more memories than are used."""
+    model, tokens = with_memories(name, store), random_tokens(6 * T + 3)
+    split, x = SimpleNamespace(tokens=tokens.numpy(), offsets=[0, len(tokens)]), model.inference
+    windows = trime.collect(model, split, x)
+    sizes = [f.size(1) for f, _, _ in model.windows(tokens[None, :-1])]
+    fewer = dataclasses.replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
+    got, model.inference = torch.cat([fewer.log_p(*window)[:, 0] for window in windows]), fewer
+    assert torch.allclose(got, model.log_p(tokens)[np.cumsum([0, *sizes[:-1]])], atol=1e-4)
+
+
 @pytest.mark.parametrize('shuffle', [False, True])
 @pytest.mark.parametrize('name', INFERENCES)
 def test_causality(name, shuffle, store):
