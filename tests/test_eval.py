@@ -443,3 +443,25 @@ def test_needles_are_found_by_a_model_that_copies(run, monkeypatch):
 def test_the_share_of_repeated_n_grams():
     assert evaluation.repeated([1, 2, 3, 1, 2, 3, 1], n=2) == 0.5       # of 12 23 31 12 23 31
     assert evaluation.repeated([1, 2, 3], n=8) == evaluation.repeated([1, 2, 3, 4], n=2) == 0
+
+
+@pytest.mark.parametrize('flag', ['--json', '--html'])
+def test_a_full_disk_is_one_line(run, monkeypatch, flag):
+    def write(path, text):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(train, 'write', write)
+    with pytest.raises(SystemExit, match='No space') as e:
+        evaluation.main(['a', '--task', 'examples', flag, 'x'])
+    assert '\n' not in str(e.value)
+
+
+def test_the_trained_weights_find_needles(tmp_path, monkeypatch):
+    """assets/drt-niah.pt, on a text that it was not trained on"""
+    monkeypatch.chdir(tmp_path)
+    text = ''.join(f'line {i}: {i * i % 97} apples, {i % 13} pears\n' for i in range(900))
+    Path('a.txt').write_text(text)
+    weights = str(Path(evaluation.__file__).parent / 'assets' / 'drt-niah.pt')
+    Path('drt-niah.pt').write_bytes(Path(weights).read_bytes())
+    rows = evaluate('drt-niah.pt', '--data', 'a.txt', '--task', 'niah', '--lengths', '4k')
+    assert rows[0]['needles'] == 50 and rows[0]['right'] > 0.9, rows

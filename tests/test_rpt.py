@@ -13,6 +13,7 @@ import rpt
 from rpt import PRESETS, RPT, RPTConfig, bm25_candidates, corpus_idf
 from rpt import ranking_loss, target_scores
 from test_bm25 import formula, ranking
+from test_train import learn
 from train import TrainConfig
 
 V, M, W, K = 23, 4, 2, 2                        # ids, m, chunks of a window, neighbors
@@ -560,3 +561,34 @@ def test_ranks_by_loops(n=26):
     assert result['x'] == pytest.approx({name: np.mean(x) for name, x in values.items()})
     with pytest.raises(SystemExit, match='reference'):
         rpt.TASKS['ranks'](runs[:1], corpus, split, args)
+
+
+@pytest.mark.slow
+def test_retrieval_is_learned():
+    """Six keys with values, noise, the keys again: only retrieval knows the second values."""
+    generator, at = torch.Generator().manual_seed(0), torch.arange(15, 27, 2)
+
+    def facts(n, seed=0):
+        keys, values = (torch.randint(16, (n, 6, M), generator=generator) + i for i in (0, 16))
+        asked = torch.rand(n, 6, generator=generator).argsort(1)
+        x, known = torch.randint(32, 40, (n, 28, M), generator=generator), torch.zeros(n, 28, M)
+        x[:, 0:12:2], x[:, 1:12:2], known[:, at + 1] = keys, values, 1
+        rows = torch.arange(n)[:, None]
+        x[:, at], x[:, at + 1] = keys[rows, asked], values[rows, asked]
+        k = torch.arange(26).expand(n, 28, 26)
+        candidates = torch.where(k <= torch.arange(28)[:, None] - W, k, -1)
+        scores = torch.where(candidates >= 0, -1.0, math.nan)
+        scores[:, at] = scores[:, at].scatter(2, 2 * asked[..., None], 1.0)
+        batch = batch_of(x.flatten(1), seed=seed, candidates=candidates, target_scores=scores,
+                         ranked=6 * n)
+        batch.targets = batch.targets.where(F.pad(known.flatten(1)[:, 1:], (0, 1)) > 0, -1)
+        return batch
+    torch.manual_seed(0)
+    model = RPT(RPTConfig(vocab_size=40, block_size=28 * M, n_layer=2, n_embd=64, window=W * M,
+                          chunk_size=M, n_neighbors=1, n_candidates=26))
+    learn(model, 300, lambda step: facts(16, step))
+    batch, nll = facts(64), {}
+    for way, attributes in model.ways().items():
+        vars(model).update(attributes)
+        nll[way] = model(batch, 1)[0].item()
+    assert nll['on'] < 0.3 and min(nll['off'], nll['shuffled']) > 2.5   # at random: ln 16 = 2.77

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import trime
+from test_train import learn
 from trime import PRESETS, TRIME, Datastore, EvalConfig, Inference, TRIMEConfig, TrimeLoss
 
 torch.set_num_threads(1)                        # the models are tiny
@@ -401,3 +402,21 @@ def test_presets(preset, millions, memory, kind):
     assert values['tokens_per_step'] % (config.block_size * config.micro_batch) == 0
     assert trime.batches(config) == dict(kind=kind, consecutive=config.m,
                                          same_document=preset != 'enwik8')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('memory, p', [('ext', 0.9), ('ext', 0.0), ('none', 0.9)])
+def test_what_only_other_segments_know_is_learned(memory, p):
+    """Each micro-batch has a random function and pairs a, f(a) in all segments; f(a) is scored."""
+    def make_batch(step):
+        f, a = random_tokens(16, seed=step, vocab=16), random_tokens(8, 8, seed=-step, vocab=16)
+        tokens = torch.stack([a, f[a]], dim=2).flatten(1)                           # (8, 16)
+        targets = torch.stack([f[a], torch.full_like(a, -1)], dim=2).flatten(1)
+        doc = torch.arange(8)[:, None].expand(8, 16)
+        return SimpleNamespace(tokens=tokens, targets=targets, doc=doc, seed=step)
+
+    config = small(memory, block_size=16, n_embd=32, vocab_size=16, p=p).config
+    model = learn(TRIME(config), 250, make_batch).train()
+    losses = [model(make_batch(step), 1.0) for step in range(250, 300)]
+    loss = np.mean([loss.item() for loss, _ in losses])
+    assert loss < 0.5 if memory == 'ext' else loss > 2.5                # ln 16 is 2.77
