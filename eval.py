@@ -237,13 +237,12 @@ def trace_document(run, tokens):
     differ most, for better or worse, the trace of the token where they differ most. Each trace
     reads all tokens before it again: there are at most REREAD / n.
     """
-    n, config, losses, traces = len(tokens), run.model.config, {}, {}
+    n, losses, traces = len(tokens), {}, {}
     for way in ('off', 'on'):
         run.set_way(way)
         losses[way] = np.append(0, -run.model.log_p(tokens).cpu().double().numpy())     # (n,)
     gain = losses['off'] - losses['on']
-    # TRIME retrieves for each token, the others for a chunk; in DRT's the landmark is no token
-    size = getattr(config, 'chunk_size', 1) - hasattr(config, 'groups')
+    size = run.module.batches(run.model.config).get('chunk', 1)     # without chunks: each token
     starts = np.arange(0, n, size)
     order = np.argsort(-abs(np.add.reduceat(gain, starts)), kind='stable')
     for start in data.progress(starts[order][:max(4, REREAD // n)].tolist(), f'{run.name}: traces'):
@@ -326,7 +325,7 @@ def samples(runs, args):
 
 
 def new_figure(*size):
-    """A figure of matplotlib, or None, with a line that says so"""
+    """A figure of matplotlib; without it, a line and None"""
     try:
         from matplotlib.figure import Figure            # pyplot would need a screen
     except ImportError:

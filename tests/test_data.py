@@ -354,8 +354,8 @@ def test_needles(name, hops, grow):
         n = tokens.size(1) // 31
         assert tokens.shape == ((2 * parts, 992 // parts) if grow else (2, 992))
         for row, target in zip(tokens.numpy(), targets.numpy()):
-            said = tokenizer.decode(row[:n // 2 * 31]).split('\nKey')[1:]
-            opens = dict(sentence.split('.\n')[0].split(' opens') for sentence in said)
+            sentences = tokenizer.decode(row[:n // 2 * 31]).split('\nKey')[1:]
+            opens = dict(sentence.split('.\n')[0].split(' opens') for sentence in sentences)
             names = {*opens, *opens.values()}
             assert len(names) == len(opens) * (hops + 1) // hops
             assert max(tokenizer.decode(row).count(x) for x in names) <= hops + 1   # not in text

@@ -328,7 +328,7 @@ def test_scores_are_fp32_under_autocast():
 
 
 def test_initial_weights():
-    """By name, so that what the base LM and DRT share is equal; GCA's last matrices are large."""
+    """By name, so that what the base LM and DRT share is equal; GCA begins by copying."""
     states = []
     for groups in (0, 2):
         torch.manual_seed(0)
@@ -336,7 +336,9 @@ def test_initial_weights():
     base, drt = states
     assert all(p.equal(drt[name][:len(p)]) for name, p in base.items())
     assert not drt['lower.0.mlp.fc.weight'].equal(drt['lower.1.mlp.fc.weight'])
-    for name, scale in (('embedding', 1), ('lower.0.mlp.proj', 0.25), ('upper.3.gca.proj', 1)):
+    k, v = drt['encoder.kv.weight'].chunk(2)                    # W_Q = W_K, W_O = W_Vᵀ
+    assert drt['upper.3.gca.query.weight'].equal(k) and drt['upper.3.gca.proj.weight'].equal(v.T)
+    for name, scale in (('embedding', 1), ('lower.0.mlp.proj', 0.25)):
         std = scale * 0.02 * (768 / 96) ** 0.5
         assert drt[name + '.weight'].std().item() == pytest.approx(std, rel=0.05), name
 

@@ -79,7 +79,7 @@ def run(tmp_path, monkeypatch):
         module = types.ModuleType(name)
         tasks = dict(count=lambda runs, corpus, split, args: dict(tokens=len(split.tokens)))
         vars(module).update({name.upper(): BIGRAM, name.upper() + 'Config': BIGRAMConfig,
-                             'EvalConfig': EvalConfig, 'TASKS': tasks})
+                             'EvalConfig': EvalConfig, 'TASKS': tasks, 'batches': asdict})
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(train, 'MODELS', ('bigram', 'bigram2'))
 
@@ -193,7 +193,7 @@ def test_what_is_no_checkpoint_is_one_line(run):
     ('a --temprature 1', 'the nearest is --temperature'), ('--task table', 'RUN'),
     ('a c --task count', 'examples'), ('a --split test', 'split test'), ('a --json no/x', 'no/x'),
     ('a --context a/best.pt', '--context a/best.pt'), ('a --lengths 511', '512'),
-    ('a --depths 101', '%')])
+    ('a --lengths 1kk', '512'), ('a --depths 101', '%')])
 def test_a_wrong_flag_is_one_line(run, flags, words):
     run('c/best.pt', model_name='bigram2')
     BIGRAM.made.clear()
@@ -236,7 +236,7 @@ def test_the_page_shows_a_document(run, monkeypatch):
     """The chunks whose loss differs most, each traced at its token that differs most."""
     text = '</script><script>alert(1)</script> <b>né</b> <!-- {{runs}} "\\u2028 end'
     ids = [*text.encode()]
-    monkeypatch.setattr(BIGRAMConfig, 'chunk_size', 5, raising=False)
+    monkeypatch.setattr(sys.modules['bigram'], 'batches', lambda config: dict(chunk=5))
     monkeypatch.setattr(evaluation, 'REREAD', 6 * len(ids))                         # six traces
     evaluate('a', '--task', 'examples', '--prompt', text, '--html', 'p.html')
     page, = page_of('p.html')
@@ -312,6 +312,8 @@ def test_generate():
     assert model.seen == [*b'ab', *text.encode()]                               # each token once
     model = Fixed(script=[97])
     assert evaluation.generate(model, tokenizer, '', 1, 0) == 'a' and model.seen == [256]
+    assert evaluation.repeated([1, 2, 3, 1, 2, 3, 1], n=2) == 0.5       # of 12 23 31 12 23 31
+    assert evaluation.repeated([1, 2, 3], n=8) == evaluation.repeated([1, 2, 3, 4], n=2) == 0
 
 
 def test_the_context_comes_before_the_prompt(run, capsys):
@@ -426,7 +428,7 @@ def test_needles_are_found_by_a_model_that_copies(run, monkeypatch):
         return F.one_hot(torch.tensor([list(following)]), 257).float().log(), text
 
     monkeypatch.setattr(BIGRAM, 'read', lambda self, x, state=None: x, False)
-    monkeypatch.setattr(sys.modules['bigram'], 'batches', lambda config: dict(chunk=31), False)
+    monkeypatch.setattr(sys.modules['bigram'], 'batches', lambda config: dict(chunk=31))
     flags = ['a', '--task', 'niah', '--lengths', '512,1k', '--depths', '0,50,100']
     with monkeypatch.context() as patch:
         patch.setattr(BIGRAM, 'stream', stream)
@@ -435,14 +437,6 @@ def test_needles_are_found_by_a_model_that_copies(run, monkeypatch):
         assert all(row[depth] == row['right'] == 1 for row in rows for depth in ('0%', '100%'))
         assert all(row['right'] == 0 for row in evaluate(*flags, '--data', 'niah2:texts'))
     assert evaluate(*flags)[0]['right'] == 0
-    for wrong in ('--lengths=7', '--lengths=1g', '--depths=101', '--depths=a'):
-        with pytest.raises(SystemExit, match='--lengths'):
-            evaluate(*flags, wrong)
-
-
-def test_the_share_of_repeated_n_grams():
-    assert evaluation.repeated([1, 2, 3, 1, 2, 3, 1], n=2) == 0.5       # of 12 23 31 12 23 31
-    assert evaluation.repeated([1, 2, 3], n=8) == evaluation.repeated([1, 2, 3, 4], n=2) == 0
 
 
 @pytest.mark.parametrize('flag', ['--json', '--html'])
@@ -451,17 +445,15 @@ def test_a_full_disk_is_one_line(run, monkeypatch, flag):
         raise OSError(28, 'No space left on device')
 
     monkeypatch.setattr(train, 'write', write)
-    with pytest.raises(SystemExit, match='No space') as e:
+    with pytest.raises(SystemExit, match=r'^[^\n]*No space[^\n]*$'):
         evaluation.main(['a', '--task', 'examples', flag, 'x'])
-    assert '\n' not in str(e.value)
 
 
 def test_the_trained_weights_find_needles(tmp_path, monkeypatch):
     """assets/drt-niah.pt, on a text that it was not trained on"""
     monkeypatch.chdir(tmp_path)
-    text = ''.join(f'line {i}: {i * i % 97} apples, {i % 13} pears\n' for i in range(900))
-    Path('a.txt').write_text(text)
-    weights = str(Path(evaluation.__file__).parent / 'assets' / 'drt-niah.pt')
-    Path('drt-niah.pt').write_bytes(Path(weights).read_bytes())
-    rows = evaluate('drt-niah.pt', '--data', 'a.txt', '--task', 'niah', '--lengths', '4k')
+    weights = Path(evaluation.__file__).with_name('assets') / 'drt-niah.pt'
+    Path('copy.pt').write_bytes(weights.read_bytes())               # niah.png is drawn beside it
+    Path('a.txt').write_text(''.join(f'line {i}: {i * i % 97} apples\n' for i in range(900)))
+    rows = evaluate('copy.pt', '--data', 'a.txt', '--task', 'niah', '--lengths', '4k')
     assert rows[0]['needles'] == 50 and rows[0]['right'] > 0.9, rows

@@ -213,6 +213,13 @@ def test_the_model_is_the_papers(more):
             assert weights == pytest.approx([wanted[j] for j in found_in(trace, m)], abs=EPS)
 
 
+def test_retro_scores_are_bm25():
+    chunks = tokens_of(b=9, t=M)
+    q, keys = rpt.bm25_vectors(chunks, IDF)                             # rounded to 2^-10
+    scores = [formula(chunks.tolist(), query, b=0, idf=IDF.tolist()) for query in chunks.tolist()]
+    torch.testing.assert_close(q @ keys.T, torch.tensor(scores), rtol=0, atol=M * 2 ** -11)
+
+
 @pytest.mark.parametrize('retriever', ['sem', 'bm25'])
 @pytest.mark.parametrize('doc', [docs_of(14, 17, 1, 22, 18, 3, -5), docs_of(40, -40)])
 def test_documents_are_respected(retriever, doc):
