@@ -1,5 +1,5 @@
 """data.py: tokenizers, corpora on disk, batches; against brute force and definitions."""
-import hashlib, io, itertools, json, os, random, shutil, signal, zipfile
+import hashlib, io, itertools, json, os, random, re, shutil, signal, zipfile
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -347,7 +347,11 @@ def test_needles(name, hops, grow):
     text = ' '.join(random.Random(0).choices(vocabulary, k=9999))
     tokenizer = Tokenizer.train(name, [text], 330)
     split = Split('train', tokenizer.encode(text), np.array([0, len(tokenizer.encode(text))]))
-    make = lambda seed: data.Needles(split, tokenizer, hops, 992, 2, seed, chunk=31, grow=grow)
+    make = lambda seed, split=split, fold=-1: data.Needles(split, tokenizer, hops, 992, 2, seed,
+                                                           fold, 31, grow)
+    names = lambda needles: {*re.findall(' opens(.*)[.]', tokenizer.decode(needles.row(0, 32)[0]))}
+    assert not names(make(0)) & names(make(0, Split('val', split.tokens[9:], split.offsets)))
+    assert make(0, fold=1).rows(9).tolist() == [37, 39]
     for g, parts in enumerate([8, 8, 4, 4, 2, 2, 1, 1, 1]):
         tokens, targets, _, seed = make(0)[g]
         assert tokens.equal(make(0)[g].tokens) and not tokens.equal(make(1)[g].tokens)

@@ -289,11 +289,12 @@ def test_the_loss_reaches_the_scores():
 
 def test_the_loss_scores_each_target_once():
     """In slices of 256 tokens; targets are shifted before landmarks, which predict nothing."""
-    model, batch = small(), batch_of(random_tokens(t=350))
+    model, batch = small(), batch_of(random_tokens(t=351))
     batch.targets[0, 7:21] = -1
-    logits = text_logits(model, model.encode(batch.tokens)[0])
-    loss, expected = model(batch, 0)[0], F.cross_entropy(logits.mT, batch.targets, ignore_index=-1)
-    torch.testing.assert_close(loss, expected)
+    (loss, log), (f, chunks, *_) = model(batch, 0), model.encode(batch.tokens)
+    expected = F.cross_entropy(text_logits(model, f).mT, batch.targets, ignore_index=-1)
+    unit = F.normalize(chunks[:, :, -1], dim=2)                             # of landmarks
+    torch.testing.assert_close((loss, log['landmark_cosine']), (expected, (unit @ unit.mT).mean()))
     gradients = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected))
     torch.testing.assert_close(*gradients)
 

@@ -214,8 +214,7 @@ def test_the_model_is_the_papers(more):
 
 
 def test_retro_scores_are_bm25():
-    chunks = tokens_of(b=9, t=M)
-    q, keys = rpt.bm25_vectors(chunks, IDF)                             # rounded to 2^-10
+    q, keys = rpt.bm25_vectors(chunks := tokens_of(b=9, t=M), IDF)      # rounded to 2^-10
     scores = [formula(chunks.tolist(), query, b=0, idf=IDF.tolist()) for query in chunks.tolist()]
     torch.testing.assert_close(q @ keys.T, torch.tensor(scores), rtol=0, atol=M * 2 ** -11)
 
