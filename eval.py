@@ -2,12 +2,8 @@
 Evaluates trained models: any mixture of them in one table, on the same tokens.
 
     $ python eval.py out/trime out/rpt out/drt      the table, examples, loss.png, samples
-    $ python eval.py out/drt --task examples        where retrieval helped most; or for a --prompt
-    $ python eval.py out/rpt out/drt --task examples --html page.html      throughout a document
-    $ python eval.py out/drt --task generate --context book.txt --prompt 'The end'
-    $ python eval.py out/drt --task generate --prompt 'def ' --temperature 0.5 --top-p 0.9
-    $ python eval.py out/rpt out/xl --task speed    time of training, reading, generation; MACs
-    $ python eval.py out/trime --help               all flags, those of its model too
+    $ python eval.py out/drt --task examples        where retrieval helped most
+    $ python eval.py out/trime --help               all tasks and flags, those of its model too
 
 A run is a folder (its best.pt, else its ckpt.pt) or a .pt file. The table has a row for each way of
 using memory or retrieval: on (as trained), shuffled (others in place of those retrieved) and off.
@@ -30,8 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import data, train
 
 POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': math.inf}
-PAGE = 8192                     # tokens of the document that a page shows, about
-REREAD = 500_000                # tokens that its traces read again, about twice as many
+REREAD = 500_000                # tokens that the traces of a page read again, about twice as many
 
 
 @dataclass
@@ -39,7 +34,6 @@ class EvalConfig:
     task: str = ''              # table, examples, generate, niah, speed or sweep, ranks
     data: str = ''              # another corpus than the one of training
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
-    at_most: int = 0            # only the first so many tokens of the split; 0: all
     prompt: str = ''            # examples, generate: a text in place of the split
     context: str = ''           # a file whose text comes before the prompt
     max_tokens: int = 200       # generate: new tokens, at most
@@ -49,18 +43,18 @@ class EvalConfig:
     lengths: str = '1k,4k,16k'  # niah, speed: tokens of the text; k is 2^10, m is 2^20
     depths: str = '0,25,50,75,100'                              # niah: places of the needles, in %
     json: str = ''              # a file for every number that the screen shows
-    html: str = ''              # a page that shows a document and what was retrieved
+    html: str = ''              # examples: a page that shows a document and what was retrieved
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
 
 
 class Run:
     """
     A trained model, by its folder or .pt file. documents: of the split, tokens (n,) int64, n > 1;
-    ways: model.ways() after prepare_eval; log_p: see score; text: facts, equal in all runs
+    ways: model.ways() after prepare_eval; scores: see score; text: facts, equal in all runs
     """
 
     def __init__(self, name):
-        self.name, self.path, self.log_p = name, Path(name), {}
+        self.name, self.path, self.scores = name, Path(name), {}
         if self.path.is_dir():
             self.path /= 'best.pt' if (self.path / 'best.pt').exists() else 'ckpt.pt'
         try:
@@ -85,12 +79,6 @@ class Run:
             raise SystemExit(f'{name} has no split {args.split}')
         if not args.data and self.corpus.fingerprint != self.checkpoint['corpus']:
             print(f'{self.name} was trained on another version of {name}', file=sys.stderr)
-        if 0 < args.at_most < len(split.tokens):
-            n = max(2, args.at_most)
-            tokens, offsets = split.tokens[:n], np.append(split.offsets[split.offsets < n], n)
-            texts = self.tokenizer.decode(tokens).split(data.EOT)
-            n_bytes, n_words = len(''.join(texts).encode()), len(' '.join(texts).split())
-            split = data.Split(split.name, tokens, offsets, n_bytes, n_words)
         ids = torch.tensor(split.tokens.astype(np.int64), device=device)
         documents = ids.tensor_split(split.offsets[1:-1].tolist())
         self.split, self.documents = split, [tokens for tokens in documents if len(tokens) > 1]
@@ -104,14 +92,22 @@ class Run:
         for attribute, value in self.ways[way].items():
             setattr(self.model, attribute, value)
 
-    @torch.no_grad()
+    def log_p(self, tokens):
+        """log P of every token of a document but the first: tokens (n,) int64 -> (n - 1,) fp32"""
+        parts, state, size = [], None, self.model.PIECE
+        for piece, targets in zip(tokens[:-1].split(size), tokens[1:].split(size)):
+            log_probs, state = self.model.stream(piece[None], state)
+            parts.append(log_probs[0].gather(1, targets[:, None])[:, 0])
+        return torch.cat(parts)
+
     def score(self, ways):
-        """Fills log_p[way]: for each document, log P of its tokens but the first, (n - 1,) fp64"""
-        jobs = [(way, tokens) for way in ways if way not in self.log_p for tokens in self.documents]
-        for way, tokens in data.progress(jobs, self.name):
+        """Fills scores[way]: for each document, log_p (n - 1,) fp64. -> scores"""
+        missing = [way for way in ways if way not in self.scores]
+        jobs = itertools.product(missing, self.documents)
+        for way, tokens in data.progress(jobs, self.name, len(missing) * len(self.documents)):
             self.set_way(way)
-            log_p = self.model.log_p(tokens).cpu().double().numpy()
-            self.log_p.setdefault(way, []).append(log_p)
+            self.scores.setdefault(way, []).append(self.log_p(tokens).cpu().double().numpy())
+        return self.scores
 
 
 def load(path, device='cpu'):
@@ -161,15 +157,13 @@ def print_table(rows):
 
 def table(runs, args):
     """Prints a row for each run and way. -> all its numbers"""
-    rows, first = [], runs[0]
-    for run in runs:
-        run.score(run.ways)
-        for way, log_p in run.log_p.items():
-            rows.append({'run': run.name[-32:], 'way': way,
-                         'params': sum(p.numel() for p in run.model.parameters()),
-                         'trained on': run.checkpoint['tokens'],
-                         **metrics(log_p, run.log_p['off'], run.split)})
-    scored = sum(map(len, first.log_p['off']))
+    first = runs[0]
+    rows = [{'run': run.name[-32:], 'way': way,
+             'params': sum(p.numel() for p in run.model.parameters()),
+             'trained on': run.checkpoint['tokens'],
+             **metrics(log_p, run.scores['off'], run.split)}
+            for run in runs for way, log_p in run.score(run.ways).items()]
+    scored = sum(map(len, first.scores['off']))
     head = dict(first.text, documents=len(first.documents), scored=scored)
     print_table([head])
     print_table(rows)
@@ -178,48 +172,41 @@ def table(runs, args):
     return dict(head, rows=rows)
 
 
+def retrieved(run, tokens, t, n):
+    """The n largest weights of what predicts token t + 1; ago: of tokens, None in a datastore"""
+    return [dict(weight=round(float(weight), 4), start=a, end=b,
+                 ago=t + 2 - b if where is tokens else None,
+                 text=run.tokenizer.decode(where[a:b].tolist()))
+            for weight, where, a, b in run.model.trace(tokens, t)[:n]]
+
+
 def best_tokens(run, n):
     """
     The token of each document that gains most over off, of the n documents where it gains most.
     Yields tokens of the document, t where token t + 1 is that one, what to print
     """
-    run.score(('on', 'off'))
-    gains = [on - off for on, off in zip(run.log_p['on'], run.log_p['off'])]
-    text = lambda ids: run.tokenizer.decode(ids.tolist())
+    scores, text = run.score(('on', 'off')), lambda ids: run.tokenizer.decode(ids.tolist())
+    gains = [on - off for on, off in zip(scores['on'], scores['off'])]
     for d in sorted(range(len(gains)), key=lambda d: -gains[d].max())[:n]:
         tokens, t = run.documents[d], int(gains[d].argmax())
-        gain = round(float(gains[d][t]), 6)
-        yield tokens, t, dict(document=d, token=t + 1, gain=gain,
+        yield tokens, t, dict(document=d, token=t + 1, gain=round(float(gains[d][t]), 6),
                               before=text(tokens[:t + 1][-32:]), text=text(tokens[t + 1:][:16]))
 
 
-def prompt_end(run, prompt, n=5):
-    """The same of the last token of a text, with the likeliest next tokens by each way"""
-    tokens, row = run.encode(prompt), dict(text=prompt[-300:])
-    for way in run.ways:
-        run.set_way(way)
-        log_probs, _ = run.model.stream(tokens[None, -1:], run.model.read(tokens[None, :-1]))
-        p, ids = log_probs[0, -1].double().exp().round(decimals=4).topk(n)
-        row[way] = list(zip(map(run.tokenizer.decode, ids.tolist()), p.tolist()))
-    yield tokens, len(tokens) - 1, row
-
-
-@torch.no_grad()
 def examples(runs, args, n=3):
     """What is retrieved where it helps most, or at the end of --prompt: the 4 largest weights"""
-    result = []
-    for run in [run for run in runs if 'on' in run.ways]:
-        for tokens, t, row in prompt_end(run, args.prompt) if args.prompt else best_tokens(run, n):
+    runs, result = [run for run in runs if 'on' in run.ways], []
+    if args.html:
+        write_page(runs, args)
+    for run in runs:
+        prompt = run.encode(args.prompt)
+        its_end = [(prompt, len(prompt) - 1, dict(text=args.prompt[-300:]))]
+        for tokens, t, row in its_end if args.prompt else best_tokens(run, n):
             run.set_way('on')
-            retrieved = []
-            for weight, where, a, b in run.model.trace(tokens, t)[:4]:
-                place = f'{t + 2 - b:,} tokens ago' if where is tokens else f'datastore, {a:,}'
-                text = repr(run.tokenizer.decode(where[a:b].tolist())[-100:])
-                retrieved.append(dict(weight=float(weight), where=place, text=text))
-            row = dict(run=run.name, **row)
+            row, found = dict(run=run.name, **row), retrieved(run, tokens, t, 4)
             print('', *(f'{key:9} {value!r}' for key, value in row.items()), sep='\n')
-            print_table(retrieved or [dict(retrieved='nothing')])
-            result.append(dict(row, retrieved=retrieved))
+            print_table([dict(x, text=repr(x['text'][-100:])) for x in found] or [dict(text='-')])
+            result.append(dict(row, retrieved=found))
     return result
 
 
@@ -240,38 +227,31 @@ def trace_document(run, tokens):
     n, losses, traces = len(tokens), {}, {}
     for way in ('off', 'on'):
         run.set_way(way)
-        losses[way] = np.append(0, -run.model.log_p(tokens).cpu().double().numpy())     # (n,)
+        losses[way] = np.append(0, -run.log_p(tokens).cpu().double().numpy())       # (n,)
     gain = losses['off'] - losses['on']
     size = run.module.batches(run.model.config).get('chunk', 1)     # without chunks: each token
     starts = np.arange(0, n, size)
     order = np.argsort(-abs(np.add.reduceat(gain, starts)), kind='stable')
     for start in data.progress(starts[order][:max(4, REREAD // n)].tolist(), f'{run.name}: traces'):
         i = max(1, start + int(abs(gain[start:start + size]).argmax()))
-        traces[i] = []
-        for weight, where, a, b in run.model.trace(tokens, i - 1)[:32]:
-            text = None if where is tokens else run.tokenizer.decode(where[a:b].tolist())
-            traces[i].append(dict(weight=round(float(weight), 4), start=a, end=b, text=text))
+        traces[i] = retrieved(run, tokens, i - 1, 32)
     return dict(run=run.name, model=run.module.__name__, size=size, traces=traces,
                 tokens=token_texts(run.tokenizer, tokens.tolist()),
                 on=losses['on'].round(3).tolist(), off=losses['off'].round(3).tolist())
 
 
-@torch.no_grad()
 def write_page(runs, args):
-    """assets/trace.html with the traces of --prompt, or of the document nearest to PAGE tokens"""
-    pages, template = [], Path(__file__).with_name('assets') / 'trace.html'
-    for run in [run for run in runs if 'on' in run.ways]:
-        documents = [run.encode(args.prompt)] if args.prompt else run.documents
-        tokens = min(documents, key=lambda x: abs(len(x) - PAGE))
-        if len(tokens) < 2:
-            raise SystemExit('eval.py: --html needs a --prompt of two tokens or more')
-        pages.append(trace_document(run, tokens))
-        print(f'{run.name}: {len(pages[-1]["traces"])} traces for {args.html}')
-    text = json.dumps(pages).replace('<', '\\u003c')        # no text ends the page's script
-    train.write(args.html, template.read_text('utf-8').replace('{{runs}}', text))
+    """assets/trace.html with the traces of --prompt, or of the document nearest to 8,192 tokens"""
+    template = Path(__file__).with_name('assets') / 'trace.html'
+    documents = [[run.encode(args.prompt)] if args.prompt else run.documents for run in runs]
+    chosen = [min(texts, key=lambda tokens: abs(len(tokens) - 8192)) for texts in documents]
+    if not runs or min(map(len, chosen)) < 2:
+        raise SystemExit('eval.py: --html needs a run that retrieves and a text of two tokens')
+    pages = json.dumps([trace_document(run, tokens) for run, tokens in zip(runs, chosen)])
+    pages = pages.replace('<', '\\u003c')                   # no text ends the page's script
+    train.write(args.html, template.read_text('utf-8').replace('{{runs}}', pages))
 
 
-@torch.no_grad()
 def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p=0.95, seed=0):
     """
     -> text that continues the prompt, to <|endoftext|> or max_tokens; drawn from P^(1/temperature)
@@ -305,41 +285,40 @@ def samples(runs, args):
     result, how = [], (args.max_tokens, args.temperature, args.top_p, args.seed)
     for run in runs:
         ids = max(run.documents, key=len).tolist()
-        middle = len(ids) // 2
-        prompt = args.prompt or run.tokenizer.decode(ids[:middle][-1024:])
-        truth = run.tokenizer.decode(ids[middle:][:args.max_tokens])
-        texts = {} if args.prompt else {'text': truth}
+        before, after = ids[:len(ids) // 2][-1024:], ids[len(ids) // 2:][:args.max_tokens]
+        prompt = args.prompt or run.tokenizer.decode(before)
+        texts = {} if args.prompt else {'text': run.tokenizer.decode(after)}
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
-        for way in [*texts, *(way for way in ('on', 'off') if way in run.ways)]:
+        for way in [way for way in ('on', 'off') if way in run.ways]:
+            run.set_way(way)
             began = time.time()
-            if way in run.ways:
-                run.set_way(way)
-                texts[way] = generate(run.model, run.tokenizer, prompt, *how)
-            ids = run.tokenizer.encode(texts[way]).tolist()
-            facts = f'{repeated(ids):.0%} of the 8-grams are repeated'
-            if way in run.ways:
-                facts += f'; {len(ids) / (time.time() - began):.0f} tokens/s, with the prompt'
-            print(f'\n[{way}]\n{texts[way]}\n[{facts}]')
+            texts[way] = generate(run.model, run.tokenizer, prompt, *how)
+            rate = len(run.tokenizer.encode(texts[way])) / (time.time() - began)
+            print(f'{way}: {rate:.0f} tokens/s, with the prompt')
+        for name, text in texts.items():
+            share = repeated(run.tokenizer.encode(text).tolist())
+            print(f'\n[{name}]\n{text}\n[{share:.0%} of the 8-grams are repeated]')
         result.append(dict(run=run.name, prompt=prompt, texts=texts))
     return result
 
 
-def new_figure(*size):
-    """A figure of matplotlib; without it, a line and None"""
+def draw(path, size, plot):
+    """A figure of matplotlib, where it is installed: plot(figure) draws it"""
     try:
         from matplotlib.figure import Figure            # pyplot would need a screen
     except ImportError:
         return print('no picture: matplotlib is not installed', file=sys.stderr)
-    return Figure(figsize=size, constrained_layout=True)
+    figure = Figure(figsize=size, constrained_layout=True)
+    plot(figure)
+    figure.savefig(path, dpi=110)
+    print(f'\n{path}')
 
 
-def plot(runs):
+def plot_losses(runs, figure):
     """
-    loss.png in the folder of the first run: training and validation loss, from log.jsonl; loss by
-    position in the document, from the table (DRT, Figure 3b, c), a thin line at block_size
+    Training and validation loss, from log.jsonl; loss by position in the document, from the table
+    (DRT, Figure 3b, c), a thin line at block_size
     """
-    if not (figure := new_figure(12, 4.2)):
-        return
     curves, positions = figure.subplots(1, 2)
     style = {'on': '-', 'shuffled': ':', 'off': '--'}
     longest = max(len(tokens) for run in runs for tokens in run.documents)
@@ -351,15 +330,22 @@ def plot(runs):
         curves.plot(tokens, [x['loss'] for x in log], f'C{i}', alpha=0.3)
         curves.plot(tokens, [x.get('val_loss', math.nan) for x in log], f'C{i}o', label=run.name)
         positions.axvline(run.model.config.block_size, color=f'C{i}', linewidth=0.5)
-        for way, log_p in run.log_p.items():
-            positions.plot(edges[:-1] * 2 ** 0.5, by_position(log_p, edges), f'C{i}{style[way]}')
+        for way, log_p in run.scores.items():
+            line = f'C{i}{style.get(way, "-.")}'
+            positions.plot(edges[:-1] * 2 ** 0.5, by_position(log_p, edges), line)
     curves.set(xlabel='tokens of training', ylabel='training loss; dots: validation')
     curves.legend()
     positions.set(xlabel='position in the document', xscale='log',
                   ylabel='loss; solid: on, dotted: shuffled, dashed: off')
-    path = runs[0].path.with_name('loss.png')
-    figure.savefig(path, dpi=110)
-    print(f'\nloss curves, loss by position: {path}')
+
+
+def plot_needles(rows, depths, figure):
+    """A heat map of right answers"""
+    axes = figure.subplots()
+    axes.imshow([[row[depth] for depth in depths] for row in rows], vmin=0, vmax=1, aspect='auto')
+    axes.set_xticks(range(len(depths)), depths)
+    axes.set_yticks(range(len(rows)), [f'{row["run"]}, {row["tokens"]}' for row in rows])
+    axes.set(xlabel='depth of the needle', title='right answers: yellow all, blue none')
 
 
 def clock(tensor):
@@ -368,34 +354,26 @@ def clock(tensor):
     return time.perf_counter()
 
 
-@torch.no_grad()
 def reading(runs, args, steps=32):
     """
     Microseconds for a token at the end of random texts (DRT, Table 3): in model.read of the second
     half, and in the steps of model.stream after it. peak: the most memory of the process so far
     """
     import resource                                     # not on Windows
-    rows, unit = [], 2 ** 20 if sys.platform == 'darwin' else 2 ** 10
+    rows = []
     for run, (name, n) in itertools.product(runs, args.lengths.items()):
-        model, device = run.model, run.documents[0].device
-        text = torch.randint(model.config.vocab_size, (1, n), device=device)
+        text = torch.randint(run.model.config.vocab_size, (1, n)).to(run.documents[0])
         first, second = text.tensor_split(2, dim=1)
-        _, state = model.stream(first[:, -1:], model.read(first[:, :-1]))       # also warms up
-        began = clock(text)
-        state = model.read(second, state)
-        middle = clock(text)
-        for i in range(steps):
-            _, state = model.stream(text[:, i:i + 1], state)
-        end = clock(text)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
-        if device.type == 'cuda':
-            peak = torch.cuda.max_memory_allocated() // 2 ** 20
-        rows.append({'run': run.name, 'text': name,
-                     'read µs': 1e6 * (middle - began) / second.numel(),
-                     'step µs': 1e6 * (end - middle) / steps, 'peak MB': peak})
-    for row, first in zip(rows, rows[:len(args.lengths)] * len(runs)):
-        row['read ratio'] = row['read µs'] / first['read µs']
-        row['step ratio'] = row['step µs'] / first['step µs']
+        state, times = run.model.read(first), [clock(text)]
+        state = run.model.read(second, state)
+        times.append(clock(text))
+        for token in text[:, :steps].unbind(1):
+            _, state = run.model.stream(token[None], state)
+        read, step = np.diff([*times, clock(text)]) * 1e6
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2 ** 10        # of KB
+        rows.append({'run': run.name, 'text': name, 'read µs': read / second.numel(),
+                     'step µs': step / steps, 'peak MB': peak})
+    print_table(rows)
     return rows
 
 
@@ -403,15 +381,15 @@ def speed(runs, args, rounds=5):
     """
     Seconds (median; the runs interleaved) and MACs of a forward and a backward pass on random
     tokens, and their ratios to the first run. MACs: half the FLOPs that torch counts, attention by
-    its definition, as the fused kernel of a CPU is not counted. Then the table of `reading`.
+    its definition, as the fused kernel of a CPU is not counted. Before it the table of `reading`
     """
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
-    batches, rows, read, device = [], [], reading(runs, args), train.hardware(args.device)
+    batches, rows, read, device = [], [], reading(runs, args), runs[0].documents[0].device
     _, autocast = train.precision(device, 'auto')
 
     def seconds(model, batch):
         began = clock(batch.tokens)
-        with autocast():
+        with torch.enable_grad(), autocast():
             loss, _ = model(batch, 1.0)
         loss.backward()
         model.zero_grad(set_to_none=True)
@@ -431,18 +409,16 @@ def speed(runs, args, rounds=5):
         row['time ratio'] = row['s/token'] / rows[0]['s/token']
         row['MACs ratio'] = row['MACs/token'] / rows[0]['MACs/token']
     print_table(rows)
-    print_table(read)
     return dict(training=rows, reading=read)
 
 
-def niah_depths(run, needles, n_chunks, depths, rng):
+def answers(run, needles, n_chunks, depths, rng):
     """
     Hides a needle at each depth (with 2 hops, the second ones anywhere) of a text of whole chunks,
     reads it once, and continues it by the question of each needle -> whether all tokens of the
     answer, drawn greedily, are right: a bool for each depth
     """
-    model, c, device = run.model, needles.chunk, run.documents[0].device
-    start = rng.integers(len(run.split.tokens))
+    model, c, start = run.model, needles.chunk, rng.integers(len(run.split.tokens))
     ids = np.take(run.split.tokens, start + np.arange(n_chunks * c), mode='wrap').astype(int)
     chains, slots = needles.chains(rng, len(depths), ids), [int(d * (n_chunks - 3)) for d in depths]
     if len({*slots}) < len(slots):
@@ -450,11 +426,11 @@ def niah_depths(run, needles, n_chunks, depths, rng):
     free = [i for i in rng.permutation(n_chunks - 2)[:99] if i not in slots]
     more = zip(free, chains[:, 1:]) if needles.hops > 1 else []
     needles.hide(rng, ids, [*zip(slots, chains[:, :2]), *more])
-    text = torch.from_numpy(ids).to(device)
-    text, end = text.split([(n_chunks - needles.hops) * c, needles.hops * c])
+    text, end = torch.from_numpy(ids).to(run.documents[0]).split_with_sizes(
+        [(n_chunks - needles.hops) * c, needles.hops * c])
     read, right = model.read(text[None]), []
     for names in chains:
-        question, opens, answer, _ = (torch.tensor(x).to(device) for x in needles.sentence(names))
+        question, opens, answer, _ = (torch.from_numpy(x).to(end) for x in needles.sentence(names))
         end.view(-1, c)[:, -len(question):] = question
         found, pending, state = [], torch.cat([end, opens]), read
         for _ in answer:
@@ -465,103 +441,95 @@ def niah_depths(run, needles, n_chunks, depths, rng):
     return right
 
 
-@torch.no_grad()
 def niah(runs, args):
     """
     Needles in a haystack (DRT, Table 2): right answers by length of the text and depth of the
     needle, 10 texts of each length up to 64k tokens, 4 up to 1m, 1 beyond. Also drawn: niah.png
     """
-    rows = []
-    for run in runs:
+    rows, depths = [], [f'{d:.0%}' for d in args.depths]
+    for run, (name, length) in itertools.product(runs, args.lengths.items()):
         chunk = run.module.batches(run.model.config).get('chunk', 32)
         hops = run.corpus.hops or 1
         needles = data.Needles(run.split, run.tokenizer, hops, 8 * chunk, 1, 0, chunk=chunk)
-        for name, length in args.lengths.items():
-            began, rounds = time.time(), 10 if length <= 2 ** 16 else 4 if length <= 2 ** 20 else 1
-            right = [niah_depths(run, needles, length // chunk, args.depths,
-                                 np.random.default_rng([args.seed, length, i]))
-                     for i in data.progress(range(rounds), f'{run.name}, {name}')]
-            share = np.mean(right, axis=0).tolist()
-            by_depth = {f'{d:.0%}': x for d, x in zip(args.depths, share)}
-            rows.append({'run': run.name[-32:], 'tokens': name, 'needles': np.size(right),
-                         'right': float(np.mean(right)), **by_depth,
-                         's/needle': (time.time() - began) / np.size(right)})
+        began, n = time.time(), 10 if length <= 2 ** 16 else 4 if length <= 2 ** 20 else 1
+        right = [answers(run, needles, length // chunk, args.depths,
+                         np.random.default_rng([args.seed, length, i]))
+                 for i in data.progress(range(n), f'{run.name}, {name}')]       # (n, depths)
+        by_depth = zip(depths, np.mean(right, axis=0).tolist())
+        rows.append({'run': run.name[-32:], 'tokens': name, 'needles': np.size(right),
+                     'right': float(np.mean(right)), **dict(by_depth),
+                     's/needle': (time.time() - began) / np.size(right)})
     print_table(rows)
-    if figure := new_figure(7, 1 + 0.4 * len(rows)):
-        axes, names = figure.subplots(), list(by_depth)
-        axes.imshow([[row[name] for name in names] for row in rows], 'viridis', vmin=0, vmax=1,
-                    aspect='auto')
-        axes.set_xticks(range(len(names)), names)
-        axes.set_yticks(range(len(rows)), [f'{row["run"]}, {row["tokens"]}' for row in rows])
-        axes.set(xlabel='depth of the needle', title='right answers: yellow all, blue none')
-        figure.savefig(path := runs[0].path.with_name('niah.png'), dpi=110)
-        print(f'\n{path}')
+    size = 7, 1 + 0.4 * len(rows)
+    draw(runs[0].path.with_name('niah.png'), size, lambda x: plot_needles(rows, depths, x))
     return rows
 
 
-TASKS = {'table': table, 'niah': niah, 'examples': examples, 'generate': samples, 'speed': speed}
+def everything(runs, args):
+    """The default task"""
+    result = dict(table=table(runs, args), examples=examples(runs, args, n=1))
+    draw(runs[0].path.with_name('loss.png'), (12, 4.2), lambda figure: plot_losses(runs, figure))
+    return dict(result, samples=samples(runs, args))
 
 
-def main(argv=None):
-    argv = argv or sys.argv[1:]
-    runs = [Run(name) for name in itertools.takewhile(lambda x: x[:1] != '-', argv)]
+TASKS = {'': everything, 'table': table, 'examples': examples, 'generate': samples,
+         'speed': speed, 'niah': niah}
+
+
+def parse(argv, runs):
+    """-> args, the function of the task. SystemExit with one line for a bad flag"""
     modules = list(dict.fromkeys(run.module for run in runs))
     parser = argparse.ArgumentParser(usage='python eval.py RUN [RUN ...] [flags]',
                                      allow_abbrev=False, conflict_handler='resolve')
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
     for Config in (EvalConfig, *(module.EvalConfig for module in modules)):
         train.add_flags(parser, Config)
-    args = train.parse_flags(parser, argv[len(runs):])
+    args = train.parse_flags(parser, argv)
     if not runs:
         parser.error(parser.usage)
     tasks = {**TASKS, **(modules[0].TASKS if len(modules) == 1 else {})}
-    if args.task not in ('', *tasks):
+    if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks)}')
-    for flag, path in (('json', args.json), ('html', args.html)):
-        if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
-            parser.error(f'--{flag} {path} cannot be written')
+    for path in filter(None, (args.json, args.html)):
+        if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
+            parser.error(f'{path} cannot be written')
     try:
         unit = {'k': 2 ** 10, 'm': 2 ** 20}
-        lengths = {x: int(x[:-1]) * unit[x[-1]] if x[-1:] in unit else int(x)
-                   for x in args.lengths.split(',')}
-        depths = [int(x) / 100 for x in args.depths.split(',')]
-        assert 0 <= min(depths) and max(depths) <= 1 and min(lengths.values()) >= 512
+        args.lengths = {x: int(x[:-1]) * unit[x[-1]] if x[-1:] in unit else int(x)
+                        for x in args.lengths.split(',')}
+        args.depths = [int(x) / 100 for x in args.depths.split(',')]
+        assert 0 <= min(args.depths) and max(args.depths) <= 1 and min(args.lengths.values()) >= 512
     except (ValueError, AssertionError):
         parser.error('--lengths 1k,16k,2m (from 512), --depths 0,50,100 (%): see --help')
-    args.lengths, args.depths = lengths, depths
     try:
-        text = Path(args.context).read_text('utf-8') if args.context else ''
+        args.prompt = (args.context and Path(args.context).read_text('utf-8')) + args.prompt
     except (OSError, UnicodeDecodeError) as e:
         parser.error(f'--context {args.context} cannot be read: {e}')
-    args.prompt = text + args.prompt
-    first, device = runs[0], train.hardware(args.device)
+    return args, tasks[args.task]
+
+
+@torch.no_grad()
+def main(argv=None):
+    argv = argv or sys.argv[1:]
+    runs = [Run(name) for name in itertools.takewhile(lambda x: x[:1] != '-', argv)]
+    args, task = parse(argv[len(runs):], runs)
+    device = train.hardware(args.device)
     torch.set_float32_matmul_precision('highest')       # train.py may have set another one
     for run in runs:
         run.model.to(device)
-        run.open_text(args, device, quiet=run is not first)
-        if run.text != first.text:
-            parser.error(f'different texts, {first.text} and {run.text}: --data chooses one; '
-                         '--at-most needs one tokenizer')
+        run.open_text(args, device, quiet=run is not runs[0])
+        if run.text != runs[0].text:
+            raise SystemExit(f'eval.py: different texts, {runs[0].text} and {run.text}: --data '
+                             'chooses one')
         run.model.prepare_eval(run.corpus, args, run.path, data.progress)
         run.ways = run.model.ways()
         run.set_way(next(iter(run.ways)))               # as trained
-    if args.html and not any('on' in run.ways for run in runs):
-        parser.error('--html: none of these runs retrieves')
     try:
-        if args.task in TASKS:
-            result = TASKS[args.task](runs, args)
-        elif args.task:
-            result = tasks[args.task](runs, first.corpus, first.split, args)
-        else:
-            result = dict(table=table(runs, args), examples=examples(runs, args, n=1))
-            plot(runs)
-            result['samples'] = samples(runs, args)
-        if args.html:
-            write_page(runs, args)
+        result = task(runs, args)
         if args.json:
             train.write(args.json, json.dumps(result, indent=1))
     except OSError as e:                                # a full disk
-        parser.error(e)
+        raise SystemExit(f'eval.py: {e}')
 
 
 if __name__ == '__main__':

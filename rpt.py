@@ -821,7 +821,7 @@ class RPT(nn.Module):
 # evaluation
 
 @torch.no_grad()
-def ranks(runs, corpus, split, args):
+def ranks(runs, args):
     """
     Table 3: of chance, recency, BM25 and the runs, for chunks that have a positive. The last run,
     with retriever none, is the reference LM, which scores all permitted chunks.
@@ -829,6 +829,7 @@ def ranks(runs, corpus, split, args):
     *runs, reference = runs
     if not runs or reference.model.config.retriever != 'none':
         raise SystemExit('ranks: runs that retrieve, then a reference LM, as out/rpt-reference')
+    corpus, split = reference.corpus, reference.split
     c, device = runs[0].model.config, reference.model.embedding.weight.device
     m, N = c.chunk_size, c.block_size // c.chunk_size
     idf = corpus_idf(corpus.train.tokens, m, c.vocab_size).to(device)

@@ -499,7 +499,7 @@ class TRIME(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config = config
+        self.PIECE, self.config = 512, config
         self.embedding = Embedding(config)                          # also the output embedding E
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd)
@@ -745,15 +745,15 @@ def tune(windows, x, long):
     return x
 
 
-def sweep(runs, corpus, split, args):
+def sweep(runs, args):
     """Perplexity by size of the long memory, all else tuned for each size (Figure 3)."""
     result = {}
     for run in runs:
         x = Inference(local=True, long=args.long, linear=run.model.tuned.linear)
-        windows = collect(run.model, corpus.val, x)
+        windows = collect(run.model, run.corpus.val, x)
         for size in [0, *(n for n in LONG if n < args.long), args.long]:
             run.model.inference = tune(windows, replace(x, long=size), [])
-            log_p = torch.cat([run.model.log_p(tokens) for tokens in run.documents])
+            log_p = torch.cat([run.log_p(tokens) for tokens in run.documents])
             perplexity = math.exp(-log_p.mean())
             print(f'{run.name}  long memory {size:6,}  perplexity {perplexity:9.2f}')
             result[f'{run.name} {size}'] = perplexity
