@@ -40,7 +40,8 @@ class BIGRAM(torch.nn.Module):
         BIGRAM.made.append(self)
 
     def stream(self, tokens, state=None):
-        self.streamed.append((self.strength, state or 0, tokens[0].tolist()))
+        start = 0 if state is None else state
+        self.streamed.append((self.strength, start, tokens[0].tolist()))
         return (self.strength * self.table[tokens]).log_softmax(-1), self.read(tokens, state)
 
     def read(self, tokens, state=None):
