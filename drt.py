@@ -13,6 +13,7 @@ Where the paper is in this file
     §3.1           landmarks; ALiBi; the chunk encoder   DRT.insert; SelfAttention; ChunkEncoder
     Eq. 1 to 3     scores, top K; cross-attention        DRT.retrieve; Block, gca_kernel.py
     §3.2, §3.3     Gumbel top-k, MLM; inference          DRT.forward; DRT.stream, State
+    §4.4, Table 4  retrieval from a corpus               DRT.prepare_eval
 
 Letters used in the shape comments
     B sequences    T tokens    L positions: tokens and landmarks    C width    V vocabulary
@@ -28,7 +29,7 @@ Where this differs from the paper, and why
     Retrieval never crosses documents that are joined in a sequence. Self-attention does, within a
     window: one (H, W, 2W) bias serves all blocks, masks of documents would take B T / W times that.
     Initial weights: 0.02 sqrt(768 / C), the official scale; those that add to the residual are
-    scaled by depth (not W_O of GCA). Not here: retrieval from a corpus (§3.3, Table 4).
+    scaled by depth (not W_O of GCA).
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
@@ -37,7 +38,6 @@ import math
 import tempfile
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gca_kernel import gca, gca_plan, why_not_triton
+from gca_kernel import gca, gca_plan
 
 
 @dataclass
@@ -91,8 +91,8 @@ PRESETS = {                 # 124m: App. A.1; its base LMs are --groups 0, also 
 
 @dataclass
 class EvalConfig:
-    retriever: Literal['', 'learned', 'random', 'off'] = ''     # of DRT, instead of the trained one
     offload: str = ''           # drt: folder for keys and values, 4 n_embd bytes a position
+    from_corpus: int = 0        # drt: retrieve from so many tokens of the training split too
 
 
 def batches(config):
@@ -310,6 +310,7 @@ class DRT(nn.Module):
         super().__init__()
         self.config, retrieves, n_upper = config, config.groups > 0, config.n_layer // 2
         self.retriever, self.offload, self.kernel = config.retriever, None, 'auto'
+        self.source, self.corpus = 'text', None                     # see ways, prepare_eval
         seed = torch.randint(2 ** 48, (), device='cpu').item()
         n_ids = config.vocab_size + retrieves * (1 + (config.encoder == 'tokens'))  # landmark, mask
         self.embedding = nn.Embedding(n_ids, config.n_embd)         # also the output embedding
@@ -334,7 +335,9 @@ class DRT(nn.Module):
     def empty_state(self, B):
         config, E = self.config, self.embedding.weight
         none, w = E.new_empty(B, 0, config.n_embd), E.new_zeros(B, 1, config.n_neighbors)
-        return State([None] * config.n_layer, none, none, [], [(w, w.int() - 1)] * config.groups)
+        landmarks, kv = (none, []) if self.source == 'text' else self.corpus[2:4]
+        reads = [(w, w.int() - 1)] * config.groups
+        return State([None] * config.n_layer, none, landmarks, kv, reads)
 
     def insert(self, x, value, s=0):
         """`value` after every S - 1 tokens, s of which came before: x (B, T) -> (B, L)"""
@@ -409,6 +412,8 @@ class DRT(nn.Module):
             return self.norm(x), None, [], state
         N, L = state.landmarks.size(1) - first, x.size(1)
         allowed = torch.ones(B, N, first + N, dtype=torch.bool, device=x.device).tril(first - 1)
+        if self.source == 'corpus':                                 # Table 4, not the text itself
+            allowed[..., self.corpus.landmarks.size(1):] = False
         if doc is not None:
             docs = self.insert(doc, 0).unflatten(1, (N, S))
             docs[..., -1] = last = docs[..., -2]                    # (B, N) a landmark's document
@@ -508,20 +513,14 @@ class DRT(nn.Module):
             state = self.encode(tokens[:, i:i + self.PIECE], state)[-1]
         return state
 
-    def log_p(self, tokens):
-        """log P of every token but the first of a document: tokens (n,) int64 -> (n - 1,) fp32"""
-        parts, state = [], None
-        for piece, targets in zip(tokens[:-1].split(self.PIECE), tokens[1:].split(self.PIECE)):
-            log_probs, state = self.stream(piece[None], state)
-            parts.append(log_probs[0].gather(1, targets[:, None])[:, 0])
-        return torch.cat(parts)
-
     def ways(self):
-        """Name -> attributes to set: retrieved chunks, random ones, none."""
+        """Name -> attributes to set: chunks of the text, of a corpus, of both, random ones, none"""
         if not self.config.groups or self.config.retriever == 'off':
             return {'off': {}}
-        return {'on': {'retriever': self.config.retriever}, 'shuffled': {'retriever': 'random'},
-                'off': {'retriever': 'off'}}
+        on = dict(retriever=self.config.retriever, source='text')
+        table4 = {source: dict(on, source=source) for source in ('corpus', 'both') if self.corpus}
+        return dict(on=on, **table4, shuffled=dict(on, retriever='random'),
+                    off=dict(on, retriever='off'))
 
     def trace(self, tokens, t):
         """What is read to predict token t + 1 of tokens (n,): [(weight, tokens, start, end)]"""
@@ -532,24 +531,18 @@ class DRT(nn.Module):
         return sorted(found, key=lambda read: read[0], reverse=True)
 
     def prepare_eval(self, corpus, args, path, progress):
-        self.config.retriever = self.retriever = args.retriever or self.config.retriever
+        """Reads args.from_corpus tokens of corpus.train, as if they came before any other text"""
         self.offload = args.offload
-        if args.offload and not Path(args.offload).is_dir():
-            raise SystemExit(f'--offload {args.offload} is no folder')
-
-
-def setup(model, corpus, batches, config, *args):
-    """SystemExit if --kernel triton cannot run. Returns a function that changes no batch."""
-    q = model.embedding.weight.half().unflatten(1, (model.config.n_head, -1))[None]
-    if config.kernel == 'triton' and (reason := why_not_triton(q, model.config.chunk_size)):
-        raise SystemExit(f'--kernel triton cannot run: {reason}')
-    return lambda batch, g: batch
+        tokens = torch.from_numpy(corpus.train.tokens[:args.from_corpus].astype('int64'))
+        for piece in progress(tokens.split(2 ** 16), 'reading the corpus') if len(tokens) else ():
+            self.corpus = self.read(piece[None].to(self.embedding.weight.device), self.corpus)
 
 
 # --------------------------------------------------------------------------------------------------
 # a demo
 if __name__ == '__main__':
     model, tokens = DRT(DRTConfig()), torch.randint(4096, (1000,))
-    print(f'loss {-model.log_p(tokens).mean():.3f}, ln V {math.log(4096):.3f}')
+    log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])
+    print(f'loss {-log_p.mean():.3f}, ln V {math.log(4096):.3f}')
     for weight, _, start, end in model.trace(tokens, t=900):
         print(f'token 901 is predicted from tokens {start} to {end - 1} with weight {weight:.3f}')

@@ -341,13 +341,13 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
         plan     gca_plan(idx, M); made here if None
         kernel   'triton', 'torch', or 'auto': Triton on a GPU where it can run, else PyTorch
 
-    Returns o like q, exact zeros for a chunk of queries without chunks. ValueError if kernel is
-    'triton' and cannot run. Deterministic, except for kernel 'torch' on a GPU.
+    Returns o like q, exact zeros for a chunk of queries without chunks. NotImplementedError if
+    kernel is 'triton' and cannot run. Deterministic, except for kernel 'torch' on a GPU.
     """
     M, D = k.size(1) // chunk, q.size(3)
     assert k.shape == v.shape and w.shape == idx.shape and q.size(1) == idx.size(1) * chunk
     if kernel == 'triton' and (reason := why_not_triton(q, chunk)):
-        raise ValueError(f"kernel='triton' cannot run: {reason}. kernel='torch' can.")
+        raise NotImplementedError(f"kernel='triton' cannot run: {reason}. kernel='torch' can.")
     if 0 in (idx.numel(), q.numel(), M):
         return torch.zeros_like(q)
     n_keys, scale = n_keys or chunk, scale or D ** -0.5

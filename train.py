@@ -397,7 +397,7 @@ def main(argv=None):
         signal.signal(s, lambda s, _: STOP.append(s) or signal.signal(s, signal.SIG_DFL))
     try:
         train(module, model_config, config)
-    except OSError as e:
+    except (OSError, NotImplementedError) as e:         # a full disk, no GPU for --kernel triton
         raise SystemExit(f'train.py: {e}; with this mended, the same command resumes')
     except (RuntimeError, MemoryError) as e:
         if isinstance(e, RuntimeError) and 'allocate' not in str(e):

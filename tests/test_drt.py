@@ -186,7 +186,7 @@ def test_streaming_equals_one_pass(settings, monkeypatch, tmp_path):
     model, tokens = small(**settings), random_tokens(t=120)
     full = model.log_probs(tokens)
     reads = model.encode(tokens)[2]
-    monkeypatch.setattr(DRT, 'PIECE', 20)                       # of log_p and read
+    monkeypatch.setattr(DRT, 'PIECE', 20)                       # of read
     model.offload = str(tmp_path)
     for sizes in ([1] * 120, [3] * 40, [4] * 30, [7, 51, 1, 61], [120]):
         state, parts = None, []
@@ -200,8 +200,6 @@ def test_streaming_equals_one_pass(settings, monkeypatch, tmp_path):
         model.stream(tokens[:, n:].flip(1), state)              # a state is never changed
         found = model.stream(tokens[:, n:], state)[0]
         torch.testing.assert_close(found, full[:, n:], rtol=0, atol=EPS)
-    log_p = full[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
-    torch.testing.assert_close(model.log_p(tokens[0]), log_p, rtol=0, atol=EPS)
 
 
 def test_the_state_is_bounded():
@@ -243,8 +241,28 @@ def test_ways():
         norm.gain.data.zero_()                                  # it ignores the text
     assert torch.equal(model.log_probs(tokens), shuffled)
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
-    model.prepare_eval(None, SimpleNamespace(retriever='random', offload=''), None, None)
-    assert model.ways()['on'] == {'retriever': 'random'}
+
+
+def test_retrieval_from_a_corpus():
+    """Table 4: a corpus is a text before, outside of the window; or in place of a text's chunks."""
+    model, tokens = small(n_neighbors=20), random_tokens(b=1, t=60)
+    for block in (*model.lower, *model.upper):
+        block.attention.proj.weight.data.zero_()                # no window: only what is retrieved
+    text = tokens[:, 30:]
+    expected = dict(both=model.log_probs(tokens)[:, 30:], on=model.log_probs(text))
+    corpus = SimpleNamespace(train=SimpleNamespace(tokens=tokens[0].numpy()))
+    args = SimpleNamespace(offload='', from_corpus=30)
+    model.prepare_eval(corpus, args, None, lambda items, _: items)
+    token_0_reaches = dict(on=[6], both=[6], corpus=[], shuffled=[6], off=[])   # chunk 2 first
+    assert model.ways().keys() == token_0_reaches.keys()
+    for way, attributes in model.ways().items():
+        for name, value in attributes.items():
+            setattr(model, name, value)
+        log_probs = model.log_probs(text)
+        if way in expected:                 # in chunk 0 the landmark of the corpus's end has no part
+            torch.testing.assert_close(log_probs[:, 6:], expected[way][:, 6:], rtol=0, atol=EPS)
+        differs = (model.log_probs(changed(text, 0)) != log_probs).any(2)[0].nonzero().flatten()
+        assert differs[differs > 2][:1].tolist() == token_0_reaches[way], way
 
 
 def test_gumbel_top_k_samples_from_the_softmax():
