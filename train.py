@@ -43,8 +43,7 @@ class TrainConfig:
     lr: float = 8e-3                # peak learning rate; 2e-3 suits AdamW alone
     warmup: float = 0.05            # share of the steps with rising rate; then a cosine to a tenth
     weight_decay: float = 0.1       # on matrices only
-    beta1: float = 0.9              # AdamW, mean of the gradients
-    beta2: float = 0.95             # AdamW, mean of their squares
+    beta2: float = 0.95             # AdamW, mean of the squared gradients
     grad_clip: float = 1.0          # largest norm of the gradient; 0: no limit
     eval_every: int = 100           # steps between validations and checkpoints
     val_tokens: int = 32768         # evenly spread, for validation while training; all at the end
@@ -60,7 +59,7 @@ class TrainConfig:
 
     def __post_init__(self):
         low = dict(max_steps=1, tokens_per_step=1, eval_every=1, val_tokens=1, lr=1e-30, fold=-1)
-        high = dict(warmup=1, beta1=1 - 1e-9, beta2=1 - 1e-9)
+        high = dict(warmup=1, beta2=1 - 1e-9)
         for name, value in vars(self).items():
             a, b = low.get(name, 0), high.get(name, 2 ** 63 - 1)
             if not isinstance(value, str) and not a <= value <= b:          # nan is not
@@ -186,7 +185,7 @@ def optimizers_of(model, config):
     decays = dict(lr=0.0, weight_decay=config.weight_decay)
     muon = [Muon(matrices, decays)] if config.optimizer == 'muon' else []
     groups = [dict(params=embedding + matrices * (not muon)), dict(params=vectors, weight_decay=0)]
-    adamw = dict(decays, betas=(config.beta1, config.beta2), fused=True)
+    adamw = dict(decays, betas=(0.9, config.beta2), fused=True)
     return [torch.optim.AdamW(groups, **adamw), *muon]
 
 

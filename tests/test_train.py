@@ -235,6 +235,12 @@ def test_out_of_memory_names_the_next_smaller_size(here, monkeypatch, B, hint, e
         run(flags('trime', f'--micro-batch {B}'))
 
 
+def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
+    monkeypatch.delenv('TRITON_INTERPRET', raising=False)
+    with pytest.raises(SystemExit, match=r'^train.py: .*triton.* cannot run: [^\n]*$'):
+        run(flags('drt', '--kernel triton'))
+
+
 def test_init_starts_from_other_weights(here):
     run(flags('trime', '--out first'))
     run(flags('trime', '--out second --init first/ckpt.pt --lr 1e-12 --max-steps 1'))
