@@ -26,8 +26,7 @@ Letters in the shape comments
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); a chunk without neighbors gets 0 from cross-attention; s_t is a
     mean over tokens, L_ret over the ranked chunks of a step; |Δ NDCG| is of 1 / log2(1 + rank).
-    With --shift-values, off in the preset `paper`, what followed a token in a neighbor is at the
-    token's key, as in TRIME's memories: one layer can copy, where two had to learn it together.
+    With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
     Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
     The reference LM (paper: Pythia 1.4B) is trained here on every second document and scores the
@@ -49,7 +48,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -281,28 +279,28 @@ class SelfAttention(nn.Module):
 
 class Attention(nn.Module):
     """
-    Multi-head attention of x (n, t, C) to y (n, s, C), by default to x itself. With shift, y is
-    texts of so many tokens; the key of each has the value of the next one, the last's of the first.
+    Multi-head attention of a texts x (n, a, t, C) to all tokens of b texts y (n, b, s, C), where
+    mask, broadcast to (n, H, a t, b s), is True. Positions count from 0 in a text, in x from
+    `first`. With shift, the key of a token has the value of the next one, the last's of the first.
     """
 
-    def __init__(self, config, shift=0):
+    def __init__(self, config, shift=False):
         super().__init__()
         self.n_head, self.shift = config.n_head, shift
         self.query = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.kv = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x, x_positions, y=None, y_positions=None, mask=None):
-        """mask, broadcast to (n, H, t, s): True where x may attend to y -> (n, t, C)"""
-        y, y_positions = (x, x_positions) if y is None else (y, y_positions)
-        q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, t, H, D)
-        k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(2)     # 2 x (n, s, H, D)
-        if self.shift:
-            v = v.unflatten(1, (-1, self.shift)).roll(-1, dims=2).flatten(1, 2)
-        q = rotate(q, rotary(x_positions, q.size(-1)))
-        k = rotate(k, rotary(y_positions, k.size(-1)))
-        y = softmax_attention(*(z.transpose(1, 2) for z in (q, k, v)), mask)
-        return self.proj(y.transpose(1, 2).flatten(2))
+    def forward(self, x, y, first=0, mask=None):
+        q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, a, t, H, D)
+        k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (n, b, s, H, D)
+        v = v.roll(-1, dims=2) if self.shift else v
+        positions = torch.arange(first + max(x.size(2), y.size(2)), device=x.device)
+        q = rotate(q, rotary(positions[first:][:x.size(2)], q.size(-1)))
+        k = rotate(k, rotary(positions[:y.size(2)], k.size(-1)))
+        q, k, v = (z.flatten(1, 2).transpose(1, 2) for z in (q, k, v))      # (n, H, tokens, D)
+        y = softmax_attention(q, k, v, mask).transpose(1, 2)                # (n, a t, H, D)
+        return self.proj(y.flatten(2)).view_as(x)
 
 
 class Retriever(nn.Module):
@@ -320,8 +318,8 @@ class Retriever(nn.Module):
 
     def forward(self, x):
         """x (B, c, m, C) -> the tokens (B, c, m, C), queries and keys (B, c, C)"""
-        positions = torch.arange(x.size(2), device=x.device)
-        x = x + self.attention(self.norm(x).flatten(0, 1), positions).view_as(x)
+        y = self.norm(x).flatten(0, 1)[:, None]                             # (B c, 1, m, C)
+        x = x + self.attention(y, y).view_as(x)
         return x, self.query(self.norm_q(x.mean(2))), self.key(self.norm_k(x.mean(2)))
 
 
@@ -339,25 +337,24 @@ class NeighborEncoder(nn.Module):
 
     def forward(self, x, chunk):
         """x (n, K, 2m, C): a neighbor attends to itself, then to chunk (n, m, C) -> as x"""
-        positions, y = torch.arange(x.size(2), device=x.device), self.norm_query(chunk)
-        x = x + self.attention(self.norm1(x).flatten(0, 1), positions).view_as(x)
-        positions, y_positions = positions.repeat(x.size(1)), positions[:y.size(1)]
-        return x + self.cross(self.norm2(x).flatten(1, 2), positions, y, y_positions).view_as(x)
+        y = self.norm1(x).flatten(0, 1)[:, None]                            # (n K, 1, 2m, C)
+        x = x + self.attention(y, y).view_as(x)
+        return x + self.cross(self.norm2(x), self.norm_query(chunk)[:, None])
 
     def gates(self, neighbors, chosen):
         """
         max(η, σ(w · ĉ / C)): ĉ is the mean of a neighbor's tokens after attention to the better
-        neighbors of its chunk and to those of the w - 1 chunks before. (These are of its document,
-        as what it retrieved is farther back.)
+        neighbors of its chunk and to those of the w - 1 chunks before, all of one document.
         neighbors (B, n, K, 2m, C) of n chunks, chosen (B, n, K) their numbers -> (B, n, K)
         """
         (B, n, K), w = chosen.shape, self.config.window // self.config.chunk_size
         if not self.config.gate:
             return torch.ones(B, n, K, device=chosen.device)
-        j, c = torch.arange(n * K, device=chosen.device), neighbors.mean(3).flatten(1, 2)
+        j, c = torch.arange(n * K, device=chosen.device), neighbors.mean(3).view(B, 1, n * K, -1)
         recent = (j <= j[:, None]) & (j // K > j[:, None] // K - w)
         mask = recent & (chosen >= 0).view(B, 1, -1) | (j == j[:, None])            # (B, n K, n K)
-        c = c + self.gate_attention(self.norm3(c), j, mask=mask[:, None])           # (B, n K, C)
+        y = self.norm3(c)                                                   # (B, 1, n K, C)
+        c = c + self.gate_attention(y, y, mask=mask[:, None])
         with torch.autocast(c.device.type, enabled=False):
             z = self.gate(self.norm_gate(fp32(c))) / self.config.n_embd
         return z.sigmoid().clamp(min=self.config.eta).view(B, n, K)
@@ -372,23 +369,18 @@ class ChunkedCrossAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        shift = 2 * config.chunk_size * config.shift_values                 # see the header
-        self.norm, self.attention = RMSNorm(config.n_embd), Attention(config, shift)
+        self.norm, self.m = RMSNorm(config.n_embd), config.chunk_size
+        self.attention = Attention(config, config.shift_values)
 
-    def forward(self, x, neighbors, valid, same_doc):
+    def forward(self, x, neighbors, mask, attends):
         """
-        x (B, t, C) begins with a chunk; neighbors (B, G, K, 2m, C); valid (B, G, K): the neighbor
-        exists; same_doc (B, t): the token is of the document of its group's chunk -> as x
+        x (B, t, C) begins with a chunk; neighbors (B, G, K, 2m, C); mask (B G, 1, 1, K 2m): which
+        of their tokens; attends (B, t): the token does -> as x, 0 where it does not
         """
-        (B, t, C), (_, G, K, n, _) = x.shape, neighbors.shape
-        m, positions = n // 2, torch.arange(n, device=x.device)
-        groups = F.pad(x, (0, 0, 1, G * m - 1 - t)).view(B * G, m, C)
-        some = valid.any(2, keepdim=True)                                   # (B, G, 1)
-        mask = (valid | ~some).view(B * G, 1, 1, K).repeat_interleave(n, dim=3)     # no empty row
-        y = self.attention(self.norm(groups), positions[m - 1:-1],
-                           neighbors.reshape(B * G, K * n, C), positions.repeat(K), mask)
-        y = y.view(B, G, m, C) * some[..., None]                            # 0 without neighbors
-        return y.flatten(1, 2)[:, 1:t + 1] * same_doc[..., None]
+        (B, t, C), G, m = x.shape, neighbors.size(1), self.m
+        groups = F.pad(x, (0, 0, 1, G * m - 1 - t)).view(B * G, 1, m, C)
+        y = self.attention(self.norm(groups), neighbors.flatten(0, 1), m - 1, mask)
+        return y.view(B, G * m, C)[:, 1:t + 1] * attends[..., None]
 
 
 class UpperBlock(Block):
@@ -474,7 +466,7 @@ def bm25_vectors(tokens, idf):
     RETRO's queries and keys: <q, k> is bm25.py's score, as all lengths are equal. Weights are
     multiples of 2^-10, so that ties remain ties. tokens (..., m), idf (V,) -> 2 x (..., V)
     """
-    q = torch.zeros(*tokens.shape[:-1], len(idf), device=tokens.device)
+    q = idf.new_zeros(*tokens.shape[:-1], len(idf))
     q = q.scatter_add(-1, tokens, torch.ones_like(tokens, dtype=q.dtype))   # occurrences
     return q, (2 ** 10 * idf * q / (q + 1.2)).round() / 2 ** 10
 
@@ -527,12 +519,34 @@ def target_scores(reference, chunks, candidates):
 TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed candidates target_scores ranked')
 
 
+def load_reference(c, config, corpus, train_reference):
+    """The reference LM, of --reference or trained first; the fold that it knows, -1: none"""
+    sizes = np.diff(corpus.train.offsets)
+    fold = 0 if 0.2 < sizes[::2].sum() / sizes.sum() < 0.8 else -1          # -1: too few documents
+    fold = 1 - config.fold if config.fold >= 0 else fold
+    window = 4 * c.chunk_size                                               # see target_scores
+    path = Path(c.reference or train_reference(
+        replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), reference_steps=0,
+                window=max(c.window, window)),
+        replace(config, fold=fold, init='', max_steps=c.reference_steps or config.max_steps),
+        'reference'))
+    try:
+        file = torch.load(path / 'ckpt.pt' if path.is_dir() else path, 'cpu', weights_only=True)
+        reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
+        reference.load_state_dict(file['model'])
+        assert reference.config.retriever == 'none' and reference.config.window >= window
+        assert file['tokenizer'] == corpus.tokenizer.to_dict()
+    except Exception as e:                              # a broken file can raise anything
+        raise SystemExit(f'--reference {path}: a checkpoint of retriever none, window '
+                         f'>= {window} and the same tokenizer is needed ({e!r:.99})')
+    return reference, file['fold'] if file['corpus'] == corpus.fingerprint else -1
+
+
 def setup(model, corpus, batches, config, autocast, train_reference, progress):
     """
-    Trains the reference LM, unless --reference names one. Stores candidates and scores of the
-    sequences that the run will use, a file each, in a folder whose name is a hash of all that they
-    depend on; an interrupted run resumes, and each process does its share.
-    -> attach(batch, g): TaughtBatch of micro-batch g
+    Stores candidates and scores of the sequences that the run will use, a file each, in a folder
+    whose name is a hash of all that they depend on; an interrupted run resumes, and each process
+    does its share. -> attach(batch, g): TaughtBatch of micro-batch g
     """
     c, device, reference = model.config, model.embedding.weight.device, None
     N, m, J = c.block_size // c.chunk_size, c.chunk_size, c.n_candidates
@@ -546,24 +560,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     if c.retriever == 'bm25':
         model.idf.copy_(idf)
     if c.retriever == 'sem':
-        sizes = np.diff(corpus.train.offsets)
-        fold = 0 if 0.2 < sizes[::2].sum() / sizes.sum() < 0.8 else -1      # -1: too few documents
-        fold = 1 - config.fold if config.fold >= 0 else fold
-        path = Path(c.reference or train_reference(
-            replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), reference_steps=0,
-                    window=max(c.window, 4 * m)),
-            replace(config, fold=fold, init='', max_steps=c.reference_steps or config.max_steps),
-            'reference'))
-        try:
-            file = torch.load(path / 'ckpt.pt' if path.is_dir() else path, 'cpu', weights_only=True)
-            reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
-            reference.load_state_dict(file['model'])
-            assert reference.config.retriever == 'none' and reference.config.window >= 4 * m
-            assert file['tokenizer'] == corpus.tokenizer.to_dict()
-        except Exception as e:                          # a broken file can raise anything
-            raise SystemExit(f'--reference {path}: a checkpoint of retriever none, window '
-                             f'>= {4 * m} and the same tokenizer is needed ({e!r:.99})')
-        fold = file['fold'] if file['corpus'] == corpus.fingerprint else -1         # -1: scores all
+        reference, fold = load_reference(c, config, corpus, train_reference)
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
         facts += [hashlib.sha256(weights).hexdigest(), fold, c.score_every, config.dtype]
         reference.to(device)
@@ -573,21 +570,20 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     def load(row):
         """candidates and scores of a sequence, (2, N, J) fp32"""
         path = folder / f'{row}.npy'
-        if path.exists():
-            return torch.from_numpy(np.load(path))
-        batch = batches.take(np.array([row]), seed=0)
-        chunks, doc = batch.tokens[0, :N * m].view(N, m), doc_of_chunks(batch.doc[:1], m)[0]
-        candidates = bm25_candidates(chunks, doc, model.w, J, idf)
-        scores = (1 - torch.arange(J) / J).where(candidates >= 0, math.nan)         # RPT-Lex
-        if reference:
-            scored = (torch.arange(N) % c.score_every == 0) & (doc % 2 != fold)
-            scored = candidates.where(scored[:, None], -1).to(device)
-            with autocast():
-                scores = target_scores(reference, chunks.to(device), scored).cpu()
-        temporary = folder / f'{row}-{os.getpid()}.tmp.npy'
-        np.save(temporary, torch.stack([candidates, scores]).float().numpy())
-        os.replace(temporary, path)
-        return load(row)
+        if not path.exists():
+            batch = batches.take(np.array([row]), seed=0)
+            chunks, doc = batch.tokens[0, :N * m].view(N, m), doc_of_chunks(batch.doc[:1], m)[0]
+            candidates = bm25_candidates(chunks, doc, model.w, J, idf)
+            scores = (1 - torch.arange(J) / J).where(candidates >= 0, math.nan)     # RPT-Lex
+            if reference:
+                scored = (torch.arange(N) % c.score_every == 0) & (doc % 2 != fold)
+                scored = candidates.where(scored[:, None], -1).to(device)
+                with autocast():
+                    scores = target_scores(reference, chunks.to(device), scored).cpu()
+            temporary = folder / f'{row}-{os.getpid()}.tmp.npy'
+            np.save(temporary, torch.stack([candidates, scores]).float().numpy())
+            os.replace(temporary, path)
+        return torch.from_numpy(np.load(path))
 
     n = config.tokens_per_step // (batches.B * batches.T)               # micro-batches of a step
     used = np.unique(np.concatenate([batches.rows(g) for g in range(n * config.max_steps)]))
@@ -596,17 +592,16 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         itself = F.pad(torch.arange(N - 1, device=device), (0, 1), value=-1)
         gain = target_scores(reference, chunks, itself[:, None]).nanmean()
         print(f'a copy of the target is worth {gain:.3f} nats a token to the reference LM')
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = (int(os.environ.get(*x)) for x in (('RANK', 0), ('WORLD_SIZE', 1)))
     for row in progress(used[rank::world], f'candidates and scores in {folder}', quiet=rank):
         load(row)
 
     def attach(batch, g):
-        stored = torch.full((len(batch.tokens), 2, N, J), math.nan)
-        for i, row in enumerate(batches.rows(g)):                           # the rest is padding
-            stored[i] = load(row)
-        candidates, scores = stored.unbind(1)
-        rows = (row for i in range(g - g % n, g - g % n + n) for row in batches.rows(i))
-        ranked = sum((load(row)[1] > 0).any(1).sum().item() for row in rows)
+        first = g - g % n                                               # of the step
+        step = [[load(row) for row in batches.rows(i)] for i in range(first, first + n)]
+        ranked = sum((scores > 0).any(1).sum().item() for rows in step for _, scores in rows)
+        padding = [torch.full((2, N, J), math.nan)] * (len(batch.tokens) - len(step[g - first]))
+        candidates, scores = torch.stack(step[g - first] + padding, dim=1)      # (B, N, J)
         return TaughtBatch(*batch, candidates.nan_to_num(-1).long(), scores, max(1, ranked) / n)
 
     return attach
@@ -629,7 +624,7 @@ class State(NamedTuple):
 class RPT(nn.Module):
     """A sliding-window LM whose upper layers attend to chunks that its lower layers retrieve."""
 
-    PIECE = 2048                        # tokens of a stream that are encoded at once
+    PIECE = 2048                        # tokens of a text that are encoded at once
 
     def __init__(self, config):
         super().__init__()
@@ -686,8 +681,8 @@ class RPT(nn.Module):
             chosen = chosen.where(teacher == -2, teacher)
 
         k = torch.stack([chosen, chosen + 1], dim=-1).clamp(min=0)          # (B, c, K, 2)
-        k = k + M * torch.arange(B, device=x.device)[:, None, None, None]
-        new = E.flatten(0, 1).index_select(0, k.flatten()).view(B * c, K, 2 * m, -1)
+        new = torch.stack([e.index_select(0, i.flatten()) for e, i in zip(E, k)])
+        new = new.view(B * c, K, 2 * m, -1)
         new = self.neighbor_encoder(new, x.flatten(0, 1)).unflatten(0, (B, c))
         neighbors = torch.cat([state.neighbors[:, -self.w:], new], dim=1)
         chosen = torch.cat([state.chosen[:, -self.w:], chosen], dim=1)
@@ -696,10 +691,9 @@ class RPT(nn.Module):
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
         """
-        tokens (B, t) that continue the text of `state`; None: a text begins.
-        doc (B, t), None: one document; teacher (B, N, K): neighbors in place of those retrieved,
-        -1: none, -2: those retrieved; both only without `state`
-        returns f (B, t, C), the new state, s_q (B, c, M) or None
+        tokens (B, t) that continue the text of `state`, None: begin one. In training doc (B, t) and
+        teacher (B, N, K), neighbors in place of those retrieved, -1: none, -2: those retrieved
+        -> f (B, t, C), the new state, s_q (B, c, M) or None
         """
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
@@ -716,9 +710,12 @@ class RPT(nn.Module):
             if t >= m:
                 state, scores = self.retrieve(x, tokens, chunk_doc, teacher, state)
             chosen, neighbors, gates = (y[:, -1 - t // m:] for y in state[-3:])     # (B, G, K, ...)
-            group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, dim=1)[:, 1:t + 1]
-            neighbors = neighbors * gates[..., None, None].to(neighbors)
-            cross = neighbors, chosen >= 0, group_doc == doc
+            valid = chosen >= 0
+            some = valid.any(2, keepdim=True)                               # (B, G, 1)
+            mask = (valid | ~some).flatten(0, 1)[:, None, None].repeat_interleave(2 * m, dim=3)
+            group_doc = F.pad(chunk_doc, (1, 0)).where(some[..., 0], -2)    # -2: no neighbors
+            attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
+            cross = neighbors * gates[..., None, None].to(neighbors), mask, attends
         for i, block in enumerate(self.upper, len(self.lower)):
             x, past[i] = block(x, angles, past[i], cross)
         state = state._replace(past=past, rest=tokens[:, t // m * m:])
@@ -742,11 +739,9 @@ class RPT(nn.Module):
         a retriever, scheduled sampling. -> (B, N, K), -1: none, -2: those retrieved
         """
         s_t, candidates = batch.target_scores, batch.candidates
-        order = s_t.masked_fill(s_t <= 0, -math.inf)
-        order = order.where(~s_t.isnan(), -torch.arange(s_t.size(2)).to(s_t))
-        order = order.masked_fill(candidates < 0, -math.inf)
-        chosen = top_k(order, self.config.n_neighbors)
-        teacher = candidates.gather(2, chosen.clamp(min=0)).where(chosen >= 0, -1)
+        order = s_t.nan_to_num().argsort(dim=2, descending=True, stable=True)
+        teacher = candidates.masked_fill(s_t <= 0, -1).gather(2, order)
+        teacher = F.pad(teacher, (0, self.config.n_neighbors - s_t.size(2)), value=-1)  # or cut
         if self.retriever:
             generator = torch.Generator(s_t.device).manual_seed(batch.seed)
             draws = torch.rand(s_t.shape[:2], device=s_t.device, generator=generator)
@@ -780,11 +775,8 @@ class RPT(nn.Module):
     @torch.no_grad()
     def stream(self, tokens, state=None):
         """log_probs of tokens (B, t), t >= 1, that continue the text of `state`; the new state"""
-        parts = []
-        for piece in tokens.split(self.PIECE, dim=1):
-            f, state, _ = self.encode(piece, state=state)
-            parts.append(self.logits(f).log_softmax(-1))
-        return torch.cat(parts, dim=1), state
+        f, state, _ = self.encode(tokens, state=state)
+        return self.logits(f).log_softmax(-1), state
 
     @torch.no_grad()
     def read(self, tokens, state=None):
@@ -792,14 +784,6 @@ class RPT(nn.Module):
         for piece in tokens.split(self.PIECE, dim=1):
             _, state, _ = self.encode(piece, state=state)
         return state
-
-    def log_p(self, tokens):
-        """log P of every token but the first of a document: tokens (n,) int64 -> (n - 1,) fp32"""
-        parts, state = [], None
-        for piece, targets in zip(tokens[:-1].split(self.PIECE), tokens[1:].split(self.PIECE)):
-            log_probs, state = self.stream(piece[None], state)
-            parts.append(log_probs[0].gather(1, targets[:, None])[:, 0])
-        return torch.cat(parts)
 
     def ways(self):
         """shuffled: permitted chunks, chosen by a hash of their numbers"""
@@ -837,26 +821,25 @@ def ranks(runs, args):
     may = permitted(0 * k[None], N, c.window // m)[0] & (k[:, None] < N - 1)        # has a target
     T, offsets = N * m, split.offsets
     starts = [i for a, b in zip(offsets, offsets[1:]) for i in range(a, b - T + 1, T)]
-    discount, values, result = 1 / torch.log2(2 + k[:20]), {}, {}
+    totals, result = {}, {}                                             # sums of the measures and 1
     for start in starts[::-(-len(starts) // args.sequences) or 1]:
         tokens = torch.from_numpy(split.tokens[start:start + T].astype(np.int64)).to(device)
-        chunks = tokens.view(N, m)
+        chunks, candidates = tokens.view(N, m), k.where(may, -1)
         q, keys = bm25_vectors(chunks, idf)
         scores = dict(chance=torch.rand(N, N, device=device), recency=k.float().expand(N, N),
                       BM25=q @ keys.T)
         scores.update((run.name, run.model.encode(tokens[None])[2][0]) for run in runs)
-        s_t = target_scores(reference.model, chunks, k.where(may, -1)).nan_to_num(-math.inf)
+        s_t = target_scores(reference.model, chunks, candidates)
         for name, s_q in scores.items():
-            order = s_q.masked_fill(~may, -math.inf).argsort(dim=1, descending=True)
-            s = s_t.gather(1, order)[(s_t > 0).any(1)]                      # (n, N), best s_q first
-            gain, positive = torch.exp2(s.clamp(min=0)) - 1, (s > 0).double()
-            precision = positive[:, :2].mean(1)
-            recall = positive[:, :10].sum(1) / positive.sum(1)
-            ideal = gain.sort(dim=1, descending=True).values[:, :20] @ discount
-            rows = torch.stack([precision, recall, gain[:, :20] @ discount / ideal], dim=1)
-            values.setdefault(name, []).append(rows)                        # (n, 3)
-    for name, rows in values.items():
-        means = torch.cat(rows).mean(0).tolist()
+            s_q = s_q.masked_fill(~may, -math.inf)
+            _, ndcg, n = ranking_loss(s_q[None], candidates[None], s_t[None], tau=1)
+            order = s_q.argsort(dim=1, descending=True, stable=True)
+            positive = (s_t > 0).gather(1, order)                           # best s_q first
+            precision = positive[:, :2].sum() / 2
+            recall = (positive[:, :10].sum(1) / positive.sum(1).clamp(min=1)).sum()
+            totals[name] = totals.get(name, 0) + torch.tensor([precision, recall, ndcg, n])
+    for name, (*sums, n) in totals.items():
+        means = ((x / n).item() for x in sums)
         result[name] = dict(zip(('precision@2', 'recall@10', 'ndcg@20'), means))
         print(f'{name:24}', *(f'{key} {value:.4f}' for key, value in result[name].items()))
     return result

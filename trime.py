@@ -23,17 +23,16 @@ Letters used in the shape comments
     M memories: (c_j, x_j), a context and the token after it; key g(c_j), value x_j
 
 Where this differs from the paper, and why
-    RMSNorm and RoPE replace LayerNorm and sinusoids: the three models share one Transformer, also
-    no biases, GELU for ReLU, GPT-2's initial weights, no sqrt(C) on the embeddings, a final norm.
-    AdamW and a cosine replace NAG (247M) and the inverse square root (7M).
-    §4.3's m = 1: other segments of the same document are masked (not in the official code).
-    Training has the memories of a process's own micro-batch (official code: of all processes).
-    At test time each context is in memory once (official code: the window's twice). P' of Eq. 8 is
-    over all memories (official code: the external ones).
+    The three models share one Transformer: RMSNorm, RoPE and GELU replace LayerNorm, sinusoids and
+    ReLU, with GPT-2's initial weights, a final norm, no biases, no sqrt(C) on the embeddings. AdamW
+    and a cosine replace NAG (247M) and the inverse square root (7M).
+    In training, memories are of a process's own micro-batch (official code: of all processes), and
+    §4.3's m = 1 masks other segments of the same document (official code: none).
+    At test time each context is in memory once (official code: the window's twice), P' of Eq. 8 is
+    over all memories (official code: the external ones), and the datastore has exact similarities
+    of fp16 keys (paper: product quantization) and the corpus that is evaluated (Table 5: others).
     With memory ext g starts small: at a gain of 1 more than 90% of the probability is on other
     documents at first, and the words do not recover in hundreds of steps.
-    The datastore has exact similarities of fp16 keys (paper: product quantization), and is of the
-    corpus that is evaluated (Table 5: also of another one).
     Not here: translation (§5.4) and SRU++ (App. E).
 
     $ python trime.py                       a demo on a CPU
@@ -42,7 +41,7 @@ Where this differs from the paper, and why
 import hashlib, itertools, json, math, random
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -83,12 +82,10 @@ class TRIMEConfig:
             raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
 
 
-MemoryNames = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
-
-
 @dataclass
 class EvalConfig:
-    memory: MemoryNames = ''    # trime: memories at test time; default: as in Table 1
+    Names = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
+    memory: Names = ''          # trime: memories at test time; default: as in Table 1
     long: int = 24_576          # trime: tokens of long memory, at most; tuned on val
     stride: int = 0             # trime: tokens scored per window (0: as trained)
     nprobe: int = 16            # trime: lists of the datastore that are searched, of 1,000 entries
@@ -100,21 +97,20 @@ class EvalConfig:
 # (its 150M model has 10), cutoffs, div_value, dropout, stride, weight_decay, beta2.
 WIKITEXT = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000',
                 eval_every=2000)
-ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0)
+ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0, lr=2.5e-4, warmup=0.0,
+            max_steps=400_000)
 PRESETS = {
     'tiny': {},                         # the defaults: minutes on two CPU cores
-    '7m': dict(WIKITEXT, **ADAM, block_size=3072, micro_batch=8, n_layer=8, n_head=4, n_embd=128,
+    '7m': dict(ADAM, **WIKITEXT, block_size=3072, micro_batch=8, n_layer=8, n_head=4, n_embd=128,
                stride=512, tokens_per_step=24_576, lr=5e-4, warmup=0.04, max_steps=200_000),
-    '150m': dict(WIKITEXT, **ADAM, block_size=150, micro_batch=60, n_layer=16, n_head=5, n_embd=410,
-                 n_inner=2100, div_value=1, dropout=0.1, stride=64, tokens_per_step=36_000,
-                 lr=2.5e-4, warmup=0.0, max_steps=400_000),
+    '150m': dict(ADAM, **WIKITEXT, block_size=150, micro_batch=60, n_layer=16, n_head=5, n_embd=410,
+                 n_inner=2100, div_value=1, dropout=0.1, stride=64, tokens_per_step=36_000),
     '247m': dict(WIKITEXT, block_size=3072, micro_batch=8, m=4, n_layer=16, n_head=8, n_embd=1024,
                  dropout=0.3, stride=512, tokens_per_step=73_728, lr=5e-4, warmup=0.056,
                  optimizer='adamw', grad_clip=0.1, max_steps=286_000),
     'enwik8': dict(ADAM, data='enwik8', tokenizer='bytes', vocab_size=257, block_size=512,
                    micro_batch=24, n_layer=12, n_head=8, n_embd=512, dropout=0.1, stride=80,
-                   same_document=False, tokens_per_step=49_152, lr=2.5e-4, warmup=0.0,
-                   max_steps=400_000, eval_every=2000)}
+                   same_document=False, tokens_per_step=49_152, eval_every=2000)}
 
 
 def batches(config):
@@ -254,9 +250,9 @@ class Embedding(nn.Module):
         for row, start, end, *tail in self.tails():
             inside = ((w >= start) & (w < end)).nonzero()[:, 0]
             index[inside] = row
-            slices = zip(f[inside].split(256), (w[inside] - start).split(256))
-            parts = [checkpoint(nll, *rows, *tail, use_reentrant=False) for rows in slices]
-            logprob = logprob.index_put((inside,), -torch.cat(parts))
+            for i in inside.split(256):                             # their logits are not kept
+                nats = checkpoint(nll, f[i], w[i] - start, *tail, use_reentrant=False)
+                logprob = logprob.index_put((i,), -nats)
         return index[:, None], logprob[:, None]
 
     def logits(self, f):
@@ -264,31 +260,27 @@ class Embedding(nn.Module):
         head = f @ self.tables[0].T
         logits = [head[:, :self.ends[0]]]
         for row, _, _, table, proj in self.tails():
-            tail = (f @ proj.weight @ table.T).log_softmax(1)
-            logits.append(head[:, row, None] + tail)
+            logits.append(head[:, row, None] + (f @ proj.weight @ table.T).log_softmax(1))
         return torch.cat(logits, dim=1), head.logsumexp(1, keepdim=True)
 
 
 def memory_mask(mode, rows, doc, local, config):
     """
     Which memories the queries of slice `rows` may use: a slice of M memories, and (R, M) bool.
-    Memory i holds the answer to query i. doc (B, T): documents of the contexts
+    Memory i holds the answer to query i. doc (B, T): documents of the contexts; local: a bool
     """
     (B, T), doc = doc.shape, doc.flatten()
     start = rows.start // T * T if mode == 'local' else 0
     end = dict(none=1, ext=len(doc)).get(mode, rows.stop)           # none: one, which is masked
     i = torch.arange(rows.start, rows.stop, device=doc.device)[:, None]
     j = torch.arange(start, end, device=doc.device)
-    segment, earlier = i // T == j // T, j < i
-    document = (doc[rows, None] == doc[start:end]) & config.same_document
-    if mode == 'ext':                                               # §4.3
-        allowed = ~segment & ~document | segment & earlier & local
-    elif mode == 'long':                                            # Eq. 3, §4.2
+    segment, earlier, document = i // T == j // T, j < i, doc[rows, None] == doc[start:end]
+    allowed = segment & earlier & local                             # Eq. 2
+    if mode == 'long':                                              # Eq. 3, §4.2
         group = (config.m or B) * T
-        allowed = earlier & (segment | document | (not config.same_document))
-        allowed &= i // group == j // group
-    else:                                                           # Eq. 2
-        allowed = segment & earlier & (mode == 'local')
+        allowed |= earlier & (i // group == j // group) & (document | (not config.same_document))
+    if mode == 'ext':                                               # §4.3
+        allowed |= ~segment & ~(document & config.same_document)
     return slice(start, end), allowed
 
 
@@ -312,11 +304,9 @@ class TrimeLoss(torch.autograd.Function):
     targets (N,)           w and x_j; -1: neither scored nor a memory
 
     returns the mean of -log P, and two means without gradient: the probability on memories, the
-    loss without memory. Queries are taken in blocks of R, so that neither (N, n) nor (N, N) is
-    held; the forward pass computes the gradient too. P: the part of row v of the head, of memory j
-    in the sum over everything; W: in the terms of w, zero for all others
-
-        dL/d(E_v · f) = P_v - W_v        dL/d(sim_j) = P_j - W_j
+    loss without memory. Blocks of R queries: neither (N, n) nor (N, N) is held. The forward pass
+    computes the gradient too, dL/d(E_v · f) = P_v - W_v and dL/d(sim_j) = P_j - W_j: P is the part
+    of row v of the head, of memory j in the sum over everything, W that in the terms of w
     """
     R = 512
 
@@ -361,19 +351,10 @@ class TrimeLoss(torch.autograd.Function):
         return tuple(None if x is None else x * d for x in ctx.grads)
 
 
-class Memories(NamedTuple):
-    """The memories of Q queries at test time. Local memories have negative ranks."""
-    sim: torch.Tensor           # (Q, M) -inf where masked
-    value: torch.Tensor         # (Q, M) x_j; or whether x_j = w
-    ext: torch.Tensor           # (M,) bool: of the datastore
-    rank: torch.Tensor          # (M,) number of more similar ones in ext, of later ones in long
-
-
 @dataclass
 class Inference:
     """
-    How words and memories make one distribution at test time. M (Eq. 7): local memory, the last
-    `long` tokens of long memory, the K most similar entries of external memory.
+    How words and the memories M (Eq. 7) make one distribution at test time.
 
         P(w)  ∝ exp(E_w · f) + Σ_{j in M: x_j = w} exp(sim_j / τ)       Eq. 6
         P'(w) ∝ Σ_{j in M: x_j = w} exp(sim_j / τ')                     Eq. 8, with ext
@@ -392,33 +373,33 @@ class Inference:
     tau_ext: float = 1.0        # τ' of Eq. 8; linear: of kNN-LM
     lam_ext: float = 0.0        # λ of Eq. 9; linear: of kNN-LM
 
-    def probabilities(self, log_total, memories):
+    def probabilities(self, log_total, sim):
         """
-        P of each memory (Q, M), and a term (Q, 1) that turns logits into log P(w) without
-        memories. log_total (Q, 1): of Embedding.logits
+        P (Q, M) of memories, the last n_neighbors of ext, and a term (Q, 1) that turns logits into
+        log P(w) without memories. log_total (Q, 1): of Embedding.logits; sim (Q, M)
         """
-        past = ~memories.ext & (memories.rank < self.long) & self.local
-        used = torch.where(memories.ext, memories.rank < self.n_neighbors, past)        # (M,)
-        sim = memories.sim.masked_fill(~used, -math.inf)
         x = torch.full_like(sim, -math.inf) if self.linear else sim / self.tau
         shift = -torch.logaddexp(log_total, x.logsumexp(1, keepdim=True))
         P = (x + shift).exp()                                       # Eq. 6; linear: Eq. 1
-        ext = memories.ext if self.linear else used
-        for group, tau, lam in ((past, self.tau, self.lam), (ext, self.tau_ext, self.lam_ext)):
+        n = sim.size(1) - self.n_neighbors
+        cache, ext = slice(n), slice(n, None) if self.linear else slice(None)
+        for group, tau, lam in ((cache, self.tau, self.lam), (ext, self.tau_ext, self.lam_ext)):
             if lam > 0:
-                x = (sim / tau).masked_fill(~group, -math.inf)
+                x = sim[:, group] / tau
                 lam = lam * (x > -math.inf).any(1, keepdim=True).to(x)      # 0: no memories yet
-                P = (1 - lam) * P + lam * x.clamp(min=-1e30).softmax(1)     # Eq. 8, 9
+                P *= 1 - lam
+                P[:, group] += lam * x.clamp(min=-1e30).softmax(1)  # Eq. 8, 9
                 shift = shift + torch.log1p(-lam)
         return P, shift
 
-    def log_p(self, logits, log_total, memories):
-        """log P(w) (Q, 1 or V) for logits, log_total of Embedding.logits, of one word or of all"""
-        P, shift = self.probabilities(log_total, memories)
-        if memories.value.dtype == torch.bool:                      # Σ P of memories with x_j = w
-            match = (P * memories.value).sum(1, keepdim=True)
+    def log_p(self, logits, log_total, sim, value, window):
+        """log P(w) (Q, V) of all words; or (Q, 1) of one: logits are of it, value is x_j = w"""
+        used = slice(max(0, window.start - self.long), window.stop + self.n_neighbors)
+        P, shift = self.probabilities(log_total, sim[:, used])
+        if value.dtype == torch.bool:
+            match = (P * value[:, used]).sum(1, keepdim=True)
         else:
-            match = torch.zeros_like(logits).scatter_add_(1, memories.value, P)
+            match = torch.zeros_like(logits).scatter_add_(1, value[:, used], P)
         return torch.logaddexp(logits + shift, match.log())
 
 
@@ -431,10 +412,7 @@ class Datastore:
     SHARD = 2 ** 31                     # bytes of keys held in memory while a store is built
 
     def __init__(self, folder, model, text, about, progress, nprobe=16):
-        """
-        Opens the store of text (n + 1,) in folder, after building it if it is not there.
-        about: what it depends on. SystemExit if the folder has another store
-        """
+        """Opens the store of text (n + 1,) in folder, or builds it. about: what it depends on"""
         import faiss
         self.text, self.nprobe, file = text, nprobe, folder / 'about.json'
         if not file.exists():                                       # it is written last
@@ -448,8 +426,7 @@ class Datastore:
     @torch.no_grad()
     def build(self, folder, model, progress):
         """Writes keys.faiss, keys.ivfdata."""
-        import faiss
-        from faiss.contrib.ondisk import merge_ondisk
+        import faiss.contrib.ondisk
         n, C, T = len(self.text) - 1, model.config.n_embd, model.config.block_size
         entry = 2 * C + 8                                           # bytes: a key, its number
         n_lists = max(1, min(n // 1000, 16_384))
@@ -460,20 +437,18 @@ class Datastore:
         text = model.ids(self.text[:-1])[None]
         starts = range(0, n, max(T, T * n // (64 * n_lists)))       # k-means of a sample of keys
         sample = torch.cat([model.encode(text[:, start:start + T])[1][0] for start in starts])
-        index = faiss.IndexIVFScalarQuantizer(faiss.IndexFlatL2(C), C, n_lists,
-                                              faiss.ScalarQuantizer.QT_fp16)
+        index = faiss.index_factory(C, f'IVF{n_lists},SQfp16')
         index.by_residual = False
         index.train(sample.float().cpu().numpy())
-        start, shards = 0, []
+        ids, shards = np.arange(n), []
         for _, g, _ in progress(model.windows(text), folder.name, n // model.stride):
-            end = start + g.size(1)
-            index.add_with_ids(g[0].float().cpu().numpy(), np.arange(start, end))
-            start = end
-            if index.ntotal * entry >= self.SHARD or end == n:
+            new, ids = np.split(ids, [g.size(1)])
+            index.add_with_ids(g[0].float().cpu().numpy(), new)
+            if index.ntotal * entry >= self.SHARD or not len(ids):
                 shards.append(str(folder / f'shard-{len(shards)}.faiss'))
                 faiss.write_index(index, shards[-1])
                 index.reset()
-        merge_ondisk(index, shards, str(folder / 'keys.ivfdata'))
+        faiss.contrib.ondisk.merge_ondisk(index, shards, str(folder / 'keys.ivfdata'))
         faiss.write_index(index, str(folder / 'keys.faiss'))
         for shard in shards:
             Path(shard).unlink()
@@ -496,10 +471,11 @@ class Datastore:
 
 class TRIME(nn.Module):
     """A Transformer language model whose output softmax has memories beside the words."""
+    PIECE = 512                         # tokens for one call of stream: (PIECE, V) log P are held
 
     def __init__(self, config):
         super().__init__()
-        self.PIECE, self.config = 512, config
+        self.config = config
         self.embedding = Embedding(config)                          # also the output embedding E
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd)
@@ -547,7 +523,8 @@ class TRIME(nn.Module):
         memory = config.memory if self.training else config.memory.replace('ext', 'local')
         if progress < config.ce_warmup:                             # §5.2
             memory = 'none'
-        local = random.Random(batch.seed).random() >= config.p      # §4.3: one Bernoulli draw
+        draw = random.Random(batch.seed).random() >= config.p       # §4.3: one Bernoulli draw
+        local = draw if memory == 'ext' else memory != 'none'
         if self.training and config.dropout:
             torch.manual_seed(batch.seed)
         f, g = (fp32(x).flatten(0, 1) for x in self.encode(batch.tokens)[:2])       # 2 x (N, C)
@@ -574,36 +551,36 @@ class TRIME(nn.Module):
         while tokens.size(1):
             if keys.size(1) == T:
                 _, keys, past = self.encode(text[:, text.size(1) - (T - S):])
-            new, tokens = tokens.tensor_split([min(512, T - keys.size(1))], dim=1)
-            f, g, past = self.encode(new, past)                     # 512: (q, V) logits are held
+            new, tokens = tokens.tensor_split([min(self.PIECE, T - keys.size(1))], dim=1)
+            f, g, past = self.encode(new, past)
             keys = torch.cat([keys, g], dim=1)
             text = torch.cat([text, new], dim=1)[:, -kept - T:]
             scored = torch.cat([scored, g], dim=1)[:, -kept - T:]
             yield f, g, (text, scored, keys, past)
 
     def memories(self, g, state, every=1):
-        """The Memories of every n-th of the last queries of the state's text, g (B, q, C)."""
+        """
+        Memories of every n-th of the last queries of the state's text, g (B, q, C): similarities,
+        -inf where masked, values x_j (Q, M), and a slice, the window's. Long memory comes before
+        it, the oldest first, external memory after it, the most similar first
+        """
         (text, scored, keys, _), x = state, self.inference
         n, start = text.size(1), text.size(1) - keys.size(1)
-        first = max(0, start - x.long)
+        first = max(0, start - x.long) if x.local else n
         j = torch.arange(first, n, device=g.device)                 # (M,)
         i = torch.arange(n - g.size(1), n, every, device=g.device)[:, None]
-        k = torch.cat([scored[:, first:start], keys], dim=1)        # (B, M, C) Eq. 2, 3
+        k = torch.cat([scored[:, :start], keys], dim=1)[:, first:]  # (B, M, C) Eq. 2, 3
         g = g[:, ::every]
         sim = (g @ k.transpose(1, 2) / g.size(2) ** 0.5).masked_fill(j >= i, -math.inf)
-        M = (i - first).clamp(min=1)                                # of each query
-        shuffled = first + (j - first + M // 2 * self.shuffle) % M  # (queries, M)
-        value = text[:, (shuffled + 1).clamp(max=n - 1)]
-        rank, ext = start - 1 - j, torch.zeros_like(j, dtype=torch.bool)
-        past = Memories(sim.flatten(0, 1), value.flatten(0, 1), ext, rank)
-        if not x.n_neighbors:
-            return past
-        sim, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)        # Eq. 4
-        M, j = len(self.store.text) - 1, j.cpu().numpy()
-        value = self.ids(self.store.text[(j + M // 2 * self.shuffle) % M + 1])
-        rank = torch.arange(x.n_neighbors, device=g.device)
-        ext = Memories(sim, value, rank >= 0, rank)
-        return Memories(*(torch.cat(pair, dim=-1) for pair in zip(past, ext)))
+        shuffled = lambda j, M: (j + M // 2 * self.shuffle) % M     # another of M memories
+        j = first + shuffled(j - first, (i - first).clamp(min=1))   # (queries, M)
+        sim, value = sim.flatten(0, 1), text[:, (j + 1).clamp(max=n - 1)].flatten(0, 1)
+        if x.n_neighbors:
+            sim_ext, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)    # Eq. 4
+            j = shuffled(j.cpu().numpy(), len(self.store.text) - 1)
+            sim = torch.cat([sim, sim_ext], dim=1)
+            value = torch.cat([value, self.ids(self.store.text[j + 1])], dim=1)
+        return sim, value, slice(start - first, n - first)
 
     def read(self, tokens, state=None):
         """The state that `stream` returns, without its predictions."""
@@ -625,25 +602,16 @@ class TRIME(nn.Module):
         for f, g, state in self.windows(tokens, state):
             with torch.autocast(f.device.type, enabled=False):
                 words = self.embedding.logits(fp32(f).flatten(0, 1))
-                log_probs = self.inference.log_p(*words, self.memories(fp32(g), state))
+                log_probs = self.inference.log_p(*words, *self.memories(fp32(g), state))
             parts.append(log_probs.unflatten(0, f.shape[:2]))       # (B, q, V)
         return torch.cat(parts, dim=1), state
 
-    def log_p(self, tokens):
-        """log P of every token but the first of a document (n,), read from its start -> (n - 1,)"""
-        parts, state = [], None
-        for piece, targets in zip(tokens[:-1].split(512), tokens[1:].split(512)):
-            log_probs, state = self.stream(piece[None], state)
-            parts.append(log_probs[0].gather(1, targets[:, None])[:, 0])
-        return torch.cat(parts)
-
     def ways(self):
         """How to evaluate the model: name -> attributes to set."""
-        off = dict(inference=Inference(), shuffle=False)
-        if not (self.tuned.local or self.tuned.n_neighbors):
-            return dict(off=off)
-        on = dict(inference=self.tuned, shuffle=False)
-        return dict(on=on, shuffled=dict(on, shuffle=True), off=off)
+        on, off = (dict(inference=x, shuffle=False) for x in (self.tuned, Inference()))
+        if self.tuned.local or self.tuned.n_neighbors:
+            return dict(on=on, shuffled=dict(on, shuffle=True), off=off)
+        return dict(off=off)
 
     @torch.no_grad()
     def trace(self, tokens, t):
@@ -654,43 +622,38 @@ class TRIME(nn.Module):
         x, state = self.inference, self.read(tokens[None, :t])
         f, g, state = next(self.windows(tokens[None, t:t + 1], state))
         _, log_total = self.embedding.logits(f[0])
-        P, _ = x.probabilities(log_total, self.memories(g, state))  # (1, M)
-        M = P.size(1) - x.n_neighbors                               # of the text
-        where = [(tokens, j) for j in range(t + 1 - M, t + 1)]
+        sim, _, window = self.memories(g, state)
+        P = x.probabilities(log_total, sim)[0][0].tolist()          # (M,)
+        where = [(tokens, j) for j in range(t + 1 - window.stop, t + 1)]
         if x.n_neighbors:
             _, j = self.store.search(g[0], x.n_neighbors, x.linear)
             where += [(self.store.text, j) for j in j[0].tolist()]
-        found = [(p, ids, max(0, j - 11), j + 2) for p, (ids, j) in zip(P[0].tolist(), where)]
-        return sorted((m for m in found if m[0] > 0), key=lambda memory: -memory[0])
+        found = [(p, ids, max(0, j - 11), j + 2) for p, (ids, j) in zip(P, where) if p > 0]
+        return sorted(found, key=lambda memory: -memory[0])
 
     def prepare_eval(self, corpus, args, path, progress):
-        """
-        Opens the datastore and tunes the inference on corpus.val; both are kept in the folder of
-        the checkpoint file `path`. args: EvalConfig's fields, split
-        """
+        """Opens the datastore, tunes on corpus.val; both are kept beside the checkpoint `path`."""
         trained, folder = self.config.memory, Path(path).parent
         names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
-        x = Inference(local='local' in names, linear=trained == 'none')             # Table 1
-        x.long = args.long if 'long' in names else 0
+        x = Inference('local' in names, args.long if 'long' in names else 0,
+                      1024 if 'ext' in names else 0, linear=trained == 'none')      # Table 1
         self.stride = max(1, args.stride or self.stride)
         about = dict(checkpoint=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
                      corpus=corpus.fingerprint, stride=self.stride)
-        if 'ext' in names:
+        if x.n_neighbors:
             if args.split == 'train':
                 raise SystemExit('--split train with --memory ext: each token would find itself')
-            x.n_neighbors, store = 1024, folder / f'datastore-{corpus.name}'
-            self.store = Datastore(store, self, corpus.train.tokens, about, progress, args.nprobe)
+            self.store = Datastore(folder / f'datastore-{corpus.name}', self, corpus.train.tokens,
+                                   about, progress, args.nprobe)
             if args.recall:
                 windows = self.windows(self.ids(corpus.val.tokens[:8192])[None])
                 query = torch.cat([g[0, ::32] for _, g, _ in windows])
                 found, best = (self.store.search(query, 1024, x.linear, n)[0] for n in (0, 2 ** 20))
-                recall = (found >= best[:, -1:]).float().mean()
-                print(f'recall of 1,024 entries: {recall:.1%}')
+                print(f'recall of 1,024 entries: {(found >= best[:, -1:]).float().mean():.1%}')
         key, file = json.dumps([about, asdict(x), args.nprobe]), folder / 'tuned.json'
         tuned = json.loads(file.read_text()) if file.exists() else {}
         if key not in tuned:
-            windows = collect(self, corpus.val, x, progress)
-            tuned[key] = asdict(tune(windows, x, LONG))
+            tuned[key] = asdict(tune(collect(self, corpus.val, x, progress), x, LONG))
             file.write_text(json.dumps(tuned, indent=1))
         self.inference = self.tuned = Inference(**tuned[key])
         print(f'{path}: {self.tuned}')
@@ -707,10 +670,7 @@ LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6
 
 @torch.no_grad()
 def collect(model, split, x, progress=lambda items, _: items):
-    """
-    Arguments of Inference.log_p for every 16th of the first 65,536 tokens of a split, by window,
-    with the memories of x
-    """
+    """Arguments of Inference.log_p for every 16th of a split's first 65,536 tokens, by window"""
     model.inference, windows, ends = x, [], np.minimum(split.offsets, 65_536)
     for a, b in progress([*zip(ends, ends[1:])], 'tuning'):
         tokens = model.ids(split.tokens[a:b])
@@ -718,9 +678,8 @@ def collect(model, split, x, progress=lambda items, _: items):
         for f, g, state in model.windows(tokens[None, :-1]):
             w, targets = targets[:f.size(1):16], targets[f.size(1):]                # (Q, 1)
             logits, log_total = model.embedding.logits(f[0, ::16])
-            memories = model.memories(g, state, every=16)
-            memories = memories._replace(value=memories.value == w)
-            windows.append((logits.gather(1, w), log_total, memories))
+            sim, value, window = model.memories(g, state, every=16)
+            windows.append((logits.gather(1, w), log_total, sim, value == w, window))
     return windows
 
 
@@ -768,6 +727,7 @@ TASKS = {'sweep': sweep}
 
 if __name__ == '__main__':
     model, tokens = TRIME(TRIMEConfig()), torch.randint(4096, (1000,))
-    print(f'loss {-model.log_p(tokens).mean():.3f}, ln V {math.log(4096):.3f}')
+    log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])
+    print(f'loss {-log_p.mean():.3f}, ln V {math.log(4096):.3f}')
     for p, _, start, end in model.trace(tokens, t=900)[:3]:
         print(f'token 901 is predicted with {p:.4f} by the memory of tokens {start} to {end - 2}')

@@ -259,7 +259,7 @@ def test_retrieval_from_a_corpus():
         for name, value in attributes.items():
             setattr(model, name, value)
         log_probs = model.log_probs(text)
-        if way in expected:                 # in chunk 0 the landmark of the corpus's end has no part
+        if way in expected:                 # the corpus's last landmark has no part in chunk 0
             torch.testing.assert_close(log_probs[:, 6:], expected[way][:, 6:], rtol=0, atol=EPS)
         differs = (model.log_probs(changed(text, 0)) != log_probs).any(2)[0].nonzero().flatten()
         assert differs[differs > 2][:1].tolist() == token_0_reaches[way], way

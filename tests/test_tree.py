@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUDGET = {'trime.py': 773, 'rpt.py': 872, 'drt.py': 555, 'gca_kernel.py': 405, 'bm25.py': 144,
-          'data.py': 634, 'train.py': 412, 'eval.py': 568}          # lines; they may only shrink
+BUDGET = {'trime.py': 733, 'rpt.py': 856, 'drt.py': 548, 'gca_kernel.py': 405, 'bm25.py': 144,
+          'data.py': 634, 'train.py': 411, 'eval.py': 536}          # lines; they may only shrink
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'UpperBlock', 'EvalConfig', 'batches', 'setup', 'demo'}
 PAPERS = {('MLP', 'drt.py'), ('Block', 'drt.py')}       # as the header of drt.py declares

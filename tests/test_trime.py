@@ -1,8 +1,5 @@
 """TRIME against its definitions, by loops in fp64."""
-import dataclasses
-import itertools
-import json
-import math
+import dataclasses, itertools, json, math
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,12 +50,12 @@ def word_logits(embedding, f):
 
 def may_use(mode, i, j, doc, local=True, same_document=True, m=0, **_):
     """Eq. 2, Eq. 3 for groups of m segments, §4.3: whether query i has memory j."""
-    if mode == 'ext' and i // T != j // T:
+    if i // T == j // T:
+        return mode != 'none' and local and j < i
+    if mode == 'ext':
         return not same_document or doc[i] != doc[j]
-    if mode == 'long' and i // T != j // T:
-        group = not m or i // T // m == j // T // m
-        return j < i and group and (not same_document or doc[i] == doc[j])
-    return mode != 'none' and local and i // T == j // T and j < i
+    group = not m or i // T // m == j // T // m
+    return mode == 'long' and j < i and group and (not same_document or doc[i] == doc[j])
 
 
 def eq5(model, batch, mode, **settings):
@@ -119,6 +116,11 @@ def equations_6_to_9(x, words, past, ext):
     return P
 
 
+def log_p(model, tokens):
+    """log P of the tokens (n,) of a document but the first"""
+    return model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])[:, 0]
+
+
 @pytest.mark.parametrize('sizes', [{}, ADAPTIVE])
 def test_f_and_g(sizes):
     """§3: g is the input of the last MLP, f its output, after the norm; ext: small g."""
@@ -135,13 +137,13 @@ def test_f_and_g(sizes):
 
 
 @pytest.mark.parametrize('training', [True, False])
-@pytest.mark.parametrize('sizes, R', [({}, 512), (ADAPTIVE, 5)])
+@pytest.mark.parametrize('sizes, R', [({}, 512), (ADAPTIVE, 5)])    # blocks end within segments
 @pytest.mark.parametrize('mode, settings', [
     ('none', {}), ('local', {}), ('local', dict(memory_grad=False)), ('long', {}),
     ('long', dict(m=2)), ('long', dict(m=3, same_document=False)),
     ('ext', dict(p=0.0)), ('ext', dict(p=1.0)), ('ext', dict(p=1.0, same_document=False))])
 def test_forward_is_eq5(mode, settings, sizes, R, training, monkeypatch):
-    """Loss and gradients. Blocks of 5 queries end within segments. Causal in eval mode, ext too."""
+    """Loss, gradients; causal in eval mode, ext too. §5.2: 5% of the steps are without memory."""
     monkeypatch.setattr(TrimeLoss, 'R', R)
     model, batch = small(mode, **settings, **sizes).train(training), random_batch()
     loss, log = model(batch, 1.0)
@@ -152,6 +154,8 @@ def test_forward_is_eq5(mode, settings, sizes, R, training, monkeypatch):
     grads = [torch.autograd.grad(x, [*model.parameters()]) for x in (3 * loss, 3 * want[0])]
     for (name, _), got, value in zip(model.named_parameters(), *grads):
         assert torch.allclose(got, value, atol=EPS) and value.abs().max() > 0, name
+    model.config.ce_warmup = 0.05
+    assert abs(model(batch, 0.049)[0] - want[2]) < EPS and model(batch, 0.05)[0] == loss
 
 
 def test_extreme_similarities():
@@ -161,19 +165,11 @@ def test_extreme_similarities():
     mask = lambda rows: (slice(3), torch.tensor([[True, True, False], [False] * 3, [False] * 3]))
     targets, head, zeros = torch.tensor([3, 1, -1]), torch.randn(V, C), torch.zeros(3, 1)
     f.requires_grad = key.requires_grad = True
-    index = targets.clamp(min=0)[:, None]
-    got = TrimeLoss.apply(f, query, key, head, index, zeros, targets, mask)
+    got = TrimeLoss.apply(f, query, key, head, targets.abs()[:, None], zeros, targets, mask)
     got[0].backward()
     want = [(110 + math.log(V)) / 2, 0.5, math.log(V)]
     assert [x.item() for x in got] == pytest.approx(want)
     assert torch.allclose(key.grad[:, 0], torch.tensor([-0.5, 0.5, 0]))
-
-
-def test_the_first_steps_are_without_memory():
-    """§5.2: 5% of them"""
-    batch, model = random_batch(), small(ce_warmup=0.05)
-    assert abs(model(batch, 0.049)[0] - small('none')(batch, 1.0)[0]) < EPS
-    assert model(batch, 0.05)[1]['memory_prob'] > 0.01
 
 
 def test_randomness_comes_from_the_seed():
@@ -222,26 +218,22 @@ def with_memories(name, store, stride=3):
 @pytest.mark.parametrize('stride', [3, T])
 @pytest.mark.parametrize('name', INFERENCES)
 def test_probabilities_at_test_time(name, stride, store):
-    """Several windows, each token in memory once: log_probs = stream in any pieces = log_p."""
+    """Several windows, each token in memory once: log_probs = read, then stream, in any pieces."""
     model, n = with_memories(name, store, stride=stride), 6 * T + 3
     tokens, sizes = random_tokens(1, n), []
     eps = 1e-4 if model.inference.n_neighbors else EPS        # faiss computes in fp32
     P, log_probs = read(model, tokens[0], model.inference, store)[0], model.log_probs(tokens)
     assert torch.allclose(log_probs.exp().sum(2), torch.ones(1, n).double())
     assert torch.allclose(log_probs[0].exp(), P, atol=eps)
-    for cuts in ([1] * n, [5, 1, 2 * T, 3, n - 25], [T - 1, 2, n - 1 - T]):
-        state, parts = None, []
-        for piece in tokens.split(cuts, dim=1):
+    for cuts in ([1] * n, [5, 1, 2 * T, 3, n - 25], [T, 2, n - 2 - T], [2 * T + 3, n - 3 - 2 * T]):
+        first, *pieces = tokens.split(cuts, dim=1)
+        state, parts = model.read(first), []
+        for piece in pieces:
             part, state = model.stream(piece, state)
             parts.append(part)
             sizes.append(sum(x.numel() for x in state if torch.is_tensor(x)))
-        assert torch.allclose(torch.cat(parts, dim=1), log_probs, atol=eps)
+        assert torch.allclose(torch.cat(parts, dim=1), log_probs[:, cuts[0]:], atol=eps)
     assert max(sizes) == max(sizes[:4 * T])
-    want = log_probs[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
-    assert torch.allclose(model.log_p(tokens[0]), want, atol=eps)
-    for t in (1, T, 2 * T + 3):
-        part, _ = model.stream(tokens[:, t:], model.read(tokens[:, :t]))
-        assert torch.allclose(part, log_probs[:, t:], atol=eps)
 
 
 @pytest.mark.parametrize('name', INFERENCES)
@@ -253,7 +245,7 @@ def test_what_sizes_are_tuned_on(name, store):
     sizes = [f.size(1) for f, _, _ in model.windows(tokens[None, :-1])]
     fewer = dataclasses.replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
     got, model.inference = torch.cat([fewer.log_p(*window)[:, 0] for window in windows]), fewer
-    assert torch.allclose(got, model.log_p(tokens)[np.cumsum([0, *sizes[:-1]])], atol=1e-4)
+    assert torch.allclose(got, log_p(model, tokens)[np.cumsum([0, *sizes[:-1]])], atol=1e-4)
 
 
 @pytest.mark.parametrize('shuffle', [False, True])
@@ -317,13 +309,15 @@ def test_datastore(stop, tmp_path, monkeypatch):
         Datastore(tmp_path, model, text, {'weights': 2}, no_progress)
 
 
-def corpus():
+def phrases(seed):
     """Documents of phrases, each one of 3 phrases of 6 words; the last document is empty."""
-    phrases, splits = random_tokens(3, 6), {}
-    for seed, name in enumerate(('train', 'val')):
-        tokens = phrases[random_tokens(48, seed=seed, vocab=3)].flatten().numpy().astype(np.uint16)
-        splits[name] = SimpleNamespace(tokens=tokens, offsets=np.array([0, 96, 192, 288, 288]))
-    return SimpleNamespace(name='text', fingerprint='1', **splits)
+    tokens = random_tokens(3, 6)[random_tokens(48, seed=seed, vocab=3)].flatten()
+    offsets = np.array([0, 96, 192, 288, 288])
+    return SimpleNamespace(tokens=tokens.numpy().astype(np.uint16), offsets=offsets)
+
+
+CORPUS = SimpleNamespace(name='text', fingerprint='1', train=phrases(0), val=phrases(1))
+DOCUMENTS = torch.from_numpy(CORPUS.val.tokens.astype(int)).split(96)
 
 
 @pytest.fixture
@@ -337,18 +331,14 @@ def prepared(model_memory, folder, progress=no_progress, **flags):
     args = SimpleNamespace(**{**vars(EvalConfig()), 'split': 'val', 'long': 60, **flags})
     model = small(model_memory, block_size=16, stride=8).eval()
     (folder / 'best.pt').write_bytes(b'a')
-    model.prepare_eval(corpus(), args, folder / 'best.pt', progress)
+    model.prepare_eval(CORPUS, args, folder / 'best.pt', progress)
     return model, args
-
-
-def documents():
-    return torch.from_numpy(corpus().val.tokens.astype(int)).split(96)
 
 
 def perplexity(model, **attributes):
     for name, value in attributes.items():
         setattr(model, name, value)
-    return math.exp(-torch.cat([model.log_p(tokens) for tokens in documents()]).mean())
+    return math.exp(-torch.cat([log_p(model, tokens) for tokens in DOCUMENTS]).mean())
 
 
 @pytest.mark.parametrize('memory, flags', [
@@ -383,8 +373,9 @@ def test_flags_and_task(tmp_path, capsys, coarse):
         prepared('ext', tmp_path, split='train')
     assert [*prepared('ext', tmp_path, memory='none')[0].ways()] == ['off']
     model, args = prepared('long', tmp_path)
-    run = SimpleNamespace(name='run', model=model, documents=documents())
-    result = trime.TASKS['sweep']([run], corpus(), corpus().val, args)
+    run = SimpleNamespace(name='run', model=model, corpus=CORPUS, documents=DOCUMENTS)
+    run.log_p = lambda tokens: log_p(model, tokens)
+    result = trime.TASKS['sweep']([run], args)
     at_0, at_60 = json.loads(json.dumps(result)).values()
     assert at_60 < at_0 and at_60 == pytest.approx(perplexity(model, **model.ways()['on']))
 
