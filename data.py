@@ -18,7 +18,6 @@ import argparse, contextlib, hashlib, heapq, importlib.util, json, os, re, shuti
 import tempfile, time, urllib.request, zipfile
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise, starmap
 from pathlib import Path
 from typing import NamedTuple
@@ -31,14 +30,8 @@ import torch
 from bm25 import BM25
 
 SPLITS = ('train', 'val', 'test')
-HOPS = {'niah': 1, 'niah2': 2}          # needle in a haystack: --data niah, niah:books/, ...
 EOT = '<|endoftext|>'
-PIECE = 1 << 18         # characters that are encoded at once, about
-BPE_SAMPLE = 64 << 20   # bytes that bpe is learned from, at most
-
-
-class DataError(SystemExit):
-    """What is wrong and what would work, in one line: a script exits with it."""
+BPE_SAMPLE = 64 << 20   # bytes that bpe is learned from, about: every n-th document
 
 
 def digest(*values):
@@ -66,12 +59,7 @@ NO_GPT2 = ('no access to gpt2: TIKTOKEN_CACHE_DIR may have its vocab.bpe and enc
            '6d1cbeee0f20b3d9449abfede4726ed8212e3aee and 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
 
 
-def words_of(text):
-    """The words that WikiText's papers count: between blanks, and <eos> for each line end."""
-    return text.replace('\n', ' <eos> ').split()
-
-
-def learn_bpe(counts, n_merges, quiet=True):
+def learn_bpe(counts, n_merges):
     """
     Byte-pair encoding: n_merges times, the most frequent pair of adjacent tokens becomes a token,
     of equally frequent pairs the one with the smaller ids. {word: frequency} -> tokens; words and
@@ -79,31 +67,31 @@ def learn_bpe(counts, n_merges, quiet=True):
     """
     tokens = [chr(i) for i in range(256)]
     words, number = list(counts), list(counts.values())
-    total, where, added, heap = Counter(), defaultdict(set), set(), []
+    total, where = Counter(), defaultdict(set)
 
     def add(w, sign):
         for pair in pairwise(words[w]):
             total[pair] += sign * number[w]                     # frequency of the pair
-            if sign > 0 and w not in where[pair]:
-                where[pair].add(w)                              # words that contain it
-                added.add(pair)
+            where[pair].add(w)                                  # words that contain it, or did
 
     for w in range(len(words)):
         add(w, 1)
-    for new in progress(range(256, 256 + n_merges), 'learning bpe', quiet=quiet):
-        for pair in added:
-            heapq.heappush(heap, (-total[pair], pair))
-        added.clear()
+    heap = [(-n, pair) for pair, n in total.items()]
+    heapq.heapify(heap)
+    for new in progress(range(256, 256 + n_merges), 'learning bpe'):
         while heap and -heap[0][0] != total[heap[0][1]]:        # it has become rarer
             heapq.heapreplace(heap, (-total[heap[0][1]], heap[0][1]))
         if not heap or heap[0][0] == 0:
             break
         a, b = heapq.heappop(heap)[1]
         tokens.append(tokens[ord(a)] + tokens[ord(b)])
-        for w in where.pop((a, b)):
+        changed = where.pop((a, b))
+        for w in changed:
             add(w, -1)
             words[w] = words[w].replace(a + b, chr(new))
             add(w, 1)
+        for pair in {pair for w in changed for pair in pairwise(words[w]) if chr(new) in pair}:
+            heapq.heappush(heap, (-total[pair], pair))
     return tokens
 
 
@@ -114,44 +102,46 @@ class Tokenizer:
     gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads once
     word    WikiText's: words between blanks, <eos> for each line end, <unk>; most frequent first
 
-    name, n_vocab, eot (the id of <|endoftext|>, the last; None for word), tokens: str by id, in
-    latin-1 except for word: a character per byte
+    tokens: str by id, except for word in latin-1, a character per byte. eot: the last id, or None
     """
     NAMES = ('bytes', 'bpe', 'gpt2', 'word')
 
     def __init__(self, name, tokens=(), pattern=PATTERN):
         self.name, self.pattern = name, pattern
-        self.tokens = [chr(i) for i in range(256)] if name == 'bytes' else list(tokens)
+        self.tokens = list(tokens) or [chr(i) for i in range(256)]
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         self.eot = None if name == 'word' else len(self.tokens)
-        if name in ('bpe', 'gpt2'):
+        if name != 'word':
             ranks = {token.encode('latin-1'): i for token, i in self.ids.items()}
             self.tiktoken = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
                                               special_tokens={EOT: self.eot})
-        self.tokens += [] if name == 'word' else [EOT]
+            self.tokens.append(EOT)
         self.n_vocab = len(self.tokens)
         self.dtype = np.dtype(np.uint16 if self.n_vocab <= 1 << 16 else np.uint32)      # on disk
 
     @classmethod
-    def train(cls, name, texts=(), vocab_size=4096, quiet=True):
+    def train(cls, name, texts=(), vocab_size=4096):
         """A tokenizer made from texts, an iterable of str; bytes and gpt2 need none."""
-        counts, parts = Counter(), Counter()
-        for text in texts if name in ('word', 'bpe') else ():
-            counts.update(words_of(text) if name == 'word' else regex.findall(PATTERN, text))
         if name == 'word':
-            words = counts.keys() | {'<unk>', '<eos>'}
-            return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
+            counts = Counter({'<unk>': 0, '<eos>': 0})
+            for text in texts:
+                counts.update(text.replace('\n', ' <eos> ').split())
+            return cls(name, sorted(counts, key=lambda word: (-counts[word], word)))
         if name == 'bpe':
+            counts = Counter()
+            for text in texts:
+                counts.update(word[0] for word in regex.finditer(PATTERN, text))
+            parts = Counter()
             for word, n in counts.items():
                 word = word.encode().decode('latin-1')
                 for i in range(0, len(word), 128):              # learning is slow in long words
                     parts[word[i:i + 128]] += n
-            return cls(name, learn_bpe(parts, vocab_size - 257, quiet))
+            return cls(name, learn_bpe(parts, vocab_size - 257))
         if name == 'gpt2':
             try:
                 gpt2 = tiktoken.get_encoding('gpt2')
             except Exception:                                   # of several packages
-                raise DataError(NO_GPT2) from None
+                raise SystemExit(NO_GPT2)
             tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
             return cls(name, [token.decode('latin-1') for token in tokens], gpt2._pat_str)
         return cls(name)
@@ -159,12 +149,10 @@ class Tokenizer:
     def encode(self, text):
         """str -> (n,) uint32. <|endoftext|> within the text is ordinary text."""
         if self.name == 'word':
-            unk = self.ids['<unk>']
-            return np.array([self.ids.get(word, unk) for word in words_of(text)], np.uint32)
-        utf8 = text.encode('utf-8', 'replace')                  # '?' for a lone surrogate
-        if self.name == 'bytes':
-            return np.frombuffer(utf8, np.uint8).astype(np.uint32)
-        return self.tiktoken.encode_to_numpy(utf8.decode(), disallowed_special=())
+            words, unk = text.replace('\n', ' <eos> ').split(), self.ids['<unk>']
+            return np.array([self.ids.get(word, unk) for word in words], np.uint32)
+        text = text.encode('utf-8', 'replace').decode()         # '?' for a lone surrogate
+        return self.tiktoken.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids):
         """Ids of any shape -> str; U+FFFD for what is not UTF-8"""
@@ -184,20 +172,19 @@ class Tokenizer:
 # --------------------------------------------------------------------------------------------------
 # corpora: their files, splits and documents; on disk
 GITHUB = 'https://raw.githubusercontent.com/'
-DOWNLOADS = {               # corpus: (folder or zip, {file: begin of its sha256, if it is known})
-    'shakespeare': (GITHUB + 'karpathy/char-rnn/master/data/tinyshakespeare/',
+DOWNLOADS = {                       # corpus: (URL, of files or a zip; {file: begin of its sha256})
+    'shakespeare': (GITHUB + 'karpathy/char-rnn/master/data/tinyshakespeare/{}',
                     {'input.txt': '86c4e6aa'}),
-    'wikitext2': (GITHUB + 'pytorch/examples/main/word_language_model/data/wikitext-2/',
+    'wikitext2': (GITHUB + 'pytorch/examples/main/word_language_model/data/wikitext-2/{}',
                   {'train.txt': '9e9fa1ad', 'valid.txt': 'f0737ed3', 'test.txt': 'd790b833'}),
     'wikitext103': ('https://wikitext.smerity.com/wikitext-103-v1.zip',
                     {f'wiki.{split}.tokens': '' for split in ('train', 'valid', 'test')}),
     'enwik8': ('http://mattmahoney.net/dc/enwik8.zip', {'enwik8': ''}),
-    'pg19': ('gs://deepmind-gutenberg/', dict.fromkeys(('train', 'validation', 'test'), '')),
+    'pg19': ('gs://deepmind-gutenberg/{}', dict.fromkeys(('train', 'validation', 'test'), '')),
 }
-CODE = re.compile(r'(?!_sysconfigdata|config-).*\.py')
-NOT_CODE = 'site-packages dist-packages test tests idle_test encodings pydoc_data'.split()
+NOT_CODE = ('site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
+            'config-.*|_sysconfigdata.*')                       # the last two: by an installer
 SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|val|test)((?<=val)id(ation)?)?(?!\.py$)(\..*)?')
-SAFE = re.compile(r'(?<=\S)\n(?=\S)')       # every tokenizer cuts here
 # where an article of WikiText begins: ' = Title = ' between blank lines, after some text
 ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n[^\S\n]*$)(?<=\S\s*\n[^\S\n]*\n)')
 
@@ -208,97 +195,88 @@ def fetch(name, folder):
     parts = folder / '.parts'
     parts.mkdir(parents=True, exist_ok=True)
     for file, sha in files.items():
-        url = place if place.endswith('.zip') else place + file
+        url = place.format(file)
         request = urllib.request.Request(url, headers={'User-Agent': 'Mozilla/5.0'})
         try:
             if not (folder / file).exists():
                 print(f'downloading {url}')
-                part = parts / url.rsplit('/', 1)[1]
+                part = parts / Path(url).name
                 with urllib.request.urlopen(request, timeout=60) as response, open(part, 'wb') as f:
                     shutil.copyfileobj(response, f)
-                if url == place:
+                if part.suffix == '.zip':
                     zipfile.ZipFile(part).extractall(parts)
                 for path in [path for path in parts.rglob('*') if path.name in files]:
                     path.replace(folder / path.name)
         except (OSError, zipfile.BadZipFile) as error:
-            raise DataError(f'{url}: {error!r}; put {", ".join(files)} into {folder}') from None
+            raise SystemExit(f'{url}: {error!r}; put {", ".join(files)} into {folder}')
         if sha and not hashlib.sha256((folder / file).read_bytes()).hexdigest().startswith(sha):
-            raise DataError(f'{folder / file} has a wrong sha256: delete it to download it again')
+            raise SystemExit(f'{folder / file} has a wrong sha256: delete it to download it again')
+    return folder
 
 
-def list_files(where, omit):
-    """{name in the folder: path}, sorted, without what is hidden or in folders named in omit"""
-    paths = [where] if where.is_file() else []
+def list_files(where, suffix, omit):
+    """{name in the folder: path}, sorted; omit: regular expression of names, as those with a dot"""
+    paths, omit = [where] if where.is_file() else [], re.compile(rf'[.].*|{omit}')
     for folder, folders, names in os.walk(where):
-        folders[:] = [name for name in folders if name[0] != '.' and name not in omit]
-        paths += [Path(folder, name) for name in names if name[0] != '.']
+        folders[:] = [name for name in folders if not omit.fullmatch(name)]
+        paths += [Path(folder, name) for name in names if not omit.fullmatch(name)]
     where = where.parent if where.is_file() else where
     return {path.relative_to(where).as_posix(): path for path in sorted(paths, key=Path.as_posix)
-            if path.is_file() and path.stat().st_size}
+            if path.name.endswith(suffix) and path.is_file() and path.stat().st_size}
 
 
-def split_files(files, code, quiet):
+def split_files(files, code):
     """
-    {name: path} -> {split: [(paths, start, stop)]}: files that are one document, or a part of one.
-    Files or folders named train, val, test are these splits. Others (of `code`, top-level packages)
-    go in order of sha256(name) to val, else to test, while these have at most 5% of the bytes, else
-    to train. If all are too large, each file is cut at line ends near 90% and 95%.
+    {name: path} -> {split: [(paths, start, stop)]}: files that are one, or a part of one. Files or
+    folders named train, val, test are these splits. Others (of `code`, top-level packages) go in
+    order of sha256(name) to val, else to test, up to 5% of the bytes, else to train. If all are too
+    large, each is cut at line ends near 90% and 95%.
     """
     groups, sources = defaultdict(list), {split: [] for split in SPLITS}
     for name, path in files.items():
         text = path.read_bytes()
-        if b'\0' not in text and text.decode(errors='ignore').encode() == text:
-            groups[name.split('/')[0] if code else name].append(path)
-        elif not quiet:
+        if b'\0' in text or text.decode(errors='ignore').encode() != text:
             print(f'skipped, not UTF-8 text: {path}')
+        else:
+            groups[name.split('/')[0] if code else name].append(path)
     sizes = {name: sum(path.stat().st_size for path in paths) for name, paths in groups.items()}
     split_of = {name: m[1] for name in sizes if (m := SPLIT_NAME.fullmatch(name.split('/')[0]))}
     if code or 'train' not in split_of.values():
-        room = dict.fromkeys(('val', 'test'), sum(sizes.values()) // 20)
+        n_bytes = sum(sizes.values())
+        room = dict(val=n_bytes // 20, test=n_bytes // 20, train=n_bytes)
         for name in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
-            split_of[name] = next((s for s in room if sizes[name] <= room[s]), 'train')
-            if split_of[name] != 'train':
-                room[split_of[name]] -= sizes[name]
-        if 'val' not in split_of.values() and not code:
-            split_of = {}
-            for path, in groups.values():
-                text, start = path.read_bytes(), 0
+            split_of[name] = next(split for split in room if sizes[name] <= room[split])
+            room[split_of[name]] -= sizes[name]
+        if 'val' not in split_of.values():
+            for paths in groups.values():
+                text, start = paths[0].read_bytes(), 0
                 for split, percent in zip(SPLITS, (90, 95, 100)):
-                    stop = text.find(b'\n', max(0, len(text) * percent // 100 - 1)) + 1 or len(text)
-                    sources[split] += [([path], start, stop)] * (start < stop)
+                    stop = text.find(b'\n', len(text) * percent // 100 - 1) + 1 or len(text)
+                    sources[split].append((paths, start, stop))
                     start = stop
+            return sources
     for name in filter(split_of.get, groups):
-        sources[split_of[name]].append((groups[name], 0, sizes[name]))
+        sources[split_of[name]].append((groups[name], 0, None))
     return sources
 
 
 def documents(paths, start, stop):
-    """The documents of files: the lines of a .jsonl, the articles of WikiText, or all as one"""
-    texts = [path.read_bytes()[start:stop].decode() for path in paths]
-    text = ''.join(text + '\n' * (text[-1] != '\n') for text in texts[:-1]) + texts[-1]
+    """Part of files -> their documents: lines of a .jsonl, articles of WikiText, or all as one"""
+    texts = [path.read_bytes() for path in paths]
+    texts = [text + b'\n' * (text[-1:] != b'\n') for text in texts[:-1]] + texts[-1:]
+    text = b''.join(texts)[start:stop].decode()
     if paths[0].suffix != '.jsonl':
-        yield from [text] if paths[0].suffix == '.py' else ARTICLE.split(text)
+        yield from filter(None, ARTICLE.split(text))
         return
-    for n, line in enumerate(text.split('\n'), 1):
+    for n, line in enumerate(text.split('\n'), 1 + texts[0].count(b'\n', 0, start)):
         try:
-            if line.strip() and (text := json.loads(line)['text']):
-                yield text.encode('utf-8', 'replace').decode()
+            if line.strip() and (document := json.loads(line)['text']):
+                yield document.encode('utf-8', 'replace').decode()
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f'{paths[0]}, byte {start}, line {n}: no {{"text": "..."}}') from None
+            raise SystemExit(f'{paths[0]}, line {n}: no {{"text": "..."}}')
 
 
-def pieces(sources):
-    """(text, whether a document ends with it): documents in pieces of about PIECE characters"""
-    for text in chain.from_iterable(starmap(documents, sources)):
-        start = 0
-        while end := SAFE.search(text, start + PIECE):
-            yield text[start:end.end()], False
-            start = end.end()
-        yield text[start:], True
-
-
-@dataclass
-class Split:
+class Split(NamedTuple):
     """Documents, one after the other. n_bytes and n_words (between blanks) count their text."""
     name: str
     tokens: np.ndarray      # (n_tokens,) uint16 or uint32, a memmap
@@ -311,81 +289,75 @@ class Split:
         return np.searchsorted(self.offsets, positions, side='right') - 1
 
 
-@dataclass
 class Corpus:
-    name: str
-    folder: Path
-    tokenizer: Tokenizer
-    fingerprint: str        # hashes of the text and of the tokenizer
-    train: Split
-    val: Split              # None where there is no such split
-    test: Split
-    hops: int = 0           # 1 or 2: training is on needles in this text
+    """
+    A folder that `prepare` made: name, folder, tokenizer, train, val, test, each a Split or None,
+    and fingerprint, hashes of the text and of the tokenizer. hops 1 or 2: batches are of Needles
+    """
+    train = val = test = None
+
+    def __init__(self, name, folder, hops=0):
+        self.name, self.folder, self.hops = name, folder, hops
+        try:
+            meta = json.loads((folder / 'meta.json').read_text())
+            self.tokenizer = Tokenizer.from_dict(meta['tokenizer'])
+            for split, m in meta['splits'].items():
+                tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
+                offsets = np.fromfile(folder / f'{split}.idx', np.int64)
+                if not m['tokens'] == len(tokens) == offsets[-1] or np.diff(offsets).min() < 1 \
+                        or tokens[:1 << 26].max() >= self.tokenizer.n_vocab:
+                    raise ValueError(f'{split}.bin or {split}.idx does not match meta.json')
+                setattr(self, split, Split(split, tokens, offsets, m['bytes'], m['words']))
+            text = digest([m['sha256'] for m in meta['splits'].values()])
+            self.fingerprint = f'{text[:8]}-{digest(meta["tokenizer"])[:8]}'
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise SystemExit(f'{folder} is damaged ({error}): delete it to prepare it again')
 
     def batches(self, split, chunk=32, grow=0, **how):
         """Of a split, see Batches; Needles with hops"""
         if self.hops:
-            return Needles(split, self.tokenizer, self.hops, how['block_size'], how['micro_batch'],
-                           how['seed'], how.get('fold', -1), chunk, grow)
+            return Needles(split, self.tokenizer, self.hops, chunk=chunk, grow=grow, **how)
         if grow:
-            raise DataError('--grow-context is for --data niah or niah2')
+            raise SystemExit('--grow-context is for --data niah or niah2')
         return Batches(split, **how)
 
 
-def write_split(path, sources, tokenizer, quiet):
+def write_split(path, sources, tokenizer):
     """Encodes a split into path.bin and path.idx -> its part of meta.json"""
     offsets, counts, sha = [0], np.zeros(3, int), hashlib.sha256()
     eot = np.uint32([] if tokenizer.eot is None else [tokenizer.eot])
-    queue = pieces(progress(sources, f'encoding {path.name}', quiet=quiet))
+    texts = chain.from_iterable(starmap(documents, progress(sources, f'encoding {path.name}')))
     with open(f'{path}.bin', 'wb') as f, ThreadPoolExecutor() as pool:
-        while rows := list(islice(queue, 64)):
-            for (text, ends), ids in zip(rows, pool.map(tokenizer.encode, next(zip(*rows)))):
-                ids = np.append(ids, eot) if ends else ids
-                f.write(ids.astype(tokenizer.dtype))
-                sha.update(text.encode() + b'\0' * ends)
+        while some := list(islice(texts, 64)):
+            for text, ids in zip(some, pool.map(tokenizer.encode, some)):
+                ids = np.append(ids, eot).astype(tokenizer.dtype)
+                f.write(ids)
+                sha.update(text.encode() + b'\0')
                 counts += len(ids), len(text.encode()), len(text.split())
-                offsets += [counts[0]] if ends else []
+                offsets.append(counts[0])
     np.unique(offsets).tofile(f'{path}.idx')                    # without documents that are empty
     return dict(zip(('tokens', 'bytes', 'words'), counts.tolist()), sha256=sha.hexdigest())
 
 
-def prepare(folder, sources, tokenizer, vocab_size, quiet):
+def prepare(folder, sources, tokenizer, vocab_size):
     """Writes a corpus to a temporary folder and renames it: an incomplete one is never opened."""
     if not sources['train']:
-        raise DataError(f'no text for {folder}: --data is a path, code or {", ".join(DOWNLOADS)}')
+        raise SystemExit(f'no text for {folder}: --data is a path, code or {", ".join(DOWNLOADS)}')
     if not isinstance(tokenizer, Tokenizer):
-        size = sum(stop - start for _, start, stop in sources['train'])
+        size = sum(path.stat().st_size for paths, _, _ in sources['train'] for path in paths)
         every = -(-size // BPE_SAMPLE) if tokenizer == 'bpe' else 1
-        texts = islice((text for text, _ in pieces(sources['train'])), 0, None, every)
-        tokenizer = Tokenizer.train(tokenizer, texts, vocab_size, quiet)
+        texts = chain.from_iterable(starmap(documents, sources['train']))
+        tokenizer = Tokenizer.train(tokenizer, islice(texts, 0, None, every), vocab_size)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=folder.name, dir=folder.parent) as temporary:
         new = Path(temporary, 'new')
         new.mkdir()
-        splits = {s: write_split(new / s, sources[s], tokenizer, quiet) for s in SPLITS}
+        splits = {split: write_split(new / split, sources[split], tokenizer) for split in SPLITS}
         splits = {split: m for split, m in splits.items() if m['tokens']}
-        meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
-        (new / 'meta.json').write_text(json.dumps(meta))
+        meta = json.dumps(dict(tokenizer=tokenizer.to_dict(), splits=splits))
+        (new / 'meta.json').write_text(meta)
         with contextlib.suppress(OSError):                      # if another process was faster
             new.rename(folder)
-
-
-def open_corpus(name, folder):
-    try:
-        meta, splits = json.loads((folder / 'meta.json').read_text()), dict.fromkeys(SPLITS)
-        tokenizer = Tokenizer.from_dict(meta['tokenizer'])
-        for split, m in meta['splits'].items():
-            tokens = np.memmap(folder / f'{split}.bin', tokenizer.dtype, 'r')
-            offsets = np.fromfile(folder / f'{split}.idx', np.int64)
-            if not m['tokens'] == len(tokens) == offsets[-1] or np.diff(offsets).min() < 1 \
-                    or tokens[:BPE_SAMPLE].max() >= tokenizer.n_vocab:
-                raise ValueError(f'{split}.bin or {split}.idx does not match meta.json')
-            splits[split] = Split(split, tokens, offsets, m['bytes'], m['words'])
-        text = digest([m['sha256'] for m in meta['splits'].values()])
-        fingerprint = f'{text[:8]}-{digest(meta["tokenizer"])[:8]}'
-        return Corpus(name, folder, tokenizer, fingerprint, **splits)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f'{folder} is damaged ({error}): delete it to prepare it again') from None
 
 
 def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):
@@ -393,35 +365,30 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     The corpus `data` (code, the name of a download, a file or a folder), prepared on first use.
     tokenizer: a name or a Tokenizer, for example of a checkpoint
     """
-    data, root, given = str(data), Path(root), isinstance(tokenizer, Tokenizer)
-    kind, _, rest = data.partition(':')
-    if kind in HOPS:
-        corpus = load(rest or 'code', tokenizer, vocab_size, root, quiet)
-        return replace(corpus, hops=HOPS[kind])
-    kind = tokenizer.name if given else tokenizer
+    root, given = Path(root), isinstance(tokenizer, Tokenizer)
+    task, _, rest = str(data).partition(':')                    # niah, niah2:books/, ...
+    hops = {'niah': 1, 'niah2': 2}.get(task, 0)
+    data = rest or 'code' if hops else str(data)
+    kind, code = tokenizer.name if given else tokenizer, data == 'code'
     if kind not in Tokenizer.NAMES:
-        raise DataError(f'--tokenizer {kind}: choose from {", ".join(Tokenizer.NAMES)}')
-    where = Path(sysconfig.get_path('stdlib') if data == 'code' else data)
-    if data in DOWNLOADS:
-        where = root / 'downloads' / data
-        fetch(data, where)
-    files = list_files(where, NOT_CODE if data == 'code' else [root.name])
-    if data == 'code':                                          # without what an installer writes
-        files = {name: path for name, path in files.items() if CODE.fullmatch(name)}
+        raise SystemExit(f'--tokenizer {kind}: choose from {", ".join(Tokenizer.NAMES)}')
+    where = Path(sysconfig.get_path('stdlib') if code else data)
+    where = fetch(data, root / 'downloads' / data) if data in DOWNLOADS else where
+    files = list_files(where, '.py' if code else '', NOT_CODE if code else re.escape(root.name))
     stamp = [(name, p.stat().st_size, p.stat().st_mtime_ns) for name, p in files.items()]
-    name = 'code' if data == 'code' else where.resolve().stem
+    name = 'code' if code else where.resolve().stem
     kind += str(tokenizer.n_vocab if given else vocab_size) if kind == 'bpe' else ''
     folder = root / f'{name}-{kind}-{digest(stamp)[:8]}'
-    if given and not (folder.exists() and open_corpus(name, folder).tokenizer.ids == tokenizer.ids):
+    if given and not (folder.exists() and Corpus(name, folder).tokenizer.ids == tokenizer.ids):
         folder = root / f'{name}-{kind}-{digest(stamp, tokenizer.tokens)[:8]}'
     if not folder.exists():
-        prepare(folder, split_files(files, data == 'code', quiet), tokenizer, vocab_size, quiet)
-    corpus = open_corpus(name, folder)
+        prepare(folder, split_files(files, code), tokenizer, vocab_size)
+    corpus = Corpus(name, folder, hops)
     if not quiet:
         splits = [split for split in (corpus.train, corpus.val, corpus.test) if split]
-        sizes = ', '.join(f'{s.name} {len(s.tokens):,}' for s in splits)
-        print(f'{folder}: {sum(len(s.offsets) - 1 for s in splits):,} documents, {sizes} tokens, '
-              f'{corpus.tokenizer.n_vocab:,} ids, fingerprint {corpus.fingerprint}, '
+        print(f'{folder}: {sum(len(s.offsets) - 1 for s in splits):,} documents,',
+              ', '.join(f'{s.name} {len(s.tokens):,}' for s in splits), 'tokens,',
+              f'{corpus.tokenizer.n_vocab:,} ids, fingerprint {corpus.fingerprint},',
               f'Python {sys.version.split()[0]}')
     return corpus
 
@@ -441,13 +408,13 @@ def pack(split, T, same_document, seed, k=20):
     yet taken, comes next. same_document: only of other documents (§4.3)
     """
     starts = np.arange(0, len(split.tokens) - 1, T)
-    stops = np.minimum(starts + T, len(split.tokens) - 1)
-    segments, n = [split.tokens[a:b] for a, b in zip(starts, stops)], len(starts)
+    stops = np.append(starts[1:], len(split.tokens) - 1)
+    segments, n = np.split(split.tokens[:-1], starts[1:]), len(starts)
     doc_of = split.doc_of if same_document else lambda p: p // T
     first, last = doc_of(starts), doc_of(stops - 1)             # documents of each segment, (n,)
     low, high = np.searchsorted(last, first), np.searchsorted(first, last, side='right')
     if (high - low).min() == n > 1:                             # low to high - 1 share a document
-        raise DataError('all segments are of one document: --no-same-document packs them')
+        raise SystemExit('all segments are of one document: --no-same-document packs them')
     index, neighbors = BM25(segments), []
     for i in progress(range(0, n, 256), 'packing by BM25'):
         a, b = low[i:i + 256, None], high[i:i + 256, None]
@@ -464,28 +431,28 @@ def pack(split, T, same_document, seed, k=20):
 
 class Batches:
     """
-    The micro-batches of a split, by number: batches[g], with len(batches) of them in an epoch.
+    The micro-batches of a split: batches[g], with len(batches) of them in an epoch.
 
     segments     a grid of segments of T tokens over the split, in another order in every epoch
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
-    packed       the same, but the segments of a micro-batch are similar (pack)
+    packed       the same, but the segments of a micro-batch are similar (pack); cache: a folder
     documents    sequences of one document; the ends of documents, shorter than T, are joined
 
     In an epoch, each token of the split but the first (documents: but each document's first) is
-    predicted once. fold 0 or 1: documents of even or odd number. cache: a folder, for packed
+    predicted once. fold 0 or 1: documents of even or odd number
     """
 
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True, fold=-1,
                  consecutive=0, cache=None):
         if split is None:
-            raise DataError('no such split: name files in the folder train, val and test')
+            raise SystemExit('no such split: name files in the folder train, val and test')
         T, B = self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed, self.epoch = split, kind, seed, (None, None)
-        self.group = {'consecutive': consecutive or B, 'packed': B}.get(kind, 1)
-        if min(T, B, self.group) < 1 or B % self.group:
-            raise DataError(f'--block-size {T}, --micro-batch {B}: 0, or no groups of {self.group}')
+        group = self.group = {'consecutive': consecutive or B, 'packed': B}.get(kind, 1)
+        if min(T, B, group) < 1 or B % group:
+            raise SystemExit(f'--block-size {T}, --micro-batch {B}: 0, or no groups of {group}')
         if fold >= 0 and kind != 'documents':
-            raise DataError(f'--fold {fold} chooses documents, which batches of {kind} have not')
+            raise SystemExit(f'--fold {fold} chooses documents, which batches of {kind} have not')
         # ranges of the split form a row; sequence r is places r T to r T + T - 1 of the row
         begins, sizes = split.offsets[:1], np.array([len(split.tokens) - 1])
         if kind == 'documents':             # the documents without their ends, then the ends
@@ -498,7 +465,7 @@ class Batches:
         self.shift = begins - self.stops + sizes                # position in the split minus place
         n = int(self.stops[-1])
         if n < T:
-            raise DataError(f'{split.name} has {n:,} tokens, fewer than --block-size {T:,}')
+            raise SystemExit(f'{split.name} has {n:,} tokens, fewer than --block-size {T:,}')
         self.n_rows = -(-n // T)
         self.order = np.arange(self.n_rows)
         if kind == 'packed':
@@ -515,14 +482,13 @@ class Batches:
 
     def rows(self, g):
         """Numbers of the sequences in micro-batch g, (at most B,)"""
-        (epoch, i), k = divmod(g, len(self)), self.B // self.group
+        (epoch, i), n = divmod(g, len(self)), self.group
         if self.epoch[0] != epoch:
-            n_groups = -(-self.n_rows // self.group)
+            n_groups = -(-self.n_rows // n)
             self.epoch = epoch, np.random.default_rng([self.seed, epoch]).permutation(n_groups)
-        groups = self.epoch[1][i * k:(i + 1) * k]
-        groups = np.sort(groups) if self.group > 1 else groups  # an incomplete group comes last
-        rows = (groups[:, None] * self.group + np.arange(self.group)).ravel()
-        return self.order[rows[rows < self.n_rows]]
+        groups = self.epoch[1][i * self.B // n:(i + 1) * self.B // n]
+        groups = np.sort(groups) if n > 1 else groups           # an incomplete group comes last
+        return np.concatenate([self.order[i * n:(i + 1) * n] for i in groups])
 
     def __getitem__(self, g):
         sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
@@ -554,14 +520,14 @@ class Needles(Batches):
     """
 
     def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, fold=-1, chunk=32,
-                 grow=0):
+                 grow=0, **_):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
         self.hops, self.fold, self.chunk, self.grow = hops, fold, chunk, grow
-        least = 32 * hops if grow else 8
-        if self.T % chunk or self.T < least * chunk:
-            raise DataError(f'--block-size {self.T}: needles take a multiple of {chunk}, from '
-                            f'{least * chunk} on')
         self.n_rows = len(split.tokens) // self.T               # of an epoch
+        least = chunk * (32 * hops if grow else 8)
+        if self.T % chunk or self.T < least:
+            raise SystemExit(f'--block-size {self.T}: needles take a multiple of {chunk}, from '
+                             f'{least} on')
         blank = ' ' * (tokenizer.name == 'bytes')               # other words begin with theirs
         texts = '\nKey' + blank, ' opens' + blank, ',' + blank, '.\n'
         self.parts = [tokenizer.encode(text).astype(int) for text in texts]     # of a sentence
@@ -569,8 +535,8 @@ class Needles(Batches):
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
         longest = np.concatenate(self.sentence(np.zeros((hops + 1, 4), int)))
         if len(self.words) < 16 or len(longest) > chunk:
-            raise DataError(f'needles: fewer than 16 words to choose from, or chunks of {chunk} '
-                            'tokens are too short for a question and an answer')
+            raise SystemExit(f'needles: fewer than 16 words to choose from, or chunks of {chunk} '
+                             'tokens are too short for a question and an answer')
 
     def rows(self, g):
         """With grow more and shorter sequences at first: as many tokens in each micro-batch"""
@@ -606,10 +572,10 @@ class Needles(Batches):
         """(n, hops + 1, 4) words of names; all names differ, and none is in ids"""
         names, text = {}, ids.tobytes()
         while len(names) < n * (self.hops + 1):
-            name = rng.choice(self.words, 4, replace=False)
-            if name.tobytes() not in text:
-                names[name.tobytes()] = name
-        return np.array([*names.values()]).reshape(n, self.hops + 1, 4)
+            name = rng.choice(self.words, 4, replace=False).tobytes()
+            if name not in text:
+                names[name] = True
+        return np.frombuffer(b''.join(names), int).reshape(n, self.hops + 1, 4)
 
     def hide(self, rng, ids, needles):
         """Writes a sentence into each of these chunks of ids; needles: (chunk, names)"""

@@ -45,10 +45,12 @@ def here(tmp_path, texts, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
     torch.set_num_threads(1)
+    precision = torch.get_float32_matmul_precision()
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     yield tmp_path
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    torch.set_float32_matmul_precision(precision)
 
 
 def learn(model, steps, make_batch):

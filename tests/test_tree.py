@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BUDGET = {'trime.py': 733, 'rpt.py': 856, 'drt.py': 548, 'gca_kernel.py': 405, 'bm25.py': 144,
-          'data.py': 634, 'train.py': 411, 'eval.py': 536}          # lines; they may only shrink
+          'data.py': 600, 'train.py': 411, 'eval.py': 536}          # lines; they may only shrink
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'UpperBlock', 'EvalConfig', 'batches', 'setup', 'demo'}
 PAPERS = {('MLP', 'drt.py'), ('Block', 'drt.py')}       # as the header of drt.py declares
