@@ -31,7 +31,8 @@ from bm25 import BM25
 
 SPLITS = ('train', 'val', 'test')
 EOT = '<|endoftext|>'
-BPE_SAMPLE = 64 << 20   # bytes that bpe is learned from, about: every n-th document
+PIECE = 1 << 18         # characters that are encoded at once, about
+BPE_SAMPLE = 64 << 20   # bytes that bpe is learned from, at most
 
 
 def digest(*values):
@@ -108,14 +109,14 @@ class Tokenizer:
 
     def __init__(self, name, tokens=(), pattern=PATTERN):
         self.name, self.pattern = name, pattern
-        self.tokens = list(tokens) or [chr(i) for i in range(256)]
+        self.tokens = [chr(i) for i in range(256)] if name == 'bytes' else list(tokens)
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         self.eot = None if name == 'word' else len(self.tokens)
-        if name != 'word':
+        if name in ('bpe', 'gpt2'):
             ranks = {token.encode('latin-1'): i for token, i in self.ids.items()}
             self.tiktoken = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
                                               special_tokens={EOT: self.eot})
-            self.tokens.append(EOT)
+        self.tokens += [] if name == 'word' else [EOT]
         self.n_vocab = len(self.tokens)
         self.dtype = np.dtype(np.uint16 if self.n_vocab <= 1 << 16 else np.uint32)      # on disk
 
@@ -151,8 +152,10 @@ class Tokenizer:
         if self.name == 'word':
             words, unk = text.replace('\n', ' <eos> ').split(), self.ids['<unk>']
             return np.array([self.ids.get(word, unk) for word in words], np.uint32)
-        text = text.encode('utf-8', 'replace').decode()         # '?' for a lone surrogate
-        return self.tiktoken.encode_to_numpy(text, disallowed_special=())
+        utf8 = text.encode('utf-8', 'replace')                  # '?' for a lone surrogate
+        if self.name == 'bytes':
+            return np.frombuffer(utf8, np.uint8).astype(np.uint32)
+        return self.tiktoken.encode_to_numpy(utf8.decode(), disallowed_special=())
 
     def decode(self, ids):
         """Ids of any shape -> str; U+FFFD for what is not UTF-8"""
@@ -185,6 +188,7 @@ DOWNLOADS = {                       # corpus: (URL, of files or a zip; {file: be
 NOT_CODE = ('site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
             'config-.*|_sysconfigdata.*')                       # the last two: by an installer
 SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|val|test)((?<=val)id(ation)?)?(?!\.py$)(\..*)?')
+SAFE = re.compile(r'(?<=\S)\n(?=\S)')       # every tokenizer cuts here
 # where an article of WikiText begins: ' = Title = ' between blank lines, after some text
 ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n[^\S\n]*$)(?<=\S\s*\n[^\S\n]*\n)')
 
@@ -227,8 +231,8 @@ def list_files(where, suffix, omit):
 
 def split_files(files, code):
     """
-    {name: path} -> {split: [(paths, start, stop)]}: files that are one, or a part of one. Files or
-    folders named train, val, test are these splits. Others (of `code`, top-level packages) go in
+    {name: path} -> {split: [(paths, start, stop)]}: bytes start to stop of a file, or of a package.
+    Files or folders named train, val, test are these splits. Others (of `code`, packages) go in
     order of sha256(name) to val, else to test, up to 5% of the bytes, else to train. If all are too
     large, each is cut at line ends near 90% and 95%.
     """
@@ -252,11 +256,11 @@ def split_files(files, code):
                 text, start = paths[0].read_bytes(), 0
                 for split, percent in zip(SPLITS, (90, 95, 100)):
                     stop = text.find(b'\n', len(text) * percent // 100 - 1) + 1 or len(text)
-                    sources[split].append((paths, start, stop))
+                    sources[split] += [(paths, start, stop)] * (start < stop)
                     start = stop
             return sources
     for name in filter(split_of.get, groups):
-        sources[split_of[name]].append((groups[name], 0, None))
+        sources[split_of[name]].append((groups[name], 0, sizes[name] + len(groups[name])))
     return sources
 
 
@@ -266,7 +270,7 @@ def documents(paths, start, stop):
     texts = [text + b'\n' * (text[-1:] != b'\n') for text in texts[:-1]] + texts[-1:]
     text = b''.join(texts)[start:stop].decode()
     if paths[0].suffix != '.jsonl':
-        yield from filter(None, ARTICLE.split(text))
+        yield from [text] if paths[0].suffix == '.py' else ARTICLE.split(text)
         return
     for n, line in enumerate(text.split('\n'), 1 + texts[0].count(b'\n', 0, start)):
         try:
@@ -274,6 +278,16 @@ def documents(paths, start, stop):
                 yield document.encode('utf-8', 'replace').decode()
         except (ValueError, KeyError, TypeError, AttributeError):
             raise SystemExit(f'{paths[0]}, line {n}: no {{"text": "..."}}')
+
+
+def pieces(sources):
+    """(text, whether a document ends with it): documents in pieces of about PIECE characters"""
+    for text in chain.from_iterable(starmap(documents, sources)):
+        start = 0
+        while end := SAFE.search(text, start + PIECE):
+            yield text[start:end.end()], False
+            start = end.end()
+        yield text[start:], True
 
 
 class Split(NamedTuple):
@@ -316,7 +330,8 @@ class Corpus:
     def batches(self, split, chunk=32, grow=0, **how):
         """Of a split, see Batches; Needles with hops"""
         if self.hops:
-            return Needles(split, self.tokenizer, self.hops, chunk=chunk, grow=grow, **how)
+            sizes = how['block_size'], how['micro_batch'], how['seed'], how.get('fold', -1)
+            return Needles(split, self.tokenizer, self.hops, *sizes, chunk, grow)
         if grow:
             raise SystemExit('--grow-context is for --data niah or niah2')
         return Batches(split, **how)
@@ -326,15 +341,15 @@ def write_split(path, sources, tokenizer):
     """Encodes a split into path.bin and path.idx -> its part of meta.json"""
     offsets, counts, sha = [0], np.zeros(3, int), hashlib.sha256()
     eot = np.uint32([] if tokenizer.eot is None else [tokenizer.eot])
-    texts = chain.from_iterable(starmap(documents, progress(sources, f'encoding {path.name}')))
+    queue = pieces(progress(sources, f'encoding {path.name}'))
     with open(f'{path}.bin', 'wb') as f, ThreadPoolExecutor() as pool:
-        while some := list(islice(texts, 64)):
-            for text, ids in zip(some, pool.map(tokenizer.encode, some)):
-                ids = np.append(ids, eot).astype(tokenizer.dtype)
-                f.write(ids)
-                sha.update(text.encode() + b'\0')
+        while rows := list(islice(queue, 64)):
+            for (text, ends), ids in zip(rows, pool.map(tokenizer.encode, next(zip(*rows)))):
+                ids = np.append(ids, eot) if ends else ids
+                f.write(ids.astype(tokenizer.dtype))
+                sha.update(text.encode() + b'\0' * ends)
                 counts += len(ids), len(text.encode()), len(text.split())
-                offsets.append(counts[0])
+                offsets += [counts[0]] if ends else []
     np.unique(offsets).tofile(f'{path}.idx')                    # without documents that are empty
     return dict(zip(('tokens', 'bytes', 'words'), counts.tolist()), sha256=sha.hexdigest())
 
@@ -344,10 +359,10 @@ def prepare(folder, sources, tokenizer, vocab_size):
     if not sources['train']:
         raise SystemExit(f'no text for {folder}: --data is a path, code or {", ".join(DOWNLOADS)}')
     if not isinstance(tokenizer, Tokenizer):
-        size = sum(path.stat().st_size for paths, _, _ in sources['train'] for path in paths)
+        size = sum(stop - start for _, start, stop in sources['train'])
         every = -(-size // BPE_SAMPLE) if tokenizer == 'bpe' else 1
-        texts = chain.from_iterable(starmap(documents, sources['train']))
-        tokenizer = Tokenizer.train(tokenizer, islice(texts, 0, None, every), vocab_size)
+        texts = islice((text for text, _ in pieces(sources['train'])), 0, None, every)
+        tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=folder.name, dir=folder.parent) as temporary:
         new = Path(temporary, 'new')
@@ -520,7 +535,7 @@ class Needles(Batches):
     """
 
     def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, fold=-1, chunk=32,
-                 grow=0, **_):
+                 grow=0):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
         self.hops, self.fold, self.chunk, self.grow = hops, fold, chunk, grow
         self.n_rows = len(split.tokens) // self.T               # of an epoch

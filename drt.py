@@ -30,6 +30,8 @@ Where this differs from the paper, and why
     window: one (H, W, 2W) bias serves all blocks, masks of documents would take B T / W times that.
     Initial weights: 0.02 sqrt(768 / C), the official scale; those that add to the residual are
     scaled by depth (not W_O of GCA).
+    Table 4: the corpus is one text, and keys and values are kept (paper: the encoder-decoder's are
+    computed again); of the text all chunks, not 48K tokens; random chunks are those of the text.
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
@@ -38,6 +40,7 @@ import math
 import tempfile
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -335,7 +338,7 @@ class DRT(nn.Module):
     def empty_state(self, B):
         config, E = self.config, self.embedding.weight
         none, w = E.new_empty(B, 0, config.n_embd), E.new_zeros(B, 1, config.n_neighbors)
-        landmarks, kv = (none, []) if self.source == 'text' else self.corpus[2:4]
+        landmarks, kv = (none, []) if self.source == 'text' else self.corpus[2:4]   # B = 1
         reads = [(w, w.int() - 1)] * config.groups
         return State([None] * config.n_layer, none, landmarks, kv, reads)
 
@@ -523,18 +526,22 @@ class DRT(nn.Module):
                     off=dict(on, retriever='off'))
 
     def trace(self, tokens, t):
-        """What is read to predict token t + 1 of tokens (n,): [(weight, tokens, start, end)]"""
-        n, found = self.config.chunk_size - 1, []
+        """Chunks of tokens (n,) read to predict token t + 1: [(weight, tokens, start, end)]"""
+        n, found, corpus = self.config.chunk_size - 1, [], len(self.empty_state(1).kv)
         for w, idx in self.read(tokens[None, :t]).reads if self.retriever != 'off' else []:
-            chosen = zip(w[0, 0].tolist(), idx[0, 0].tolist())      # of the chunk of token t
+            chosen = zip(w[0, 0].tolist(), (idx[0, 0] - corpus).tolist())   # of the chunk of t
             found += [(p, tokens, i * n, i * n + n) for p, i in chosen if i >= 0]
         return sorted(found, key=lambda read: read[0], reverse=True)
 
     def prepare_eval(self, corpus, args, path, progress):
         """Reads args.from_corpus tokens of corpus.train, as if they came before any other text"""
-        self.offload = args.offload
-        tokens = torch.from_numpy(corpus.train.tokens[:args.from_corpus].astype('int64'))
-        for piece in progress(tokens.split(2 ** 16), 'reading the corpus') if len(tokens) else ():
+        if args.offload and not Path(args.offload).is_dir():
+            raise SystemExit(f'--offload {args.offload} is no folder')
+        if args.from_corpus < 0 or args.from_corpus and args.split == 'train':
+            raise SystemExit('--from-corpus: from 0; a text of --split train would find itself')
+        self.offload, n = args.offload, args.from_corpus * (self.config.groups > 0)
+        tokens = torch.from_numpy(corpus.train.tokens[:n].astype('int64'))
+        for piece in progress(tokens.split(32 * self.PIECE), 'reading the corpus') if n else ():
             self.corpus = self.read(piece[None].to(self.embedding.weight.device), self.corpus)
 
 

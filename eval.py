@@ -6,7 +6,8 @@ Evaluates trained models: any mixture of them in one table, on the same tokens.
     $ python eval.py out/trime --help               all tasks and flags, those of its model too
 
 A run is a folder (its best.pt, else its ckpt.pt) or a .pt file. The table has a row for each way of
-using memory or retrieval: on (as trained), shuffled (others in place of those retrieved) and off.
+using memory or retrieval: on (as trained), shuffled (others in place of those retrieved) and off;
+with DRT's --from-corpus also corpus (chunks of the corpus only) and both.
 Each token of a document but its first is scored once, given all tokens before it, in fp32. loss:
 nats per token; ppl: e^loss; bits/byte: nats / ln 2 / bytes of the text, comparable between
 tokenizers; word ppl: e^(nats / words); <512 and so on: loss of tokens 1 to 511 of a document, 512
@@ -174,7 +175,7 @@ def table(runs, args):
 
 def retrieved(run, tokens, t, n):
     """The n largest weights of what predicts token t + 1; ago: of tokens, None in a datastore"""
-    return [dict(weight=round(float(weight), 4), start=a, end=b,
+    return [dict(weight=float(weight), start=a, end=b,
                  ago=t + 2 - b if where is tokens else None,
                  text=run.tokenizer.decode(where[a:b].tolist()))
             for weight, where, a, b in run.model.trace(tokens, t)[:n]]
@@ -203,10 +204,11 @@ def examples(runs, args, n=3):
         its_end = [(prompt, len(prompt) - 1, dict(text=args.prompt[-300:]))]
         for tokens, t, row in its_end if args.prompt else best_tokens(run, n):
             run.set_way('on')
-            row, found = dict(run=run.name, **row), retrieved(run, tokens, t, 4)
-            print('', *(f'{key:9} {value!r}' for key, value in row.items()), sep='\n')
-            print_table([dict(x, text=repr(x['text'][-100:])) for x in found] or [dict(text='-')])
-            result.append(dict(row, retrieved=found))
+            row = dict(run=run.name, **row, retrieved=retrieved(run, tokens, t, 4))
+            result.append(row)
+            print('', *(f'{key:9} {row[key]!r}' for key in [*row][:-1]), sep='\n')
+            print_table([dict(x, text=repr(x['text'][-100:])) for x in row['retrieved']]
+                        or [dict(retrieved='nothing')])
     return result
 
 
@@ -245,11 +247,12 @@ def write_page(runs, args):
     template = Path(__file__).with_name('assets') / 'trace.html'
     documents = [[run.encode(args.prompt)] if args.prompt else run.documents for run in runs]
     chosen = [min(texts, key=lambda tokens: abs(len(tokens) - 8192)) for texts in documents]
-    if not runs or min(map(len, chosen)) < 2:
-        raise SystemExit('eval.py: --html needs a run that retrieves and a text of two tokens')
+    if min(map(len, chosen)) < 2:
+        raise SystemExit('eval.py: --html needs a text of two tokens or more')
     pages = json.dumps([trace_document(run, tokens) for run, tokens in zip(runs, chosen)])
     pages = pages.replace('<', '\\u003c')                   # no text ends the page's script
     train.write(args.html, template.read_text('utf-8').replace('{{runs}}', pages))
+    print(args.html)
 
 
 def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p=0.95, seed=0):
@@ -320,7 +323,7 @@ def plot_losses(runs, figure):
     (DRT, Figure 3b, c), a thin line at block_size
     """
     curves, positions = figure.subplots(1, 2)
-    style = {'on': '-', 'shuffled': ':', 'off': '--'}
+    style = {'on': '-', 'shuffled': ':', 'off': '--', 'corpus': '-.', 'both': '-.'}
     longest = max(len(tokens) for run in runs for tokens in run.documents)
     edges = 2 ** np.arange(1 + (longest - 1).bit_length())
     for i, run in enumerate(runs):
@@ -331,8 +334,7 @@ def plot_losses(runs, figure):
         curves.plot(tokens, [x.get('val_loss', math.nan) for x in log], f'C{i}o', label=run.name)
         positions.axvline(run.model.config.block_size, color=f'C{i}', linewidth=0.5)
         for way, log_p in run.scores.items():
-            line = f'C{i}{style.get(way, "-.")}'
-            positions.plot(edges[:-1] * 2 ** 0.5, by_position(log_p, edges), line)
+            positions.plot(edges[:-1] * 2 ** 0.5, by_position(log_p, edges), f'C{i}{style[way]}')
     curves.set(xlabel='tokens of training', ylabel='training loss; dots: validation')
     curves.legend()
     positions.set(xlabel='position in the document', xscale='log',
@@ -360,7 +362,7 @@ def reading(runs, args, steps=32):
     half, and in the steps of model.stream after it. peak: the most memory of the process so far
     """
     import resource                                     # not on Windows
-    rows = []
+    rows, unit = [], 2 ** 20 if sys.platform == 'darwin' else 2 ** 10
     for run, (name, n) in itertools.product(runs, args.lengths.items()):
         text = torch.randint(run.model.config.vocab_size, (1, n)).to(run.documents[0])
         first, second = text.tensor_split(2, dim=1)
@@ -370,7 +372,9 @@ def reading(runs, args, steps=32):
         for token in text[:, :steps].unbind(1):
             _, state = run.model.stream(token[None], state)
         read, step = np.diff([*times, clock(text)]) * 1e6
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2 ** 10        # of KB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+        if text.is_cuda:
+            peak = torch.cuda.max_memory_allocated() // 2 ** 20
         rows.append({'run': run.name, 'text': name, 'read µs': read / second.numel(),
                      'step µs': step / steps, 'peak MB': peak})
     print_table(rows)
@@ -465,14 +469,14 @@ def niah(runs, args):
     return rows
 
 
-def everything(runs, args):
-    """The default task"""
+def report(runs, args):
+    """The table, examples, loss.png and samples"""
     result = dict(table=table(runs, args), examples=examples(runs, args, n=1))
     draw(runs[0].path.with_name('loss.png'), (12, 4.2), lambda figure: plot_losses(runs, figure))
     return dict(result, samples=samples(runs, args))
 
 
-TASKS = {'': everything, 'table': table, 'examples': examples, 'generate': samples,
+TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples,
          'speed': speed, 'niah': niah}
 
 
@@ -489,7 +493,9 @@ def parse(argv, runs):
         parser.error(parser.usage)
     tasks = {**TASKS, **(modules[0].TASKS if len(modules) == 1 else {})}
     if args.task not in tasks:
-        parser.error(f'--task {args.task}: these runs together have {", ".join(tasks)}')
+        parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
+    if args.html and args.task not in ('', 'examples'):
+        parser.error('--html is for --task examples')
     for path in filter(None, (args.json, args.html)):
         if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
             parser.error(f'{path} cannot be written')
@@ -524,6 +530,8 @@ def main(argv=None):
         run.model.prepare_eval(run.corpus, args, run.path, data.progress)
         run.ways = run.model.ways()
         run.set_way(next(iter(run.ways)))               # as trained
+    if args.html and not any('on' in run.ways for run in runs):
+        raise SystemExit('eval.py: --html: none of these runs retrieves')
     try:
         result = task(runs, args)
         if args.json:

@@ -711,9 +711,9 @@ class RPT(nn.Module):
                 state, scores = self.retrieve(x, tokens, chunk_doc, teacher, state)
             chosen, neighbors, gates = (y[:, -1 - t // m:] for y in state[-3:])     # (B, G, K, ...)
             valid = chosen >= 0
-            some = valid.any(2, keepdim=True)                               # (B, G, 1)
-            mask = (valid | ~some).flatten(0, 1)[:, None, None].repeat_interleave(2 * m, dim=3)
-            group_doc = F.pad(chunk_doc, (1, 0)).where(some[..., 0], -2)    # -2: no neighbors
+            any_valid = valid.any(2, keepdim=True)                          # (B, G, 1)
+            mask = (valid | ~any_valid).flatten(0, 1)[:, None, None].repeat_interleave(2 * m, dim=3)
+            group_doc = F.pad(chunk_doc, (1, 0)).where(any_valid[..., 0], -2)   # -2: none
             attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
             cross = neighbors * gates[..., None, None].to(neighbors), mask, attends
         for i, block in enumerate(self.upper, len(self.lower)):
@@ -775,8 +775,11 @@ class RPT(nn.Module):
     @torch.no_grad()
     def stream(self, tokens, state=None):
         """log_probs of tokens (B, t), t >= 1, that continue the text of `state`; the new state"""
-        f, state, _ = self.encode(tokens, state=state)
-        return self.logits(f).log_softmax(-1), state
+        parts = []
+        for piece in tokens.split(self.PIECE, dim=1):
+            f, state, _ = self.encode(piece, state=state)
+            parts.append(self.logits(f).log_softmax(-1))
+        return torch.cat(parts, dim=1), state
 
     @torch.no_grad()
     def read(self, tokens, state=None):

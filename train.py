@@ -396,8 +396,10 @@ def main(argv=None):
         signal.signal(s, lambda s, _: STOP.append(s) or signal.signal(s, signal.SIG_DFL))
     try:
         train(module, model_config, config)
-    except (OSError, NotImplementedError) as e:         # a full disk, no GPU for --kernel triton
+    except OSError as e:
         raise SystemExit(f'train.py: {e}; with this mended, the same command resumes')
+    except NotImplementedError as e:                    # of --kernel triton, or of a device
+        raise SystemExit(f'train.py: {e}')
     except (RuntimeError, MemoryError) as e:
         if isinstance(e, RuntimeError) and 'allocate' not in str(e):
             raise

@@ -440,11 +440,12 @@ class Datastore:
         index = faiss.index_factory(C, f'IVF{n_lists},SQfp16')
         index.by_residual = False
         index.train(sample.float().cpu().numpy())
-        ids, shards = np.arange(n), []
+        start, shards = 0, []
         for _, g, _ in progress(model.windows(text), folder.name, n // model.stride):
-            new, ids = np.split(ids, [g.size(1)])
-            index.add_with_ids(g[0].float().cpu().numpy(), new)
-            if index.ntotal * entry >= self.SHARD or not len(ids):
+            end = start + g.size(1)
+            index.add_with_ids(g[0].float().cpu().numpy(), np.arange(start, end))
+            start = end
+            if index.ntotal * entry >= self.SHARD or end == n:
                 shards.append(str(folder / f'shard-{len(shards)}.faiss'))
                 faiss.write_index(index, shards[-1])
                 index.reset()

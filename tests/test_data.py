@@ -158,6 +158,18 @@ def test_bad_lines_of_jsonl(tmp_path):
     assert prepared(where, 'word').train.offsets.tolist() == [0, 2, 4]          # ' ' has no words
 
 
+@pytest.mark.parametrize('name', ['bpe', 'word'])
+def test_pieces_change_nothing(tmp_path, monkeypatch, name):
+    """Threads encode a document in many pieces: the ids are those of the whole, in order."""
+    symbols = ['a', 'bc', ' ', '  ', '\n', '\n\n', '\r\n', '.', "'s", '12', 'é', ' x']
+    texts = [words(2000, i, symbols) for i in range(9)]
+    monkeypatch.setattr(data, 'PIECE', 50)
+    corpus = prepared(write(tmp_path / 'p', train_jsonl=jsonl(texts)), name, 300)
+    found = np.split(corpus.train.tokens, corpus.train.offsets[1:-1])
+    for ids, text in zip(found, texts, strict=True):
+        assert ids.tolist() == corpus.tokenizer.encode(text).tolist() + [299] * (name == 'bpe')
+
+
 def test_code_is_the_standard_library(tmp_path):
     """A document is a top-level module, or a package: its files in order of their paths."""
     corpus = load('code', 'bytes', root=tmp_path)

@@ -243,15 +243,19 @@ def test_ways():
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
 
 
-def test_retrieval_from_a_corpus():
+@pytest.mark.parametrize('window', [True, False])
+def test_retrieval_from_a_corpus(monkeypatch, window):
     """Table 4: a corpus is a text before, outside of the window; or in place of a text's chunks."""
-    model, tokens = small(n_neighbors=20), random_tokens(b=1, t=60)
+    model, tokens = small(n_neighbors=30), random_tokens(b=1, t=67)
+    monkeypatch.setattr(DRT, 'PIECE', 1)                        # it is read in two pieces
     for block in (*model.lower, *model.upper):
-        block.attention.proj.weight.data.zero_()                # no window: only what is retrieved
-    text = tokens[:, 30:]
-    expected = dict(both=model.log_probs(tokens)[:, 30:], on=model.log_probs(text))
+        block.attention.proj.weight.data *= window              # if 0: only what is retrieved
+    text, off = tokens[:, 37:], small(n_neighbors=30, retriever='off')
+    off.load_state_dict(model.state_dict())
+    whole = torch.cat([tokens[:, :36], text], dim=1)            # the last chunk is incomplete
+    expected = dict(both=model.log_probs(whole)[:, 36:], on=model.log_probs(text))
     corpus = SimpleNamespace(train=SimpleNamespace(tokens=tokens[0].numpy()))
-    args = SimpleNamespace(offload='', from_corpus=30)
+    args = SimpleNamespace(offload='', from_corpus=37, split='val')
     model.prepare_eval(corpus, args, None, lambda items, _: items)
     token_0_reaches = dict(on=[6], both=[6], corpus=[], shuffled=[6], off=[])   # chunk 2 first
     assert model.ways().keys() == token_0_reaches.keys()
@@ -259,10 +263,16 @@ def test_retrieval_from_a_corpus():
         for name, value in attributes.items():
             setattr(model, name, value)
         log_probs = model.log_probs(text)
-        if way in expected:                 # the corpus's last landmark has no part in chunk 0
+        assert torch.equal(log_probs[:, :3], off.log_probs(text)[:, :3])        # no landmark yet
+        if way in expected and not window:                      # chunk 1: the corpus's end differs
             torch.testing.assert_close(log_probs[:, 6:], expected[way][:, 6:], rtol=0, atol=EPS)
         differs = (model.log_probs(changed(text, 0)) != log_probs).any(2)[0].nonzero().flatten()
-        assert differs[differs > 2][:1].tolist() == token_0_reaches[way], way
+        assert window or differs[differs > 2][:1].tolist() == token_0_reaches[way], way
+        traced = sorted({a for _, _, a, _ in model.trace(text[0], 29)})         # by chunk 8
+        assert traced == ([] if way in ('corpus', 'off') else [*range(0, 24, 3)]), way
+    for more in (dict(from_corpus=-1), dict(split='train'), dict(offload='no')):
+        with pytest.raises(SystemExit):
+            model.prepare_eval(corpus, SimpleNamespace(**{**vars(args), **more}), None, None)
 
 
 def test_gumbel_top_k_samples_from_the_softmax():

@@ -188,7 +188,7 @@ def test_what_is_no_checkpoint_is_one_line(run):
 @pytest.mark.parametrize('flags, words', [
     ('a --temprature 1', 'the nearest is --temperature'), ('--task table', 'RUN'),
     ('a c --task count', 'examples'), ('a --split test', 'split test'), ('a --json no/x', 'no/x'),
-    ('a --html .', '. cannot'),
+    ('a --html .', '. cannot'), ('a --task table --html x', 'examples'),
     ('a --context a/best.pt', '--context a/best.pt'), ('a --lengths 511', '512'),
     ('a --lengths 1kk', '512'), ('a --depths 101', '%')])
 def test_a_wrong_flag_is_one_line(run, flags, words):
@@ -391,6 +391,8 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     assert [(row['run'], row['way']) for row in result['table']['rows']] == [
         (name, way) for name in names for way in ('on', 'shuffled', 'off')]
     assert [x['run'] for x in result['examples'] if x['retrieved']] == names
+    drt = evaluate('out/drt', '--max-tokens', '1', '--from-corpus', '300')
+    assert [x['way'] for x in drt['table']['rows']] == ['on', 'corpus', 'both', 'shuffled', 'off']
     pages = page_of('p.html')
     assert [(page['run'], page['size']) for page in pages] == list(zip(names, (1, 8, 8)))
     for r, page in zip(map(evaluation.Run, names), pages):
