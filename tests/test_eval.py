@@ -272,43 +272,27 @@ def test_the_default_tasks_and_those_of_a_model(run, monkeypatch, capsys):
     assert 'matplotlib' in capsys.readouterr().err
 
 
-class Fixed:
-    """A model whose next tokens have the same probabilities everywhere, or follow a list."""
-
-    def __init__(self, p=None, script=()):
-        self.script, self.p, self.seen = list(script), p, []
-
-    def parameters(self):
-        yield torch.zeros(())
-
-    def read(self, tokens, state=None):
-        self.seen += tokens[0].tolist()
-        return len(self.seen)
-
-    def stream(self, tokens, state=None):
-        assert tokens.size(1) == 1 and (state or 0) == len(self.seen)       # what was read is read
-        state = self.read(tokens)
-        p = F.one_hot(torch.tensor(self.script.pop(0)), 257) if self.script else self.p
-        return p.log().expand(1, 1, -1), state
-
-
 def test_generate():
     """Temperature 0: the likeliest; top_p: the smallest set with that mass; the seed decides."""
-    p, tokenizer = torch.zeros(257), data.Tokenizer('bytes')
-    p[[97, 98, 99, 100]] = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    draw = lambda **more: evaluation.generate(Fixed(p), tokenizer, 'x', 400, **more)
-    assert draw(temperature=0) == 400 * 'a'
+    model, tokenizer = BIGRAM(BIGRAMConfig()), data.Tokenizer('bytes')
+    table, draw = model.table.data, lambda *args, **more: evaluation.generate(
+        model, tokenizer, *args, **more)
+    table[:] = -math.inf
+    table[:, 97:101] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    assert draw('x', 400, temperature=0) == 400 * 'a'
     for top_p, kept in ((0.0, 'a'), (0.35, 'a'), (0.45, 'ab'), (0.69, 'ab'), (0.75, 'abc')):
-        assert set(draw(temperature=1.0, top_p=top_p)) == set(kept)
-    assert draw(temperature=1.0).count('a') == pytest.approx(160, abs=40)       # four sigma
-    assert draw(temperature=0.5).count('a') == pytest.approx(400 * 0.16 / 0.30, abs=40)     # p^2
+        assert set(draw('x', 400, temperature=1.0, top_p=top_p)) == set(kept)
+    assert draw('x', 400, temperature=1.0).count('a') == pytest.approx(160, abs=40)     # four sigma
+    half = draw('x', 400, temperature=0.5).count('a')
+    assert half == pytest.approx(400 * 0.16 / 0.30, abs=40)                     # p^2
     assert draw(seed=1) == draw(seed=1) != draw(seed=2)
-    text = 'né 你!'
-    model = Fixed(script=[*text.encode(), 256, 97])         # ends with <|endoftext|>
-    assert evaluation.generate(model, tokenizer, 'ab', 50, temperature=0) == text
-    assert model.seen == [*b'ab', *text.encode()]                               # each token once
-    model = Fixed(script=[97])
-    assert evaluation.generate(model, tokenizer, '', 1, 0) == 'a' and model.seen == [256]
+    ids = [*'né 你!'.encode(), 256]                         # ends with <|endoftext|>
+    table[[ord('b'), *ids[:-1]], ids] = 99.0
+    model.streamed.clear()
+    assert draw('ab', 50, temperature=0) == 'né 你!'
+    assert [tokens for *_, tokens in model.streamed] == [[x] for x in [ord('b'), *ids[:-1]]]
+    table[256, 97] = 99.0
+    assert draw('', 1, 0) == 'a' and model.streamed[-1][2] == [256]
     assert evaluation.repeated([1, 2, 3, 1, 2, 3, 1], n=2) == 0.5       # of 12 23 31 12 23 31
     assert evaluation.repeated([1, 2, 3], n=8) == evaluation.repeated([1, 2, 3, 4], n=2) == 0
 
@@ -341,33 +325,27 @@ def test_the_plot_has_the_losses_by_position(run, monkeypatch):
     assert list(curves.lines[0].get_ydata()) == [5.0, 4.0]
 
 
-def test_speed_counts_macs(run, monkeypatch):
-    """A (w, w) matrix and its gradient; attention 2 T w, twice that in the backward pass."""
+def test_speed(run, monkeypatch):
+    """
+    Reading: the second half of a text, then 32 tokens. Training: MACs of a (w, w) matrix and its
+    gradient, and of attention, 2 T w, twice that in the backward pass
+    """
     run('c/best.pt', width=16, block_size=32)
-    times = itertools.count(0, 3)
+    times = [10, 12, 15, 20, 24, 30, 30, 33, 34, 40, 42, 43]            # before, between, after
+    times = itertools.chain(times, itertools.count(0, 3))
     monkeypatch.setattr(evaluation, 'clock', lambda tensor: next(times))
-    rows = evaluate('a', 'c', '--task', 'speed')['training']
+    result = evaluate('a', 'c', '--task', 'speed', '--lengths', '1k,2050')
+    expected = [(2 / 512, 3 / 32), (4 / 1025, 6 / 32), (3 / 512, 1 / 32), (2 / 1025, 1 / 32)]
+    for x, name, text, (read, step) in zip(result['reading'], 'aacc', ('1k', '2050') * 2, expected):
+        assert (x['run'], x['text']) == (name, text) and 50 < x['peak MB'] < 100_000
+        assert [x['read µs'], x['step µs']] == pytest.approx([1e6 * read, 1e6 * step])
+    for model in BIGRAM.made[-2:]:
+        assert model.lengths_read == [512, 512] + 32 * [1] + [1025, 1025] + 32 * [1]
+    rows = result['training']
     for row, w, T in zip(rows, (4, 16), (8, 32)):
         assert row['MACs/token'] == 2 * w * w + 6 * T * w and row['s/token'] == 3.0 / (2 * T)
     assert rows[1]['MACs ratio'] == rows[1]['MACs/token'] / rows[0]['MACs/token']
     assert rows[1]['time ratio'] == 0.25
-
-
-def test_speed_of_reading(run, monkeypatch):
-    """The second half of a text, then 32 tokens"""
-    run('c/best.pt')
-    times = [10, 12, 15, 20, 24, 30, 30, 33, 34, 40, 42, 43]            # before, between, after
-    times = itertools.chain(times, itertools.count(99))
-    monkeypatch.setattr(evaluation, 'clock', lambda tensor: next(times))
-    rows = evaluate('a', 'c', '--task', 'speed', '--lengths', '1k,2050')['reading']
-    assert [(x['run'], x['text']) for x in rows] == [
-        (name, text) for name in 'ac' for text in ('1k', '2050')]
-    expected = [(2 / 512, 3 / 32), (4 / 1025, 6 / 32), (3 / 512, 1 / 32), (2 / 1025, 1 / 32)]
-    for x, (read, step) in zip(rows, expected):
-        assert [x['read µs'], x['step µs']] == pytest.approx([1e6 * read, 1e6 * step])
-        assert 50 < x['peak MB'] < 100_000
-    for model in BIGRAM.made[-2:]:
-        assert model.lengths_read == [512, 512] + 32 * [1] + [1025, 1025] + 32 * [1]
 
 
 SIZES = ('--data texts --tokenizer bytes --max-steps 4 --eval-every 4 --micro-batch 2 --n-embd 16 '
