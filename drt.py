@@ -36,9 +36,7 @@ Where this differs from the paper, and why
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
 """
-import math
-import tempfile
-import zlib
+import math, tempfile, zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple

@@ -26,9 +26,7 @@ Where we differ from the paper, and why
 """
 from __future__ import annotations      # tl.constexpr: Triton is imported later
 
-import functools
-import importlib.util
-import os
+import functools, importlib.util, os
 
 import torch
 import torch.nn.functional as F

@@ -37,10 +37,7 @@ Where we differ from the paper, and why
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           reference LM, scores and RPT, one after the other
 """
-import hashlib
-import math
-import os
-import zlib
+import hashlib, math, os, zlib
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -3,10 +3,7 @@ gca_kernel.py against a double loop in fp64; Triton runs in its interpreter wher
 
     $ python -m pytest tests/test_gca_kernel.py         and with -m gpu, for the compiled kernels
 """
-import itertools
-import os
-import subprocess
-import sys
+import itertools, os, subprocess, sys
 from importlib.metadata import version
 from unittest import mock
 

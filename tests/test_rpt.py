@@ -1,6 +1,5 @@
 """RPT against its definitions, with loops in fp64."""
-import json
-import math
+import json, math
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 

@@ -1,12 +1,11 @@
 """The tree as a whole: sizes, imports, and the text that the model files share."""
-import ast
-import re
+import ast, re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUDGET = {'trime.py': 734, 'rpt.py': 859, 'drt.py': 555, 'gca_kernel.py': 405, 'bm25.py': 144,
+BUDGET = {'trime.py': 734, 'rpt.py': 856, 'drt.py': 553, 'gca_kernel.py': 403, 'bm25.py': 144,
           'data.py': 615, 'train.py': 413, 'eval.py': 544}          # lines; they may only shrink
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'UpperBlock', 'EvalConfig', 'batches', 'setup', 'demo'}
@@ -31,7 +30,7 @@ def test_the_budgets():
     sizes = {path.name: n_lines(path) for path in ROOT.glob('*.py')}
     assert sizes.keys() == BUDGET.keys()
     assert {name: n for name, n in sizes.items() if n > BUDGET[name]} == {}
-    assert sum(n_lines(path) for path in (ROOT / 'tests').glob('*.py')) <= 3071
+    assert sum(n_lines(path) for path in (ROOT / 'tests').glob('*.py')) <= 3042
 
 
 @pytest.mark.parametrize('name', BUDGET)
