@@ -12,8 +12,8 @@ on any number of processes that can divide the micro-batches of a step.
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
-import argparse, datetime, difflib, functools, importlib, inspect, json, math, re, signal
-import subprocess, sys, time
+import argparse, datetime, difflib, importlib, inspect, json, math, re, signal, subprocess
+import sys, time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -71,9 +71,8 @@ def add_flags(parser, Config, preset=None):
     comment = dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', inspect.getsource(Config), re.M))
     group = parser.add_argument_group(Config.__name__)
     for f in fields(Config):
-        kind = dict(type=type(f.default), choices=get_args(f.type) or None)
-        if f.type is bool:
-            kind = dict(action=argparse.BooleanOptionalAction)
+        kind = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(
+            type=type(f.default), choices=get_args(f.type) or None)
         default = (preset or {}).get(f.name, f.default)
         text = comment[f.name].replace('%', '%%') + f' (default: {default})' * (default != '')
         group.add_argument('--' + f.name.replace('_', '-'), default=default, help=text, **kind)
@@ -371,7 +370,7 @@ def train(module, model_config, config, corpus=None):
     print(f'{sum(p.numel() for p in model.parameters()):,} parameters, {passes} x {B} x {T} tokens '
           f'a step on {ran_on}, in {out}')
     print(' '.join(f'{key}={value}' for key, value in about.items()))
-    check = functools.partial(validate, model, forward, val_batches)
+    check = lambda *args: validate(model, forward, val_batches, *args)
     gpu = torch.cuda.get_device_name(device) if bf16 and device.type == 'cuda' else ''
     peak = WORLD * next((flops for part, flops in PEAK_FLOPS.items() if part in gpu), 0)
     entry = loop(out, config, state, model, optimizers, gradient, check, peak)

@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BUDGET = {'trime.py': 734, 'rpt.py': 856, 'drt.py': 553, 'gca_kernel.py': 403, 'bm25.py': 144,
-          'data.py': 615, 'train.py': 413, 'eval.py': 544}          # lines; they may only shrink
+          'data.py': 615, 'train.py': 412, 'eval.py': 544}          # lines; they may only shrink
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'UpperBlock', 'EvalConfig', 'batches', 'setup', 'demo'}
 PAPERS = {('MLP', 'drt.py'), ('Block', 'drt.py')}       # as the header of drt.py declares
