@@ -421,11 +421,27 @@ def test_what_cannot_be_written_is_one_line(run, monkeypatch, flag):
         evaluation.main(['a', '--task', 'examples', flag, 'x'])
 
 
-def test_the_trained_weights_find_needles(tmp_path, monkeypatch):
-    """assets/drt-niah.pt, on a text that it was not trained on"""
+@pytest.fixture
+def weights(tmp_path, monkeypatch, request):
+    """A copy of assets/NAME.pt, as eval.py writes beside it; the three model files as a corpus"""
     monkeypatch.chdir(tmp_path)
-    weights = Path(evaluation.__file__).with_name('assets') / 'drt-niah.pt'
-    Path('copy.pt').write_bytes(weights.read_bytes())               # niah.png is drawn beside it
-    Path('a.txt').write_text(''.join(f'line {i}: {i * i % 97} apples\n' for i in range(900)))
-    rows = evaluate('copy.pt', '--data', 'a.txt', '--task', 'niah', '--lengths', '4k')
+    folder = Path(evaluation.__file__).parent
+    Path('copy.pt').write_bytes((folder / 'assets' / f'{request.param}.pt').read_bytes())
+    texts = [(folder / f'{name}.py').read_text('utf-8') for name in MODELS]
+    lines = '\n'.join(json.dumps(dict(text=text)) for text in texts)
+    os.mkdir('texts')
+    for split in ('train', 'val'):
+        Path(f'texts/{split}.jsonl').write_text(lines)
+    return 'copy.pt', '--data', 'texts'
+
+
+@pytest.mark.parametrize('weights', ['trime', 'rpt', 'drt'], indirect=True)
+def test_the_trained_weights_gain_by_what_they_read(weights):
+    on, shuffled, _ = evaluate(*weights, '--task', 'table')['rows']
+    assert on['gain over off'] > 0.06 and on['loss'] < shuffled['loss'] - 0.02
+
+
+@pytest.mark.parametrize('weights', ['drt-niah'], indirect=True)
+def test_the_trained_weights_find_needles(weights):
+    rows = evaluate(*weights, '--task', 'niah', '--lengths', '4k')
     assert rows[0]['needles'] == 50 and rows[0]['right'] > 0.9, rows
