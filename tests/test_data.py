@@ -112,6 +112,7 @@ FILES = {                               # files, their documents in train, val a
     'named splits': (dict(train_txt='1 2\n3', wiki_valid_txt='4\n', test__5_txt='5 ß\n',
                           test__6_txt='6', notes_txt='no'), ['1 2\n3'], ['4\n'], ['5 ß\n', '6']),
     'articles of WikiText': (dict(train_txt=A + B), [A, B], [], []),
+    'a program has no articles': (dict(train__a_py=A + B), [A + B], [], []),
     'jsonl': (dict(train_jsonl=jsonl([*TEXTS, '']) + '\n', val_jsonl=jsonl([''])), TEXTS, [], []),
     'files that are no text': (dict(train_txt='a', b_txt=b'caf\xe9', val_txt=b'a\0b', _test='x',
                                     test_txt=b'cut \xe6', corpora__val_txt='x'), ['a'], [], []),

@@ -249,22 +249,25 @@ def test_retrieval_from_a_corpus(monkeypatch, window):
     monkeypatch.setattr(DRT, 'PIECE', 1)                        # it is read in two pieces
     for block in (*model.lower, *model.upper):
         block.attention.proj.weight.data *= window              # if 0: only what is retrieved
-    text, off = tokens[:, 37:], small(n_neighbors=30, retriever='off')
-    off.load_state_dict(model.state_dict())
+    text = tokens[:, 37:]
     whole = torch.cat([tokens[:, :36], text], dim=1)            # the last chunk is incomplete
-    expected = dict(both=model.log_probs(whole)[:, 36:], on=model.log_probs(text))
+    whole, expected = model.log_probs(whole)[:, 36:], {}
+    for way, attributes in model.ways().items():
+        vars(model).update(attributes)
+        expected[way] = model.log_probs(text)
+    model.retriever = 'learned'
     corpus = SimpleNamespace(train=SimpleNamespace(tokens=tokens[0].numpy()))
     args = SimpleNamespace(offload='', from_corpus=37, split='val')
     model.prepare_eval(corpus, args, None, lambda items, _: items)
     token_0_reaches = dict(on=[6], both=[6], corpus=[], shuffled=[6], off=[])   # chunk 2 first
     assert model.ways().keys() == token_0_reaches.keys()
     for way, attributes in model.ways().items():
-        for name, value in attributes.items():
-            setattr(model, name, value)
+        vars(model).update(attributes)
         log_probs = model.log_probs(text)
-        assert torch.equal(log_probs[:, :3], off.log_probs(text)[:, :3])        # no landmark yet
-        if way in expected and not window:                      # chunk 1: the corpus's end differs
-            torch.testing.assert_close(log_probs[:, 6:], expected[way][:, 6:], rtol=0, atol=EPS)
+        assert torch.equal(log_probs[:, :3], expected['off'][:, :3])            # no landmark yet
+        assert torch.equal(log_probs, expected.get(way, log_probs))
+        if way == 'both' and not window:                        # chunk 1: the corpus's end differs
+            torch.testing.assert_close(log_probs[:, 6:], whole[:, 6:], rtol=0, atol=EPS)
         differs = (model.log_probs(changed(text, 0)) != log_probs).any(2)[0].nonzero().flatten()
         assert window or differs[differs > 2][:1].tolist() == token_0_reaches[way], way
         traced = sorted({a for _, _, a, _ in model.trace(text[0], 29)})         # by chunk 8
