@@ -423,16 +423,13 @@ def test_what_cannot_be_written_is_one_line(run, monkeypatch, flag):
 
 @pytest.fixture
 def weights(tmp_path, monkeypatch, request):
-    """A copy of assets/NAME.pt, as eval.py writes beside it; the three model files as a corpus"""
+    """A copy of assets/NAME.pt, as eval.py writes beside it; drt.py as a corpus"""
     monkeypatch.chdir(tmp_path)
     folder = Path(evaluation.__file__).parent
     Path('copy.pt').write_bytes((folder / 'assets' / f'{request.param}.pt').read_bytes())
-    texts = [(folder / f'{name}.py').read_text('utf-8') for name in MODELS]
-    lines = '\n'.join(json.dumps(dict(text=text)) for text in texts)
-    os.mkdir('texts')
     for split in ('train', 'val'):
-        Path(f'texts/{split}.jsonl').write_text(lines)
-    return 'copy.pt', '--data', 'texts'
+        Path(f'{split}.txt').write_bytes((folder / 'drt.py').read_bytes())
+    return 'copy.pt', '--data', '.'
 
 
 @pytest.mark.parametrize('weights', ['trime', 'rpt', 'drt'], indirect=True)
