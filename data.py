@@ -60,6 +60,11 @@ NO_GPT2 = ('no access to gpt2: TIKTOKEN_CACHE_DIR may have its vocab.bpe and enc
            '6d1cbeee0f20b3d9449abfede4726ed8212e3aee and 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
 
 
+def words_of(text):
+    """The words that WikiText's papers count: between blanks, and <eos> for each line end."""
+    return text.replace('\n', ' <eos> ').split()
+
+
 def learn_bpe(counts, n_merges):
     """
     Byte-pair encoding: n_merges times, the most frequent pair of adjacent tokens becomes a token,
@@ -124,15 +129,12 @@ class Tokenizer:
     def train(cls, name, texts=(), vocab_size=4096):
         """A tokenizer made from texts, an iterable of str; bytes and gpt2 need none."""
         if name == 'word':
-            counts = Counter({'<unk>': 0, '<eos>': 0})
-            for text in texts:
-                counts.update(text.replace('\n', ' <eos> ').split())
-            return cls(name, sorted(counts, key=lambda word: (-counts[word], word)))
+            counts = Counter(word for text in texts for word in words_of(text))
+            words = counts.keys() | {'<unk>', '<eos>'}
+            return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
         if name == 'bpe':
-            counts = Counter()
-            for text in texts:
-                counts.update(word[0] for word in regex.finditer(PATTERN, text))
-            parts = Counter()
+            words = (word[0] for text in texts for word in regex.finditer(PATTERN, text))
+            counts, parts = Counter(words), Counter()
             for word, n in counts.items():
                 word = word.encode().decode('latin-1')
                 for i in range(0, len(word), 128):              # learning is slow in long words
@@ -150,8 +152,7 @@ class Tokenizer:
     def encode(self, text):
         """str -> (n,) uint32. <|endoftext|> within the text is ordinary text."""
         if self.name == 'word':
-            words, unk = text.replace('\n', ' <eos> ').split(), self.ids['<unk>']
-            return np.array([self.ids.get(word, unk) for word in words], np.uint32)
+            return np.array([self.ids.get(w, self.ids['<unk>']) for w in words_of(text)], np.uint32)
         utf8 = text.encode('utf-8', 'replace')                  # '?' for a lone surrogate
         if self.name == 'bytes':
             return np.frombuffer(utf8, np.uint8).astype(np.uint32)
@@ -259,7 +260,7 @@ def split_files(files, code):
                     sources[split] += [(paths, start, stop)] * (start < stop)
                     start = stop
             return sources
-    for name in filter(split_of.get, groups):
+    for name in filter(split_of.get, groups):                   # a line end may be added to a file
         sources[split_of[name]].append((groups[name], 0, sizes[name] + len(groups[name])))
     return sources
 
@@ -369,8 +370,8 @@ def prepare(folder, sources, tokenizer, vocab_size):
         new.mkdir()
         splits = {split: write_split(new / split, sources[split], tokenizer) for split in SPLITS}
         splits = {split: m for split, m in splits.items() if m['tokens']}
-        meta = json.dumps(dict(tokenizer=tokenizer.to_dict(), splits=splits))
-        (new / 'meta.json').write_text(meta)
+        meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
+        (new / 'meta.json').write_text(json.dumps(meta))
         with contextlib.suppress(OSError):                      # if another process was faster
             new.rename(folder)
 
@@ -541,8 +542,7 @@ class Needles(Batches):
         self.n_rows = len(split.tokens) // self.T               # of an epoch
         least = chunk * (32 * hops if grow else 8)
         if self.T % chunk or self.T < least:
-            raise SystemExit(f'--block-size {self.T}: needles take a multiple of {chunk}, from '
-                             f'{least} on')
+            raise SystemExit(f'niah: --block-size {self.T}: no multiple of {chunk} from {least} on')
         blank = ' ' * (tokenizer.name == 'bytes')               # other words begin with theirs
         texts = '\nKey' + blank, ' opens' + blank, ',' + blank, '.\n'
         self.parts = [tokenizer.encode(text).astype(int) for text in texts]     # of a sentence

@@ -128,6 +128,10 @@ def test_f_and_g(sizes):
     tables, proj = model.embedding.tables, model.embedding.tail_proj
     words = [tables[0][:6 if sizes else V]] + [t @ p.weight.T for t, p in zip(tables[1:], proj)]
     assert torch.allclose(model.embedding(torch.arange(V)[None])[0], torch.cat(words))
+    x, w = torch.randn(999, C).double(), random_tokens(999)         # a cluster has more than 256
+    row, tail = model.embedding.word(x, w)
+    found = (x @ tables[0].T).gather(1, row) + tail
+    assert torch.allclose(found, word_logits(model.embedding, x).gather(1, w[:, None]))
     last = model.blocks[-1]
     last.norm2.register_forward_hook(lambda _, inputs, g: seen.update(x=inputs[0], g=g))
     f, g = model.encode(tokens)[:2]
@@ -347,8 +351,7 @@ def perplexity(model, **attributes):
 def test_tuning(memory, flags, tmp_path, coarse):
     """On val tuned temperatures are better than others, memories than shuffled ones and none."""
     model, _ = prepared(memory, tmp_path, **flags)
-    ways = model.ways()
-    x = ways['on']['inference']
+    ways, x = model.ways(), model.ways()['on']['inference']
     assert [*ways] == ['on', 'shuffled', 'off'] and x.linear == (memory == 'none')
     names = flags.get('memory', {'long': 'local,long'}.get(memory, memory))
     used = dict(local=x.local, long=x.long > 0, ext=x.n_neighbors > 0)
@@ -359,24 +362,21 @@ def test_tuning(memory, flags, tmp_path, coarse):
         other = dataclasses.replace(x, tau=factor * x.tau, tau_ext=factor * x.tau_ext)
         assert on < perplexity(model, shuffle=False, inference=other), x
     assert ways['off'] == dict(inference=Inference(), shuffle=False)            # the words alone
-    again, _ = prepared(memory, tmp_path, progress=None, **flags)   # nothing to build or tune
-    assert again.ways()['on']['inference'] == x
+    assert prepared(memory, tmp_path, None, **flags)[0].tuned == x  # nothing to build or tune
 
 
 def test_flags_and_task(tmp_path, capsys, coarse):
     """The sweep of Figure 3: perplexity by size of the long memory, as JSON."""
     prepared('ext', tmp_path, memory='ext', recall=True)            # a store of one list
     assert 'recall of 1,024 entries: 100.0%' in capsys.readouterr().out
-    model, _ = prepared('ext', tmp_path, memory='local', stride=5)
-    assert model.stride == 5
+    assert prepared('ext', tmp_path, memory='local', stride=5)[0].stride == 5
     with pytest.raises(SystemExit, match='split train'):            # each token would find itself
         prepared('ext', tmp_path, split='train')
     assert [*prepared('ext', tmp_path, memory='none')[0].ways()] == ['off']
     model, args = prepared('long', tmp_path)
     run = SimpleNamespace(name='run', model=model, corpus=CORPUS, documents=DOCUMENTS)
     run.log_p = lambda tokens: log_p(model, tokens)
-    result = trime.TASKS['sweep']([run], args)
-    at_0, at_60 = json.loads(json.dumps(result)).values()
+    at_0, at_60 = json.loads(json.dumps(trime.TASKS['sweep']([run], args))).values()
     assert at_60 < at_0 and at_60 == pytest.approx(perplexity(model, **model.ways()['on']))
 
 
