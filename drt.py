@@ -13,7 +13,7 @@ Where the paper is in this file
     §3.1           landmarks; ALiBi; the chunk encoder   DRT.insert; SelfAttention; ChunkEncoder
     Eq. 1 to 3     scores, top K; cross-attention        DRT.retrieve; Block, gca_kernel.py
     §3.2, §3.3     Gumbel top-k, MLM; inference          DRT.forward; DRT.stream, State
-    §4.4, Table 4  retrieval from a corpus               DRT.prepare_eval
+    §4.4, Table 4  retrieval from a corpus               DRT.index
 
 Letters used in the shape comments
     B sequences    T tokens    L positions: tokens and landmarks    C width    V vocabulary
@@ -93,7 +93,6 @@ PRESETS = {                 # 124m: App. A.1; its base LMs are --groups 0, also 
 @dataclass
 class EvalConfig:
     offload: str = ''           # drt: folder for keys and values, 4 n_embd bytes a position
-    from_corpus: int = 0        # drt: retrieve from so many tokens of the training split too
 
 
 def batches(config):
@@ -311,7 +310,7 @@ class DRT(nn.Module):
         super().__init__()
         self.config, retrieves, n_upper = config, config.groups > 0, config.n_layer // 2
         self.retriever, self.offload, self.kernel = config.retriever, None, 'auto'
-        self.source, self.corpus = 'text', None                     # see ways, prepare_eval
+        self.source, self.corpus = 'text', None                     # see ways, index
         seed = torch.randint(2 ** 48, (), device='cpu').item()
         n_ids = config.vocab_size + retrieves * (1 + (config.encoder == 'tokens'))  # landmark, mask
         self.embedding = nn.Embedding(n_ids, config.n_embd)         # also the output embedding
@@ -336,9 +335,9 @@ class DRT(nn.Module):
     def empty_state(self, B):
         config, E = self.config, self.embedding.weight
         none, w = E.new_empty(B, 0, config.n_embd), E.new_zeros(B, 1, config.n_neighbors)
-        landmarks, kv = (none, []) if self.source == 'text' else self.corpus[2:4]   # B = 1
+        landmarks, kv = (none, []) if self.source == 'text' else self.corpus[1:]    # B = 1
         reads = [(w, w.int() - 1)] * config.groups
-        return State([None] * config.n_layer, none, landmarks, kv, reads)
+        return State([None] * config.n_layer, none, landmarks.to(none), list(kv), reads)
 
     def insert(self, x, value, s=0):
         """`value` after every S - 1 tokens, s of which came before: x (B, T) -> (B, L)"""
@@ -414,7 +413,7 @@ class DRT(nn.Module):
         N, L = state.landmarks.size(1) - first, x.size(1)
         allowed = torch.ones(B, N, first + N, dtype=torch.bool, device=x.device).tril(first - 1)
         if self.source == 'corpus':                                 # Table 4, not the text itself
-            allowed[..., self.corpus.landmarks.size(1):] = False
+            allowed[..., len(self.corpus[2]):] = False
         if doc is not None:
             docs = self.insert(doc, 0).unflatten(1, (N, S))
             docs[..., -1] = last = docs[..., -2]                    # (B, N) a landmark's document
@@ -524,23 +523,32 @@ class DRT(nn.Module):
                     off=dict(on, retriever='off'))
 
     def trace(self, tokens, t):
-        """Chunks of tokens (n,) read to predict token t + 1: [(weight, tokens, start, end)]"""
-        n, found, corpus = self.config.chunk_size - 1, [], len(self.empty_state(1).kv)
+        """
+        Chunks read to predict token t + 1 of tokens (n,): [(weight, where, start, end)], where
+        being tokens, or those of the corpus
+        """
+        n, found, M = self.config.chunk_size - 1, [], len(self.empty_state(1).kv)
         for w, idx in self.read(tokens[None, :t]).reads if self.retriever != 'off' else []:
-            chosen = zip(w[0, 0].tolist(), (idx[0, 0] - corpus).tolist())   # of the chunk of t
-            found += [(p, tokens, i * n, i * n + n) for p, i in chosen if i >= 0]
+            read = zip(w[0, 0].tolist(), idx[0, 0].tolist())                # by the chunk of t
+            for p, k in [(p, k) for p, k in read if k >= 0]:
+                where, i = (tokens, k - M) if k >= M else (self.corpus[0], k)
+                found.append((p, where, i * n, i * n + n))
         return sorted(found, key=lambda read: read[0], reverse=True)
 
-    def prepare_eval(self, corpus, args, path, progress):
-        """Reads args.from_corpus tokens of corpus.train, as if they came before any other text"""
+    def index(self, tokens, progress):
+        """
+        What is kept of a corpus (n,), one text that comes before any other: landmarks (1, M, C),
+        keys and values (M, 2, 1, S, H, D) in fp16
+        """
+        state = None
+        for piece in progress(tokens.split(32 * self.PIECE), 'reading the corpus'):
+            state = self.read(piece[None], state)
+        return state.landmarks, torch.stack(state.kv)
+
+    def prepare_eval(self, corpus, external, args, path, progress):
         if args.offload and not Path(args.offload).is_dir():
             raise SystemExit(f'--offload {args.offload} is no folder')
-        if args.from_corpus < 0 or args.from_corpus and args.split == 'train':
-            raise SystemExit('--from-corpus: from 0; a text of --split train would find itself')
-        self.offload, n = args.offload, args.from_corpus * (self.config.groups > 0)
-        tokens = torch.from_numpy(corpus.train.tokens[:n].astype('int64'))
-        for piece in progress(tokens.split(32 * self.PIECE), 'reading the corpus') if n else ():
-            self.corpus = self.read(piece[None].to(self.embedding.weight.device), self.corpus)
+        self.offload = args.offload
 
 
 # --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ Evaluates trained models: any mixture of them in one table, on the same tokens.
 
 A run is a folder (its best.pt, else its ckpt.pt) or a .pt file. The table has a row for each way of
 using memory or retrieval: on (as trained), shuffled (others in place of those retrieved) and off;
-with DRT's --from-corpus also corpus (chunks of the corpus only) and both.
+with --retrieve-from also corpus (chunks of that corpus only) and both.
 Each token of a document but its first is scored once, given all tokens before it, in fp32. loss:
 nats per token; ppl: e^loss; bits/byte: nats / ln 2 / bytes of the text, comparable between
 tokenizers; word ppl: e^(nats / words); <512 and so on: loss of tokens 1 to 511 of a document, 512
@@ -15,7 +15,7 @@ to 1,023, ...; gain over off: loss of off - loss of this way, ± its standard er
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
-import argparse, codecs, importlib, itertools, json, math, sys, time
+import argparse, codecs, hashlib, importlib, itertools, json, math, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,6 +34,7 @@ REREAD = 500_000                # tokens that the traces of a page read again, a
 class EvalConfig:
     task: str = ''              # table, examples, generate, niah, speed or sweep, ranks
     data: str = ''              # another corpus than the one of training
+    retrieve_from: str = ''     # a corpus whose training split is retrieved from too
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split
     context: str = ''           # a file whose text comes before the prompt
@@ -85,6 +86,26 @@ class Run:
         self.split, self.documents = split, [tokens for tokens in documents if len(tokens) > 1]
         self.text = dict(data=self.corpus.name, text=self.corpus.fingerprint.split('-')[0],
                          split=args.split, bytes=split.n_bytes, words=split.n_words)
+
+    def open_index(self, corpus, split):
+        """
+        Gives the model what it retrieves from corpus.train: the tokens, and model.index of them,
+        which is built once, kept beside the checkpoint, and memory-mapped.
+        """
+        if corpus.fingerprint == self.corpus.fingerprint and split == 'train':
+            raise SystemExit('--split train with --retrieve-from: each text would find itself')
+        about = hashlib.sha256(self.path.read_bytes()).hexdigest(), corpus.fingerprint
+        file = self.path.with_name(f'index-{corpus.folder.name}.pt')
+        if not file.exists():
+            tokens = torch.from_numpy(corpus.train.tokens.astype(np.int64))
+            index = self.model.index(tokens.to(self.documents[0]), data.progress)
+            train.write(file, dict(about=about, index=index))
+        try:
+            saved = torch.load(file, map_location='cpu', mmap=True, weights_only=True)
+            assert saved['about'] == about
+        except Exception:
+            raise SystemExit(f'{file} is damaged, or of another checkpoint or text: delete it')
+        self.model.corpus = corpus.train.tokens, *saved['index']
 
     def encode(self, text):
         return torch.tensor(self.tokenizer.encode(text).tolist()).to(self.documents[0])
@@ -174,7 +195,7 @@ def table(runs, args):
 
 
 def retrieved(run, tokens, t, n):
-    """The n largest weights of what predicts token t + 1; ago: of tokens, None in a datastore"""
+    """The n largest weights of what predicts token t + 1; ago: of tokens, None: of another text"""
     return [dict(weight=float(weight), start=a, end=b,
                  ago=t + 2 - b if where is tokens else None,
                  text=run.tokenizer.decode(where[a:b].tolist()))
@@ -527,7 +548,12 @@ def main(argv=None):
         if run.text != runs[0].text:
             raise SystemExit(f'eval.py: different texts, {runs[0].text} and {run.text}: --data '
                              'chooses one')
-        run.model.prepare_eval(run.corpus, args, run.path, data.progress)
+        external = run.corpus
+        if args.retrieve_from:
+            external = data.load(args.retrieve_from, run.tokenizer)
+        run.model.prepare_eval(run.corpus, external, args, run.path, data.progress)
+        if args.retrieve_from and hasattr(run.model, 'index') and 'on' in run.model.ways():
+            run.open_index(external, args.split)
         run.ways = run.model.ways()
         run.set_way(next(iter(run.ways)))               # as trained
     if args.html and not any('on' in run.ways for run in runs):

@@ -629,7 +629,7 @@ class RPT(nn.Module):
         C, upper = config.n_embd, config.n_layer - config.n_layer // 2
         n_cca = 0 if config.retriever == 'none' else config.n_cca or upper
         self.config, self.w = config, config.window // config.chunk_size
-        self.retrieval = 'on' if n_cca else 'off'                           # see ways
+        self.retrieval, self.corpus = 'on' if n_cca else 'off', None        # see ways, index
         self.embedding = nn.Embedding(config.vocab_size, C)                 # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - upper))
         self.upper = nn.ModuleList(UpperBlock(config, i >= upper - n_cca) for i in range(upper))
@@ -654,6 +654,20 @@ class RPT(nn.Module):
         return State([None] * c.n_layer, tokens[:, :0], zeros(B, 0, m, C), keys, chosen,
                      zeros(B, w, K, 2 * m, C), gates)
 
+    def lower_layers(self, tokens, past):
+        """tokens (B, t) -> x (B, t, C), rotary angles; past, a list, is updated"""
+        cached = past[0][0].size(1) if past[0] else 0
+        positions = torch.arange(cached + tokens.size(1), device=tokens.device)
+        angles = rotary(positions, self.config.n_embd // self.config.n_head)
+        x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
+        for i, block in enumerate(self.lower):
+            x, past[i] = block(x, angles, past[i])
+        return x, angles
+
+    def represent(self, x, tokens):
+        """Chunks x (B, c, m, C), tokens (B, c, m) -> their tokens as retrieved, queries, keys"""
+        return self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
+
     def retrieve(self, x, tokens, doc, teacher, state):
         """
         §3.1 for c chunks: x (B, t, C) lower states, tokens (B, t), doc (B, c) of the chunks
@@ -661,12 +675,17 @@ class RPT(nn.Module):
         """
         (B, c), m, K = doc.shape, self.config.chunk_size, self.config.n_neighbors
         x, tokens = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
-        E, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
+        E, q, keys = self.represent(x, tokens)
         E, keys = torch.cat([state.E, E], dim=1), torch.cat([state.keys, keys], dim=1)
-        with torch.autocast(x.device.type, enabled=False):                  # bf16 has ties
-            scores = fp32(q) @ fp32(keys).transpose(1, 2) / q.size(-1) ** 0.5
-        M = E.size(1)
+        M, n, all_keys = E.size(1), 0, keys
         may = permitted(F.pad(doc, (M - c, 0)), c, self.w)                  # (B, c, M)
+        if self.retrieval in ('corpus', 'both'):                            # its n chunks, first
+            _, E_corpus, keys_corpus = self.corpus
+            n, keys_corpus = len(keys_corpus), keys_corpus.to(keys).expand(B, -1, -1)
+            all_keys = torch.cat([keys_corpus, keys], dim=1)                # (B, n + M, C)
+            may = F.pad(may & (self.retrieval == 'both'), (n, 0), value=True)
+        with torch.autocast(x.device.type, enabled=False):                  # bf16 has ties
+            scores = fp32(q) @ fp32(all_keys).transpose(1, 2) / q.size(-1) ** 0.5
         if self.retriever is None:
             may = may & (scores > 0)                                        # a term in common
         order = scores = scores.masked_fill(~may, -math.inf)
@@ -677,8 +696,12 @@ class RPT(nn.Module):
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
 
-        k = torch.stack([chosen, chosen + 1], dim=-1).clamp(min=0)          # (B, c, K, 2)
-        new = torch.stack([e.index_select(0, i.flatten()) for e, i in zip(E, k)])
+        in_text = (chosen >= n)[..., None]
+        k = (torch.stack([chosen, chosen + 1], dim=-1) - n * in_text).clamp(min=0)  # (B, c, K, 2)
+        new = [e.index_select(0, i.flatten().clamp(max=M - 1)) for e, i in zip(E, k)]
+        new = torch.stack(new).view(B, c, K, 2, m, -1)
+        if n:
+            new = new.where(in_text[..., None, None], E_corpus[k.clamp(max=n).cpu()].to(new))
         new = new.view(B * c, K, 2 * m, -1)
         new = self.neighbor_encoder(new, x.flatten(0, 1)).unflatten(0, (B, c))
         neighbors = torch.cat([state.neighbors[:, -self.w:], new], dim=1)
@@ -695,12 +718,7 @@ class RPT(nn.Module):
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
         t, m, scores, cross = tokens.size(1), self.config.chunk_size, None, None
-        cached = past[0][0].size(1) if past[0] else 0
-        positions = torch.arange(cached + t, device=tokens.device)
-        angles = rotary(positions, self.config.n_embd // self.config.n_head)
-        x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
-        for i, block in enumerate(self.lower):
-            x, past[i] = block(x, angles, past[i])
+        x, angles = self.lower_layers(tokens, past)
         if self.retrieval != 'off':
             doc = torch.zeros_like(tokens) if doc is None else doc
             chunk_doc = doc_of_chunks(doc, m)                               # (B, c)
@@ -786,18 +804,39 @@ class RPT(nn.Module):
         return state
 
     def ways(self):
-        """shuffled: permitted chunks, chosen by a hash of their numbers"""
-        names = ('off',) if self.config.retriever == 'none' else ('on', 'shuffled', 'off')
+        """shuffled: permitted chunks, chosen by a hash of their numbers; corpus, both: see index"""
+        names = 'on', *['corpus', 'both'] * (self.corpus is not None), 'shuffled', 'off'
+        names = names if self.neighbor_encoder else ('off',)
         return {name: {'retrieval': name} for name in names}
 
     def trace(self, tokens, t):
-        """Neighbors used to predict token t + 1: (gate, tokens, start, end), highest gate first"""
-        state, m = self.read(tokens[None, :t + 1]), self.config.chunk_size
+        """
+        Neighbors used to predict token t + 1 of tokens (n,): [(gate, where, start, end)], highest
+        gate first, where being tokens, or those of the corpus
+        """
+        state, m, spans = self.read(tokens[None, :t + 1]), self.config.chunk_size, []
+        n = len(self.corpus[2]) if self.retrieval in ('corpus', 'both') else 0
         used = zip(state.gates[0, -1].tolist(), state.chosen[0, -1].tolist())
-        spans = [(gate, tokens, k * m, (k + 2) * m) for gate, k in used if k >= 0]
+        for gate, k in [(gate, k) for gate, k in used if k >= 0]:
+            where, i = (tokens, k - n) if k >= n else (self.corpus[0], k)
+            spans.append((gate, where, i * m, (i + 2) * m))
         return sorted(spans, key=lambda span: span[0], reverse=True)
 
-    def prepare_eval(self, corpus, args, path, progress):
+    def index(self, tokens, progress):
+        """
+        What is kept of a corpus (n,), one text that comes before any other: tokens (M, m, C) of its
+        chunks, and keys (M - 1, C) of all but the last, which has no next one
+        """
+        m, past, chunks = self.config.chunk_size, [None] * self.config.n_layer, []
+        whole = tokens[:len(tokens) // m * m]
+        for piece in progress(whole.split(64 * m), 'reading the corpus'):
+            x, _ = self.lower_layers(piece[None], past)
+            E, _, keys = self.represent(x.unflatten(1, (-1, m)), piece.view(1, -1, m))
+            chunks.append((E[0], keys[0]))
+        E, keys = map(torch.cat, zip(*chunks))
+        return E, keys[:-1]
+
+    def prepare_eval(self, corpus, external, args, path, progress):
         pass
 
 

@@ -190,9 +190,12 @@ def optimizers_of(model, config):
 
 def write(path, content):
     """Text, or torch.save's objects, then a rename: readers find the previous file or this one."""
-    with open(f'{path}.tmp', 'wb') as f:
-        f.write(content.encode()) if isinstance(content, str) else torch.save(content, f)
-    os.replace(f'{path}.tmp', path)
+    try:
+        with open(f'{path}.tmp', 'wb') as f:
+            f.write(content.encode()) if isinstance(content, str) else torch.save(content, f)
+        os.replace(f'{path}.tmp', path)
+    finally:
+        Path(f'{path}.tmp').unlink(missing_ok=True)                 # of a full disk
 
 
 def find_run(out, about, resume):

@@ -30,7 +30,7 @@ Where this differs from the paper, and why
     §4.3's m = 1 masks other segments of the same document (official code: none).
     At test time each context is in memory once (official code: the window's twice), P' of Eq. 8 is
     over all memories (official code: the external ones), and the datastore has exact similarities
-    of fp16 keys (paper: product quantization) and the corpus that is evaluated (Table 5: others).
+    of fp16 keys (paper: product quantization).
     With memory ext g starts small: at a gain of 1 more than 90% of the probability is on other
     documents at first, and the words do not recover in hundreds of steps.
     Not here: translation (§5.4) and SRU++ (App. E).
@@ -632,26 +632,31 @@ class TRIME(nn.Module):
         found = [(p, ids, max(0, j - 11), j + 2) for p, (ids, j) in zip(P, where) if p > 0]
         return sorted(found, key=lambda memory: -memory[0])
 
-    def prepare_eval(self, corpus, args, path, progress):
-        """Opens the datastore, tunes on corpus.val; both are kept beside the checkpoint `path`."""
+    def prepare_eval(self, corpus, external, args, path, progress):
+        """
+        Opens the datastore, of external.train, and tunes on corpus.val; both are kept beside the
+        checkpoint `path`.
+        """
         trained, folder = self.config.memory, Path(path).parent
         names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
+        names += ',ext' * bool(args.retrieve_from)
         x = Inference('local' in names, args.long if 'long' in names else 0,
                       1024 if 'ext' in names else 0, linear=trained == 'none')      # Table 1
         self.stride = max(1, args.stride or self.stride)
         about = dict(checkpoint=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
-                     corpus=corpus.fingerprint, stride=self.stride)
+                     corpus=external.fingerprint, stride=self.stride)
         if x.n_neighbors:
-            if args.split == 'train':
+            if args.split == 'train' and external.fingerprint == corpus.fingerprint:
                 raise SystemExit('--split train with --memory ext: each token would find itself')
-            self.store = Datastore(folder / f'datastore-{corpus.name}', self, corpus.train.tokens,
-                                   about, progress, args.nprobe)
+            self.store = Datastore(folder / f'datastore-{external.name}', self,
+                                   external.train.tokens, about, progress, args.nprobe)
             if args.recall:
                 windows = self.windows(self.ids(corpus.val.tokens[:8192])[None])
                 query = torch.cat([g[0, ::32] for _, g, _ in windows])
                 found, best = (self.store.search(query, 1024, x.linear, n)[0] for n in (0, 2 ** 20))
                 print(f'recall of 1,024 entries: {(found >= best[:, -1:]).float().mean():.1%}')
-        key, file = json.dumps([about, asdict(x), args.nprobe]), folder / 'tuned.json'
+        key = json.dumps([about, corpus.fingerprint, asdict(x), args.nprobe])
+        file = folder / 'tuned.json'
         tuned = json.loads(file.read_text()) if file.exists() else {}
         if key not in tuned:
             tuned[key] = asdict(tune(collect(self, corpus.val, x, progress), x, LONG))

@@ -256,9 +256,8 @@ def test_retrieval_from_a_corpus(monkeypatch, window):
         vars(model).update(attributes)
         expected[way] = model.log_probs(text)
     model.retriever = 'learned'
-    corpus = SimpleNamespace(train=SimpleNamespace(tokens=tokens[0].numpy()))
-    args = SimpleNamespace(offload='', from_corpus=37, split='val')
-    model.prepare_eval(corpus, args, None, lambda items, _: items)
+    corpus = tokens[0, :37]
+    model.corpus = corpus, *model.index(corpus, lambda items, _: items)
     token_0_reaches = dict(on=[6], both=[6], corpus=[], shuffled=[6], off=[])   # chunk 2 first
     assert model.ways().keys() == token_0_reaches.keys()
     for way, attributes in model.ways().items():
@@ -270,11 +269,11 @@ def test_retrieval_from_a_corpus(monkeypatch, window):
             torch.testing.assert_close(log_probs[:, 6:], whole[:, 6:], rtol=0, atol=EPS)
         differs = (model.log_probs(changed(text, 0)) != log_probs).any(2)[0].nonzero().flatten()
         assert window or differs[differs > 2][:1].tolist() == token_0_reaches[way], way
-        traced = sorted({a for _, _, a, _ in model.trace(text[0], 29)})         # by chunk 8
-        assert traced == ([] if way in ('corpus', 'off') else [*range(0, 24, 3)]), way
-    for more in (dict(from_corpus=-1), dict(split='train'), dict(offload='no')):
-        with pytest.raises(SystemExit):
-            model.prepare_eval(corpus, SimpleNamespace(**{**vars(args), **more}), None, None)
+        for where, n, others in ((text[0], 8, ('corpus', 'off')),               # by chunk 8
+                                 (corpus, 12, ('on', 'shuffled', 'off'))):
+            traced = {a for _, x, a, _ in model.trace(text[0], 29)
+                      if x.data_ptr() == where.data_ptr()}
+            assert traced == ({*range(0, 3 * n, 3)} if way not in others else set()), way
 
 
 def test_gumbel_top_k_samples_from_the_softmax():

@@ -1,5 +1,6 @@
 """eval.py: its numbers by hand, its commands with a stand-in model, three models in one table."""
-import itertools, json, math, os, pickle, sys, types
+import http.server, itertools, json, math, os, pickle, queue, shutil, subprocess, sys, threading
+import types
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class BIGRAM(torch.nn.Module):
         q = batch.tokens[:, None, :, None] * torch.ones(self.config.width) @ self.matrix
         return F.scaled_dot_product_attention(q, q, q).mean() + 0 * self.table.sum(), {}
 
-    def prepare_eval(self, corpus, args, path, progress):
+    def prepare_eval(self, corpus, external, args, path, progress):
         self.on = args.strength
 
     def ways(self):
@@ -369,14 +370,22 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     assert [(row['run'], row['way']) for row in result['table']['rows']] == [
         (name, way) for name in names for way in ('on', 'shuffled', 'off')]
     assert [x['run'] for x in result['examples'] if x['retrieved']] == names
-    drt = evaluate('out/drt', '--max-tokens', '1', '--from-corpus', '300')
-    assert [x['way'] for x in drt['table']['rows']] == ['on', 'corpus', 'both', 'shuffled', 'off']
+    corpus = '--task', 'table', '--retrieve-from', 'texts'
+    first, again = (evaluate(*names[1:], *corpus)['rows'] for _ in 'ab')        # built, opened
+    assert [x['way'] for x in first] == ['on', 'corpus', 'both', 'shuffled', 'off'] * 2
+    assert first == again
+    os.truncate(next(Path('out/drt').glob('index-*')), 999)
+    for name in ('out/drt', 'out/rpt/ckpt.pt'):                 # damaged; of another checkpoint
+        with pytest.raises(SystemExit, match='^[^\n]*delete it$'):
+            evaluate(name, *corpus)
+    with pytest.raises(SystemExit, match='find itself'):
+        evaluate('out/rpt', *corpus, '--split', 'train')
     pages = page_of('p.html')
     assert [(page['run'], page['size']) for page in pages] == list(zip(names, (1, 8, 8)))
     for r, page in zip(map(evaluation.Run, names), pages):
         flags = asdict(evaluation.EvalConfig()) | asdict(r.module.EvalConfig())
         r.open_text(args := types.SimpleNamespace(**flags), 'cpu')
-        r.model.prepare_eval(r.corpus, args, r.path, data.progress)
+        r.model.prepare_eval(r.corpus, r.corpus, args, r.path, data.progress)
         r.ways = r.model.ways()
         for way in ('off', 'on'):
             r.set_way(way)
@@ -442,3 +451,56 @@ def test_the_trained_weights_gain_by_what_they_read(weights):
 def test_the_trained_weights_find_needles(weights):
     rows = evaluate(*weights, '--task', 'niah', '--lengths', '4k')
     assert rows[0]['needles'] == 50 and rows[0]['right'] > 0.9, rows
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(run, monkeypatch):
+    """A headless Chromium on the PATH opens the page, presses keys, and posts what is then shown."""
+    browser = next(filter(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')), None)
+    if not browser:
+        pytest.skip('no Chromium')
+    monkeypatch.setattr(sys.modules['bigram'], 'batches', lambda config: dict(chunk=5))
+    evaluate('a', '--task', 'examples', '--html', 'p.html')
+    page, = page_of('p.html')
+    script = '''<script>
+        const shown = [panel.innerText]
+        for (const key of ['Escape', 'Home', 'ArrowRight', 'End', 'ArrowDown', 'ArrowUp']) {
+          const on = key === 'Escape' ? document : document.activeElement
+          on.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}))
+          shown.push(panel.innerText)
+        }
+        panel.querySelector('li button').click()
+        shown.push([...document.querySelectorAll('.source')].map(x => x.textContent).join(''))
+        fetch('/', {method: 'POST', body: JSON.stringify([errors, shown])})
+        </script>'''
+    text = Path('p.html').read_text('utf-8').replace('<style>', '''<script>
+        const errors = []; onerror = (...what) => errors.push(String(what))</script><style>''', 1)
+    posted = queue.Queue()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == '/' else 404)
+            self.send_header('Content-Type', 'text/html; charset=utf-8')
+            self.end_headers()
+            self.wfile.write((text + script).encode())
+
+        def do_POST(self):
+            posted.put(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
+            self.do_GET()
+
+    server = http.server.HTTPServer(('127.0.0.1', 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    options = '--headless', '--no-sandbox', '--no-zygote', '--disable-gpu', '--user-data-dir=.'
+    with subprocess.Popen([browser, *options, f'http://127.0.0.1:{server.server_port}/']) as chrome:
+        try:
+            errors, shown = posted.get(timeout=60)
+        finally:
+            chrome.kill()
+            server.shutdown()
+    traced = sorted(map(int, page['traces']))
+    best = max(traced, key=lambda i: page['off'][i] - page['on'][i])
+    chosen = best, best, *traced[:2], traced[-1], traced[-1], traced[-2]
+    found = page['traces'][str(traced[-2])]
+    assert errors == [] and shown.pop() == found[0]['text']             # what "Go to it" marks
+    for i, panel in zip(chosen, shown, strict=True):
+        assert panel.startswith(f'Token {i:,}: ') and 'weight 0.7500, 1 tokens ago' in panel

@@ -113,8 +113,11 @@ def attention(module, x, x_positions, y, y_positions, visible=lambda i, j: True)
 
 
 @torch.no_grad()
-def by_definition(model, tokens, doc):
-    """§3 for a sequence (t,) -> log P (t, V), neighbors and gates of each chunk"""
+def by_definition(model, tokens, doc, corpus=torch.zeros(0).long(), own=True):
+    """
+    §3 for a sequence (t,) -> log P (t, V), neighbors and gates of each chunk. Before chunk 0 come
+    those of a corpus; own: the chunks of the sequence are retrieved
+    """
     c, C, m, t = model.config, model.config.n_embd, model.config.chunk_size, len(tokens)
     w, n = c.window // m, t // m
     parts = [set(doc[i * m:(i + 1) * m]) for i in range(n)]
@@ -128,30 +131,36 @@ def by_definition(model, tokens, doc):
 
     def self_attention(block, x):
         y, b = norm(block.norm1, x), c.window // 2
-        return attention(block.attention, y, range(t), y, range(t),
+        return attention(block.attention, y, range(len(x)), y, range(len(x)),
                          lambda i, j: max(0, (i // b - 1) * b) <= j <= i)
 
     def within(module, y, z=None):
         z = y if z is None else z
         return attention(module, y, range(len(y)), z, range(len(z)))
 
-    x = model.embedding.weight[tokens]
-    for block in model.lower:
-        x = x + self_attention(block, x)
-        x = x + mlp(block, x)
-    chunks = E = [x[i * m:(i + 1) * m] for i in range(n)]
-    permitted = [[k for k in range(i - w + 1) if of[i] == of[k] >= 0] for i in range(n)]
+    def lower(tokens):
+        x = model.embedding.weight[tokens]
+        for block in model.lower:
+            x = x + self_attention(block, x)
+            x = x + mlp(block, x)
+        return x
+
+    x, M0 = lower(tokens), len(corpus) // m
+    chunks = [x[i * m:(i + 1) * m] for i in range(n)]
+    E = [*lower(corpus)[:M0 * m].split(m), *chunks] if M0 else chunks
+    permitted = [[*range(M0 - 1)] + [M0 + k for k in range(i - w + 1) if own and of[i] == of[k] >= 0]
+                 for i in range(n)]
     found, gates = [[] for _ in range(n)], [[] for _ in range(n)]
     if c.retriever in ('sem', 'lex'):
         r = model.retriever
-        E = [chunk + within(r.attention, norm(r.norm, chunk)) for chunk in chunks]
+        E = [chunk + within(r.attention, norm(r.norm, chunk)) for chunk in E]
         q = [r.query(norm(r.norm_q, e.mean(0))) for e in E]
         k = [r.key(norm(r.norm_k, e.mean(0))) for e in E]
-        found = [sorted(permitted[i], key=lambda j: -(q[i] @ k[j]).item()) for i in range(n)]
+        found = [sorted(permitted[i], key=lambda j: -(q[M0 + i] @ k[j]).item()) for i in range(n)]
     elif c.retriever == 'bm25':
-        texts = tokens[:n * m].view(n, m).tolist()
+        texts = torch.cat([corpus[:M0 * m], tokens[:n * m]]).view(-1, m).tolist()
         for i in range(n):
-            score = formula(texts, texts[i], b=0, idf=model.idf.tolist())
+            score = formula(texts, texts[M0 + i], b=0, idf=model.idf.tolist())
             found[i] = sorted((j for j in permitted[i] if score[j] > 0),
                               key=lambda j: (-round(score[j], 9), j))
     found = [some[:c.n_neighbors] for some in found]
@@ -217,6 +226,24 @@ def test_the_model_is_the_papers(more, doc):
         if model.config.gate:
             wanted = {j: float(gate) for j, gate in zip(found[i], gates[i])}
             assert weights == pytest.approx([wanted[j] for j in found_in(trace, m)], abs=EPS)
+
+
+@pytest.mark.parametrize('more', [{}, dict(retriever='bm25'), dict(n_neighbors=20)])
+def test_retrieval_from_a_corpus(more, t=T - 3):
+    """Its chunks, but the last, which has no next one, may be retrieved by all chunks of a text."""
+    model, tokens, corpus = small(**more), tokens_of(t=t, b=1)[0], tokens_of(seed=1, t=70 * M + 1)[0]
+    model.corpus = corpus, *model.index(corpus, lambda items, _: items)
+    assert [*model.ways()] == ['on', 'corpus', 'both', 'shuffled', 'off']
+    for way, own in (('corpus', False), ('both', True), ('on', True)):
+        model.retrieval, used = way, corpus[:0] if way == 'on' else corpus
+        log_p, found, gates = by_definition(model, tokens, [0] * t, used, own)
+        close(model.log_probs(tokens[None])[0], log_p)
+        for i in range(len(found)):
+            traced = [(weight, start // M + len(used) // M * (where is tokens))
+                      for weight, where, start, _ in model.trace(tokens, i * M + M - 1)]
+            expected = zip(map(float, gates[i]), found[i])
+            assert sorted(traced) == [(pytest.approx(p), k) for p, k in sorted(expected)]
+    assert not any(found[:W]) and max(found[-1]) < N                    # the last is 'on'
 
 
 @pytest.mark.parametrize('more', SETTINGS)

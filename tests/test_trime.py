@@ -331,11 +331,12 @@ def coarse(monkeypatch):
     monkeypatch.setattr(trime, 'LAMBDAS', trime.LAMBDAS[::4])
 
 
-def prepared(model_memory, folder, progress=no_progress, **flags):
-    args = SimpleNamespace(**{**vars(EvalConfig()), 'split': 'val', 'long': 60, **flags})
+def prepared(model_memory, folder, progress=no_progress, external=CORPUS, **flags):
+    more = dict(split='val', long=60, retrieve_from='' if external is CORPUS else 'x')
+    args = SimpleNamespace(**{**vars(EvalConfig()), **more, **flags})
     model = small(model_memory, block_size=16, stride=8).eval()
     (folder / 'best.pt').write_bytes(b'a')
-    model.prepare_eval(CORPUS, args, folder / 'best.pt', progress)
+    model.prepare_eval(CORPUS, external, args, folder / 'best.pt', progress)
     return model, args
 
 
@@ -373,6 +374,9 @@ def test_flags_and_task(tmp_path, capsys, coarse):
     with pytest.raises(SystemExit, match='split train'):            # each token would find itself
         prepared('ext', tmp_path, split='train')
     assert [*prepared('ext', tmp_path, memory='none')[0].ways()] == ['off']
+    other = SimpleNamespace(name='other', train=CORPUS.val, fingerprint='o')    # Table 5
+    model, _ = prepared('local', tmp_path, external=other, split='train')
+    assert len(model.store.text) == len(CORPUS.val.tokens) and model.tuned.n_neighbors > 0
     model, args = prepared('long', tmp_path)
     run = SimpleNamespace(name='run', model=model, corpus=CORPUS, documents=DOCUMENTS)
     run.log_p = lambda tokens: log_p(model, tokens)
