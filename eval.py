@@ -95,7 +95,7 @@ class Run:
         if corpus.fingerprint == self.corpus.fingerprint and split == 'train':
             raise SystemExit('--split train with --retrieve-from: each text would find itself')
         about = hashlib.sha256(self.path.read_bytes()).hexdigest(), corpus.fingerprint
-        file = self.path.with_name(f'index-{corpus.folder.name}.pt')
+        file = self.path.with_name(f'{self.path.stem}-index-{corpus.folder.name}.pt')
         if not file.exists():
             tokens = torch.from_numpy(corpus.train.tokens.astype(np.int64))
             index = self.model.index(tokens.to(self.documents[0]), data.progress)

@@ -374,12 +374,15 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     first, again = (evaluate(*names[1:], *corpus)['rows'] for _ in 'ab')        # built, opened
     assert [x['way'] for x in first] == ['on', 'corpus', 'both', 'shuffled', 'off'] * 2
     assert first == again
-    os.truncate(next(Path('out/drt').glob('index-*')), 999)
-    for name in ('out/drt', 'out/rpt/ckpt.pt'):                 # damaged; of another checkpoint
-        with pytest.raises(SystemExit, match='^[^\n]*delete it$'):
-            evaluate(name, *corpus)
     with pytest.raises(SystemExit, match='find itself'):
         evaluate('out/rpt', *corpus, '--split', 'train')
+    os.truncate(next(Path('out/drt').glob('best-index-*')), 999)
+    weights = Path('out/rpt/best.pt').read_bytes()
+    Path('out/rpt/best.pt').write_bytes(Path('out/rpt/ckpt.pt').read_bytes())
+    for name in names[1:]:                                      # of another checkpoint; damaged
+        with pytest.raises(SystemExit, match='^[^\n]*delete it$'):
+            evaluate(name, *corpus)
+    Path('out/rpt/best.pt').write_bytes(weights)
     pages = page_of('p.html')
     assert [(page['run'], page['size']) for page in pages] == list(zip(names, (1, 8, 8)))
     for r, page in zip(map(evaluation.Run, names), pages):
