@@ -190,18 +190,20 @@ def attend(q, k, v, block, window, slopes=None):
 
 def cross_entropy(f, E, targets):
     """
-    Σ -log P(w), P = softmax(f Eᵀ), over the targets w >= 0. The (n, V) logits are never held: rows
-    are taken in slices, whose logits the backward pass computes again.
+    Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0. The (n, V) logits are
+    never held: rows are taken in slices, whose logits the backward pass computes again.
 
-    f (n, C)   E (V, C)   targets (n,), -1 is not scored -> ()
+    f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()
     """
-    def of_slice(f, targets):
-        with torch.autocast(f.device.type, enabled=False):                  # logits in fp32
-            return F.cross_entropy(f @ E.T, targets, ignore_index=-1, reduction='sum')
+    def of_slice(f, w):
+        with torch.autocast(f.device.type, enabled=False):
+            return F.cross_entropy(f @ fp32(E).T, w, reduction='sum')
 
-    slices = zip(f.split(256), targets.split(256))
-    return torch.stack([checkpoint(of_slice, *rows, use_reentrant=False, preserve_rng_state=False)
-                        for rows in slices]).sum()
+    scored = targets >= 0
+    slices = zip(fp32(f[scored]).split(256), targets[scored].split(256))
+    nats = [checkpoint(of_slice, *rows, use_reentrant=False, preserve_rng_state=False)
+            for rows in slices]
+    return torch.stack(nats).sum() / scored.sum().clamp(min=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -467,12 +469,9 @@ class DRT(nn.Module):
             masked = torch.rand(B, N * (n + 1), device=device, generator=generator) < config.mlm
             masked &= self.insert(targets, -1) >= 0
 
-        def nll(f, targets):                                        # (n, C), (n,) -> mean of -log P
-            E, scored = fp32(self.embedding.weight[:config.vocab_size]), targets >= 0
-            return cross_entropy(fp32(f[scored]), E, targets[scored]) / scored.sum().clamp(min=1)
-
         f, chunks, reads, _ = self.encode(tokens, None, F.pad(batch.doc, pad), noise, masked)
-        loss = nll(f.flatten(0, 1), targets.flatten())
+        E = self.embedding.weight[:config.vocab_size]
+        loss = cross_entropy(f, E, targets)
         if reads:
             w, idx = (x[:, :-1].detach() for x in reads[-1])        # (B, N, K)
             rows = (w > 0).any(2).sum().clamp(min=1)                # chunks that read any
@@ -481,7 +480,8 @@ class DRT(nn.Module):
             unit = F.normalize(chunks[:, :, -1].detach(), dim=2)    # 1: all alike; 1/N: none
             log['landmark_cosine'] = unit.mean(1).square().sum(1).mean()
         if masked is not None:                                      # §3.2: MLM trains the encoder
-            mlm = nll(chunks.flatten(1, 2)[masked], self.insert(tokens, 0)[masked])
+            words = self.insert(tokens, 0).masked_fill(~masked, -1)
+            mlm = cross_entropy(chunks.flatten(1, 2), E, words)
             log.update(lm_loss=loss.detach(), mlm_loss=mlm.detach())
             loss = loss + mlm
         return loss, log

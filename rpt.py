@@ -234,18 +234,20 @@ class Block(nn.Module):
 
 def cross_entropy(f, E, targets):
     """
-    Σ -log P(w), P = softmax(f Eᵀ), over the targets w >= 0. The (n, V) logits are never held: rows
-    are taken in slices, whose logits the backward pass computes again.
+    Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0. The (n, V) logits are
+    never held: rows are taken in slices, whose logits the backward pass computes again.
 
-    f (n, C)   E (V, C)   targets (n,), -1 is not scored -> ()
+    f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()
     """
-    def of_slice(f, targets):
-        with torch.autocast(f.device.type, enabled=False):                  # logits in fp32
-            return F.cross_entropy(f @ E.T, targets, ignore_index=-1, reduction='sum')
+    def of_slice(f, w):
+        with torch.autocast(f.device.type, enabled=False):
+            return F.cross_entropy(f @ fp32(E).T, w, reduction='sum')
 
-    slices = zip(f.split(256), targets.split(256))
-    return torch.stack([checkpoint(of_slice, *rows, use_reentrant=False, preserve_rng_state=False)
-                        for rows in slices]).sum()
+    scored = targets >= 0
+    slices = zip(fp32(f[scored]).split(256), targets[scored].split(256))
+    nats = [checkpoint(of_slice, *rows, use_reentrant=False, preserve_rng_state=False)
+            for rows in slices]
+    return torch.stack(nats).sum() / scored.sum().clamp(min=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -651,22 +653,11 @@ class RPT(nn.Module):
         m, K, C = c.chunk_size, c.n_neighbors, c.n_embd
         keys = zeros(B, 0, C if self.idf is None else c.vocab_size)
         chosen, gates = zeros(B, w, K).long() - 1, zeros(B, w, K)
-        return State([None] * c.n_layer, tokens[:, :0], zeros(B, 0, m, C), keys, chosen,
+        E = zeros(B, 0, m, C)
+        if self.retrieval in ('corpus', 'both'):                            # B = 1
+            E, keys = (x.to(keys) for x in self.corpus[1:])
+        return State([None] * c.n_layer, tokens[:, :0], E, keys, chosen,
                      zeros(B, w, K, 2 * m, C), gates)
-
-    def lower_layers(self, tokens, past):
-        """tokens (B, t) -> x (B, t, C), rotary angles; past, a list, is updated"""
-        cached = past[0][0].size(1) if past[0] else 0
-        positions = torch.arange(cached + tokens.size(1), device=tokens.device)
-        angles = rotary(positions, self.config.n_embd // self.config.n_head)
-        x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
-        for i, block in enumerate(self.lower):
-            x, past[i] = block(x, angles, past[i])
-        return x, angles
-
-    def represent(self, x, tokens):
-        """Chunks x (B, c, m, C), tokens (B, c, m) -> their tokens as retrieved, queries, keys"""
-        return self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
 
     def retrieve(self, x, tokens, doc, teacher, state):
         """
@@ -675,17 +666,14 @@ class RPT(nn.Module):
         """
         (B, c), m, K = doc.shape, self.config.chunk_size, self.config.n_neighbors
         x, tokens = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
-        E, q, keys = self.represent(x, tokens)
+        E, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
         E, keys = torch.cat([state.E, E], dim=1), torch.cat([state.keys, keys], dim=1)
-        M, n, all_keys = E.size(1), 0, keys
-        may = permitted(F.pad(doc, (M - c, 0)), c, self.w)                  # (B, c, M)
-        if self.retrieval in ('corpus', 'both'):                            # its n chunks, first
-            _, E_corpus, keys_corpus = self.corpus
-            n, keys_corpus = len(keys_corpus), keys_corpus.to(keys).expand(B, -1, -1)
-            all_keys = torch.cat([keys_corpus, keys], dim=1)                # (B, n + M, C)
-            may = F.pad(may & (self.retrieval == 'both'), (n, 0), value=True)
         with torch.autocast(x.device.type, enabled=False):                  # bf16 has ties
-            scores = fp32(q) @ fp32(all_keys).transpose(1, 2) / q.size(-1) ** 0.5
+            scores = fp32(q) @ fp32(keys).transpose(1, 2) / q.size(-1) ** 0.5
+        M = E.size(1)
+        may = permitted(F.pad(doc, (M - c, 0)), c, self.w)                  # (B, c, M)
+        if self.retrieval == 'corpus':                                      # not the text itself
+            may[..., self.corpus[1].size(1):] = False
         if self.retriever is None:
             may = may & (scores > 0)                                        # a term in common
         order = scores = scores.masked_fill(~may, -math.inf)
@@ -696,12 +684,8 @@ class RPT(nn.Module):
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
 
-        in_text = (chosen >= n)[..., None]
-        k = (torch.stack([chosen, chosen + 1], dim=-1) - n * in_text).clamp(min=0)  # (B, c, K, 2)
-        new = [e.index_select(0, i.flatten().clamp(max=M - 1)) for e, i in zip(E, k)]
-        new = torch.stack(new).view(B, c, K, 2, m, -1)
-        if n:
-            new = new.where(in_text[..., None, None], E_corpus[k.clamp(max=n).cpu()].to(new))
+        k = torch.stack([chosen, chosen + 1], dim=-1).clamp(min=0)          # (B, c, K, 2)
+        new = torch.stack([e.index_select(0, i.flatten()) for e, i in zip(E, k)])
         new = new.view(B * c, K, 2 * m, -1)
         new = self.neighbor_encoder(new, x.flatten(0, 1)).unflatten(0, (B, c))
         neighbors = torch.cat([state.neighbors[:, -self.w:], new], dim=1)
@@ -718,7 +702,12 @@ class RPT(nn.Module):
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
         t, m, scores, cross = tokens.size(1), self.config.chunk_size, None, None
-        x, angles = self.lower_layers(tokens, past)
+        cached = past[0][0].size(1) if past[0] else 0
+        positions = torch.arange(cached + t, device=tokens.device)
+        angles = rotary(positions, self.config.n_embd // self.config.n_head)
+        x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
+        for i, block in enumerate(self.lower):
+            x, past[i] = block(x, angles, past[i])
         if self.retrieval != 'off':
             doc = torch.zeros_like(tokens) if doc is None else doc
             chunk_doc = doc_of_chunks(doc, m)                               # (B, c)
@@ -774,8 +763,7 @@ class RPT(nn.Module):
         if self.training:
             torch.manual_seed(batch.seed)                                   # of dropout
         f, _, scores = self.encode(batch.tokens, batch.doc, teacher)
-        f, E, targets = fp32(f).flatten(0, 1), fp32(self.embedding.weight), batch.targets.flatten()
-        loss = cross_entropy(f, E, targets) / (targets >= 0).sum().clamp(min=1)
+        loss = cross_entropy(f, self.embedding.weight, batch.targets)
         if not (taught and self.retriever):
             return loss, {}
         ranking, ndcg, ranked = ranking_loss(scores, batch.candidates, batch.target_scores, tau)
@@ -815,7 +803,7 @@ class RPT(nn.Module):
         gate first, where being tokens, or those of the corpus
         """
         state, m, spans = self.read(tokens[None, :t + 1]), self.config.chunk_size, []
-        n = len(self.corpus[2]) if self.retrieval in ('corpus', 'both') else 0
+        n = self.empty_state(tokens[None]).E.size(1)                        # of the corpus
         used = zip(state.gates[0, -1].tolist(), state.chosen[0, -1].tolist())
         for gate, k in [(gate, k) for gate, k in used if k >= 0]:
             where, i = (tokens, k - n) if k >= n else (self.corpus[0], k)
@@ -824,17 +812,12 @@ class RPT(nn.Module):
 
     def index(self, tokens, progress):
         """
-        What is kept of a corpus (n,), one text that comes before any other: tokens (M, m, C) of its
-        chunks, and keys (M - 1, C) of all but the last, which has no next one
+        What is kept of a corpus (n,), a text that comes before any other: E (1, M, m, C) and keys
+        (1, M, C) of its chunks. It is read in parts, as the time of one would be quadratic.
         """
-        m, past, chunks = self.config.chunk_size, [None] * self.config.n_layer, []
-        whole = tokens[:len(tokens) // m * m]
-        for piece in progress(whole.split(64 * m), 'reading the corpus'):
-            x, _ = self.lower_layers(piece[None], past)
-            E, _, keys = self.represent(x.unflatten(1, (-1, m)), piece.view(1, -1, m))
-            chunks.append((E[0], keys[0]))
-        E, keys = map(torch.cat, zip(*chunks))
-        return E, keys[:-1]
+        parts = progress(tokens.split(64 * self.PIECE), 'reading the corpus')
+        states = [self.read(part[None]) for part in parts]
+        return tuple(torch.cat([getattr(x, name) for x in states], dim=1) for name in ('E', 'keys'))
 
     def prepare_eval(self, corpus, external, args, path, progress):
         pass
