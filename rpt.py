@@ -216,22 +216,6 @@ class MLP(nn.Module):
         return self.proj(F.gelu(self.fc(x)))
 
 
-class Block(nn.Module):
-    """One pre-norm Transformer layer; returns its keys and values too, for streaming."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.norm1, self.attention = RMSNorm(config.n_embd), SelfAttention(config)
-        self.norm2, self.mlp = RMSNorm(config.n_embd), MLP(config)
-        self.dropout = config.dropout
-
-    def forward(self, x, rotary, past=None):
-        y, kv = self.attention(self.norm1(x), rotary, past)
-        x = x + F.dropout(y, self.dropout, self.training)
-        x = x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
-        return x, kv
-
-
 def cross_entropy(f, E, targets):
     """
     Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0. The (n, V) logits are
@@ -382,14 +366,20 @@ class ChunkedCrossAttention(nn.Module):
         return y.view(B, G * m, C)[:, 1:t + 1] * attends[..., None]
 
 
-class UpperBlock(Block):
-    """A layer of the upper half: self-attention, cross-attention to neighbors, MLP."""
+class Block(nn.Module):
+    """
+    One pre-norm Transformer layer; returns its keys and values too, for streaming. Layers of the
+    upper half cross-attend to neighbors between self-attention and MLP.
+    """
 
-    def __init__(self, config, cross_attends):
-        super().__init__(config)
+    def __init__(self, config, cross_attends=False):
+        super().__init__()
+        self.norm1, self.attention = RMSNorm(config.n_embd), SelfAttention(config)
+        self.norm2, self.mlp = RMSNorm(config.n_embd), MLP(config)
         self.cca = ChunkedCrossAttention(config) if cross_attends else None
+        self.dropout = config.dropout
 
-    def forward(self, x, rotary, past, cross):
+    def forward(self, x, rotary, past, cross=None):
         y, kv = self.attention(self.norm1(x), rotary, past)
         x = x + F.dropout(y, self.dropout, self.training)
         if self.cca and cross:
@@ -634,7 +624,7 @@ class RPT(nn.Module):
         self.retrieval, self.corpus = 'on' if n_cca else 'off', None        # see ways, index
         self.embedding = nn.Embedding(config.vocab_size, C)                 # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - upper))
-        self.upper = nn.ModuleList(UpperBlock(config, i >= upper - n_cca) for i in range(upper))
+        self.upper = nn.ModuleList(Block(config, i >= upper - n_cca) for i in range(upper))
         self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
         self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
         self.norm = RMSNorm(C)

@@ -8,8 +8,8 @@ ROOT = Path(__file__).parent.parent
 BUDGET = {'trime.py': 734, 'rpt.py': 856, 'drt.py': 553, 'gca_kernel.py': 403, 'bm25.py': 144,
           'data.py': 615, 'train.py': 412, 'eval.py': 544}          # lines; they may only shrink
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
-PER_MODEL = {'SelfAttention', 'State', 'UpperBlock', 'EvalConfig', 'batches', 'setup', 'demo'}
-PAPERS = {('MLP', 'drt.py'), ('Block', 'drt.py')}       # as the header of drt.py declares
+PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'setup', 'demo'}
+PAPERS = {('MLP', 'drt.py')}                            # SwiGLU
 IMPORTS = {'bm25.py': set(), 'gca_kernel.py': set(), 'data.py': {'bm25'}, 'trime.py': set(),
            'rpt.py': {'bm25'}, 'drt.py': {'gca_kernel'}, 'train.py': {'data'},
            'eval.py': {'data', 'train'}}
