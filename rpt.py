@@ -405,13 +405,6 @@ def permitted(doc, c, w):
     return (k <= i - w) & (doc[:, None] == doc_i) & (doc_i >= 0)
 
 
-def top_k(scores, K):
-    """scores (..., n), -inf: not permitted -> numbers of the K largest (..., K), -1: none"""
-    values, numbers = scores.sort(dim=-1, descending=True, stable=True)
-    numbers = numbers.masked_fill(values == -math.inf, -1)[..., :K]
-    return F.pad(numbers, (0, K - numbers.size(-1)), value=-1)
-
-
 def ranking_loss(scores, candidates, target_scores, tau):
     """
     LambdaRank with a margin (§3.3), over positives l (s_t(l) > 0) and permitted j that help less;
@@ -670,7 +663,9 @@ class RPT(nn.Module):
         if self.retrieval == 'shuffled':                                    # a hash of i and k
             k = torch.arange(M, device=x.device)
             order = (((7919 * k[-c:, None] + k) % 1_000_037) ** 3 % 1_000_037).where(may, -math.inf)
-        chosen = top_k(order.detach(), K)                                   # (B, c, K)
+        values, chosen = order.detach().sort(dim=2, descending=True, stable=True)
+        chosen = chosen.masked_fill(values == -math.inf, -1)
+        chosen = F.pad(chosen, (0, K - M), value=-1)                        # (B, c, K), or cut
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
 
