@@ -278,9 +278,8 @@ class Attention(nn.Module):
         q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, a, t, H, D)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (n, b, s, H, D)
         v = v.roll(-1, dims=2) if self.shift else v
-        positions = torch.arange(first + max(x.size(2), y.size(2)), device=x.device)
-        q = rotate(q, rotary(positions[first:][:x.size(2)], q.size(-1)))
-        k = rotate(k, rotary(positions[:y.size(2)], k.size(-1)))
+        q = rotate(q, rotary(torch.arange(first, first + x.size(2), device=x.device), q.size(-1)))
+        k = rotate(k, rotary(torch.arange(y.size(2), device=x.device), k.size(-1)))
         q, k, v = (z.flatten(1, 2).transpose(1, 2) for z in (q, k, v))      # (n, H, tokens, D)
         y = softmax_attention(q, k, v, mask).transpose(1, 2)                # (n, a t, H, D)
         return self.proj(y.flatten(2)).view_as(x)
