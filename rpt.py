@@ -389,8 +389,8 @@ class Block(nn.Module):
 
 def doc_of_chunks(doc, m):
     """doc (B, T) -> (B, N): the document of a chunk; -1 if it has tokens of two or padding"""
-    B, N = doc.size(0), doc.size(1) // m
-    doc = doc[:, :N * m].reshape(B, N, m)
+    N = doc.size(1) // m
+    doc = doc[:, :N * m].unflatten(1, (N, m))
     return doc[..., 0].where((doc == doc[..., :1]).all(2), -1)
 
 
@@ -448,7 +448,7 @@ def bm25_vectors(tokens, idf):
     multiples of 2^-10, so that ties remain ties. tokens (..., m), idf (V,) -> 2 x (..., V)
     """
     q = idf.new_zeros(*tokens.shape[:-1], len(idf))
-    q = q.scatter_add(-1, tokens, torch.ones_like(tokens, dtype=q.dtype))   # occurrences
+    q = q.scatter_add(-1, tokens, q.new_ones(tokens.shape))                 # occurrences
     return q, (2 ** 10 * idf * q / (q + 1.2)).round() / 2 ** 10
 
 
@@ -824,7 +824,8 @@ def ranks(runs, args):
     m, N = c.chunk_size, c.block_size // c.chunk_size
     idf = corpus_idf(corpus.train.tokens, m, c.vocab_size).to(device)
     k = torch.arange(N, device=device)
-    may = permitted(0 * k[None], N, c.window // m)[0] & (k[:, None] < N - 1)        # has a target
+    may = torch.ones(N, N, dtype=torch.bool, device=device).tril(-runs[0].model.w)
+    may[-1] = False                                                     # it has no target
     T, offsets = N * m, split.offsets
     starts = [i for a, b in zip(offsets, offsets[1:]) for i in range(a, b - T + 1, T)]
     totals, result = {}, {}                                             # sums of the measures and 1
