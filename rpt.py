@@ -507,8 +507,7 @@ def load_reference(c, config, corpus, train_reference):
     fold = 1 - config.fold if config.fold >= 0 else fold
     window = 4 * c.chunk_size                                               # see target_scores
     path = Path(c.reference or train_reference(
-        replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), reference_steps=0,
-                window=max(c.window, window)),
+        replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), window=max(c.window, window)),
         replace(config, fold=fold, init='', max_steps=c.reference_steps or config.max_steps),
         'reference'))
     try:
@@ -751,8 +750,8 @@ class RPT(nn.Module):
         if not (taught and self.retriever):
             return loss, {}
         ranking, ndcg, ranked = ranking_loss(scores, batch.candidates, batch.target_scores, tau)
-        ranking, ndcg = ranking / batch.ranked, ndcg / batch.ranked
-        log = dict(lm_loss=loss, ret_loss=ranking, ndcg=ndcg, ranked=ranked)
+        ranking = ranking / batch.ranked
+        log = dict(lm_loss=loss, ret_loss=ranking, ndcg=ndcg / batch.ranked, ranked=ranked)
         return loss + alpha * ranking, log
 
     def log_probs(self, tokens):
