@@ -730,9 +730,8 @@ class RPT(nn.Module):
         teacher = candidates.masked_fill(s_t <= 0, -1).gather(2, order)
         teacher = F.pad(teacher, (0, self.config.n_neighbors - s_t.size(2)), value=-1)  # or cut
         if self.retriever:
-            generator = torch.Generator(s_t.device).manual_seed(batch.seed)
-            draws = torch.rand(s_t.shape[:2], device=s_t.device, generator=generator)
-            teacher = teacher.masked_fill((draws >= chance)[..., None], -2)
+            own = torch.rand(s_t.shape[:2], device=s_t.device) >= chance
+            teacher = teacher.masked_fill(own[..., None], -2)
         return teacher
 
     def forward(self, batch, progress):
@@ -742,9 +741,9 @@ class RPT(nn.Module):
         """
         chance, alpha, tau = self.schedule(progress)
         taught = self.training and hasattr(batch, 'candidates')
-        teacher = self.taught_neighbors(batch, chance) if taught else None
         if self.training:
-            torch.manual_seed(batch.seed)                                   # of dropout
+            torch.manual_seed(batch.seed)                   # of scheduled sampling and dropout
+        teacher = self.taught_neighbors(batch, chance) if taught else None
         f, _, scores = self.encode(batch.tokens, batch.doc, teacher)
         loss = cross_entropy(f, self.embedding.weight, batch.targets)
         if not (taught and self.retriever):
