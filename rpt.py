@@ -572,7 +572,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         itself = F.pad(torch.arange(N - 1, device=device), (0, 1), value=-1)
         gain = target_scores(reference, chunks, itself[:, None]).nanmean()
         print(f'a copy of the target is worth {gain:.3f} nats a token to the reference LM')
-    rank, world = (int(os.environ.get(*x)) for x in (('RANK', 0), ('WORLD_SIZE', 1)))
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     for row in progress(used[rank::world], f'candidates and scores in {folder}', quiet=rank):
         load(row)
 
@@ -725,9 +725,9 @@ class RPT(nn.Module):
         The K candidates that help most, or as many as help; without scores, BM25's first K. With
         a retriever, scheduled sampling. -> (B, N, K), -1: none, -2: those retrieved
         """
-        s_t, candidates = batch.target_scores, batch.candidates
+        s_t = batch.target_scores
         order = s_t.nan_to_num().argsort(dim=2, descending=True, stable=True)
-        teacher = candidates.masked_fill(s_t <= 0, -1).gather(2, order)
+        teacher = batch.candidates.masked_fill(s_t <= 0, -1).gather(2, order)
         teacher = F.pad(teacher, (0, self.config.n_neighbors - s_t.size(2)), value=-1)  # or cut
         if self.retriever:
             own = torch.rand(s_t.shape[:2], device=s_t.device) >= chance
@@ -770,7 +770,7 @@ class RPT(nn.Module):
     def read(self, tokens, state=None):
         """The new state of stream(tokens, state), without predictions"""
         for piece in tokens.split(self.PIECE, dim=1):
-            _, state, _ = self.encode(piece, state=state)
+            state = self.encode(piece, state=state)[1]
         return state
 
     def ways(self):
