@@ -85,8 +85,9 @@ class RPTConfig:
                 raise ValueError(f'{name} {value} is below {least}')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
-        if self.retriever != 'none' and self.window % (2 * self.chunk_size):
-            raise ValueError(f'window {self.window} is no multiple of 2 x chunk_size')
+        unit = 2 if self.retriever == 'none' else 2 * self.chunk_size
+        if self.window % unit:
+            raise ValueError(f'window {self.window} is no multiple of {unit}')
         if self.retriever != 'none' and self.block_size < self.window + 2 * self.chunk_size:
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
         if not 0 <= self.dropout <= 1 or not 0 <= self.eta <= 1:
@@ -501,7 +502,7 @@ TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed candidates targ
 
 
 def load_reference(c, config, corpus, train_reference):
-    """The reference LM, of --reference or trained first; the fold that it knows, -1: none"""
+    """The reference LM, of --reference or trained first; the fold that it was trained on"""
     sizes = np.diff(corpus.train.offsets)
     fold = 0 if 0.2 < sizes[::2].sum() / sizes.sum() < 0.8 else -1          # -1: too few documents
     fold = 1 - config.fold if config.fold >= 0 else fold
@@ -516,10 +517,14 @@ def load_reference(c, config, corpus, train_reference):
         reference.load_state_dict(file['model'])
         assert reference.config.retriever == 'none' and reference.config.window >= window
         assert file['tokenizer'] == corpus.tokenizer.to_dict()
+        fold = file['fold'] if file['corpus'] == corpus.fingerprint else 2          # 2: knows none
+        assert fold != config.fold or fold < 0
     except Exception as e:                              # a broken file can raise anything
-        raise SystemExit(f'--reference {path}: a checkpoint of retriever none, window '
-                         f'>= {window} and the same tokenizer is needed ({e!r:.99})')
-    return reference, file['fold'] if file['corpus'] == corpus.fingerprint else -1
+        raise SystemExit(f'--reference {path}: a checkpoint of retriever none, window >= {window}, '
+                         f'the same tokenizer and another fold is needed ({e!r:.99})')
+    if fold < 0:
+        print('the reference LM was trained on the documents that it scores')
+    return reference, fold
 
 
 def setup(model, corpus, batches, config, autocast, train_reference, progress):
@@ -814,20 +819,27 @@ def ranks(runs, args):
     Table 3: of chance, recency, BM25 and the runs, for chunks that have a positive. The last run,
     with retriever none, is the reference LM, which scores all permitted chunks.
     """
+    c, corpus, split = runs[0].model.config, runs[0].corpus, runs[0].split
+    m, N, device = c.chunk_size, c.block_size // c.chunk_size, runs[0].documents[0].device
     *runs, reference = runs
-    if not runs or reference.model.config.retriever != 'none':
-        raise SystemExit('ranks: runs that retrieve, then a reference LM, as out/rpt-reference')
-    corpus, split = reference.corpus, reference.split
-    c, device = runs[0].model.config, reference.model.embedding.weight.device
-    m, N = c.chunk_size, c.block_size // c.chunk_size
+    kinds = {(run.model.neighbor_encoder is None, run.corpus.fingerprint, run.model.config.window,
+              run.model.config.chunk_size) for run in runs}
+    r = reference.model.config
+    if kinds != {(False, reference.corpus.fingerprint, c.window, m)} or r.retriever != 'none' \
+            or r.window < 4 * m:
+        raise SystemExit('ranks: runs that retrieve, alike in tokenizer, window and chunks, then a '
+                         'reference LM with a window of 4 chunks, as out/rpt-reference')
     idf = corpus_idf(corpus.train.tokens, m, c.vocab_size).to(device)
     k = torch.arange(N, device=device)
     may = torch.ones(N, N, dtype=torch.bool, device=device).tril(-runs[0].model.w)
     may[-1] = False                                                     # it has no target
     T, offsets = N * m, split.offsets
     starts = [i for a, b in zip(offsets, offsets[1:]) for i in range(a, b - T + 1, T)]
+    if not starts or args.sequences < 1:
+        raise SystemExit(f'ranks: --sequences {args.sequences} of {len(starts)} of {T} tokens')
+    torch.manual_seed(0)                                                # of chance
     totals, result = {}, {}                                             # sums of the measures and 1
-    for start in starts[::-(-len(starts) // args.sequences) or 1]:
+    for start in starts[::-(-len(starts) // args.sequences)]:
         tokens = torch.from_numpy(split.tokens[start:start + T].astype(np.int64)).to(device)
         chunks, candidates = tokens.view(N, m), k.where(may, -1)
         q, keys = bm25_vectors(chunks, idf)

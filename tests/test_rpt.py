@@ -567,7 +567,8 @@ def test_ranks_by_loops(n=26):
     reference = small(retriever='none', window=4 * M)
     tokens = tokens_of(5, n * M, 1)[0]
     split = SimpleNamespace(tokens=tokens.numpy(), offsets=np.array([0, n * M]))
-    runs = [SimpleNamespace(name=name, model=m, corpus=SimpleNamespace(train=split), split=split)
+    corpus = SimpleNamespace(train=split, fingerprint='')
+    runs = [SimpleNamespace(name=name, model=m, corpus=corpus, split=split, documents=[tokens])
             for name, m in (('x', model), ('r', reference))]
     result = rpt.TASKS['ranks'](runs, args := SimpleNamespace(sequences=1))
     k, values = torch.arange(n), []
