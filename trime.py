@@ -270,8 +270,8 @@ def memory_mask(mode, rows, doc, local, config):
     Memory i holds the answer to query i. doc (B, T): documents of the contexts; local: a bool
     """
     (B, T), doc = doc.shape, doc.flatten()
-    start = rows.start // T * T if mode == 'local' else 0
-    end = dict(none=1, ext=len(doc)).get(mode, rows.stop)           # none: one, which is masked
+    start = dict(none=rows.stop - 1, local=rows.start // T * T).get(mode, 0)    # none: one, masked
+    end = len(doc) if mode == 'ext' else rows.stop
     i = torch.arange(rows.start, rows.stop, device=doc.device)[:, None]
     j = torch.arange(start, end, device=doc.device)
     segment, earlier, document = i // T == j // T, j < i, doc[rows, None] == doc[start:end]
@@ -524,8 +524,7 @@ class TRIME(nn.Module):
         memory = config.memory if self.training else config.memory.replace('ext', 'local')
         if progress < config.ce_warmup:                             # §5.2
             memory = 'none'
-        draw = random.Random(batch.seed).random() >= config.p       # §4.3: one Bernoulli draw
-        local = draw if memory == 'ext' else memory != 'none'
+        local = memory != 'ext' or random.Random(batch.seed).random() >= config.p   # §4.3
         if self.training and config.dropout:
             torch.manual_seed(batch.seed)
         f, g = (fp32(x).flatten(0, 1) for x in self.encode(batch.tokens)[:2])       # 2 x (N, C)
