@@ -482,7 +482,7 @@ class TRIME(nn.Module):
         self.norm = RMSNorm(config.n_embd)
         self.inference = self.tuned = Inference(local=config.memory != 'none')
         self.shuffle, self.store = False, None
-        self.stride = config.stride or max(1, config.block_size // 2)
+        self.stride = config.stride or config.block_size // 2 or 1
         if config.memory == 'ext':                                  # g starts with norm C^(1/4)
             nn.init.constant_(self.blocks[-1].norm2.gain, config.n_embd ** -0.25)
         for name, p in self.named_parameters():                     # GPT-2's, for width C
@@ -503,16 +503,15 @@ class TRIME(nn.Module):
         positions = start + torch.arange(tokens.size(1), device=tokens.device)
         angles = rotary(positions, self.config.n_embd // self.config.n_head)
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
-        past, new_past = past or [None] * len(self.blocks), []
-        for block, kv in zip(self.blocks[:-1], past):
-            x, kv = block(x, angles, kv)
-            new_past.append(kv)
+        past = [*past] if past else [None] * len(self.blocks)
+        for i, block in enumerate(self.blocks[:-1]):
+            x, past[i] = block(x, angles, past[i])
         last = self.blocks[-1]                                      # written out, because of g
-        y, kv = last.attention(last.norm1(x), angles, past[-1])
+        y, past[-1] = last.attention(last.norm1(x), angles, past[-1])
         x = x + F.dropout(y, last.dropout, self.training)
         g = last.norm2(x)                                           # (B, t, C)
         f = self.norm(x + F.dropout(last.mlp(g), last.dropout, self.training))
-        return f, g, new_past + [kv]
+        return f, g, past
 
     def forward(self, batch, progress):
         """
