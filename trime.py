@@ -386,9 +386,9 @@ class Inference:
         for group, tau, lam in ((cache, self.tau, self.lam), (ext, self.tau_ext, self.lam_ext)):
             if lam > 0:
                 x = sim[:, group] / tau
-                lam = lam * (x > -math.inf).any(1, keepdim=True).to(x)      # 0: no memories yet
+                lam = lam * (softmax_(x) > -math.inf).to(x)         # 0: no memories yet
                 P *= 1 - lam
-                P[:, group] += lam * x.clamp(min=-1e30).softmax(1)  # Eq. 8, 9
+                P[:, group] += lam * x                              # Eq. 8, 9
                 shift = shift + torch.log1p(-lam)
         return P, shift
 
