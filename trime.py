@@ -80,6 +80,10 @@ class TRIMEConfig:
                 raise ValueError(f'{name} {value} is not between 0.0 and 1.0')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
+        if not all(x.isdecimal() and int(x) for x in self.cutoffs.split(',') if x):
+            raise ValueError(f'cutoffs {self.cutoffs}: not as 20000,60000')
+        if self.memory == 'ext' and self.micro_batch == 1:
+            raise ValueError('memory ext is that of other segments: micro_batch 1 has none')
 
 
 @dataclass
@@ -88,7 +92,7 @@ class EvalConfig:
     memory: Names = ''          # trime: memories at test time; default: as in Table 1
     long: int = 24_576          # trime: tokens of long memory, at most; tuned on val
     stride: int = 0             # trime: tokens scored per window (0: as trained)
-    nprobe: int = 16            # trime: lists of the datastore that are searched, of 1,000 entries
+    nprobe: int = 16            # trime: lists of the datastore, of 1,000 entries or more, to search
     recall: bool = False        # trime: measure the recall of this search
 
 
@@ -220,10 +224,10 @@ class Embedding(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        C, cutoffs = config.n_embd, [int(x) for x in config.cutoffs.split(',') if x]
-        self.ends = [x for x in cutoffs if x < config.vocab_size] + [config.vocab_size]
+        C, V = config.n_embd, config.vocab_size
+        self.ends = sorted({min(int(x), V) for x in config.cutoffs.split(',') if x} | {V})
         sizes = [b - a for a, b in zip(self.ends, self.ends[1:])]
-        widths = [C // config.div_value ** (i + 1) for i in range(len(sizes))]
+        widths = [max(1, C // config.div_value ** (i + 1)) for i in range(len(sizes))]
         head = torch.empty(self.ends[0] + len(sizes), C)            # words, then clusters
         self.tables = nn.ParameterList([head, *map(torch.empty, sizes, widths)])
         self.tail_proj = nn.ModuleList(nn.Linear(n, C, bias=False) for n in widths)
@@ -636,11 +640,13 @@ class TRIME(nn.Module):
         checkpoint `path`.
         """
         trained, folder = self.config.memory, Path(path).parent
+        if corpus.val is None or min(args.long, args.stride) < 0 or args.nprobe < 1:
+            raise SystemExit('TRIME: a split val to tune on; --long, --stride >= 0; --nprobe >= 1')
         names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
         names += ',ext' * bool(args.retrieve_from)
         x = Inference('local' in names, args.long if 'long' in names else 0,
                       1024 if 'ext' in names else 0, linear=trained == 'none')      # Table 1
-        self.stride = max(1, args.stride or self.stride)
+        self.stride = args.stride or self.stride
         about = dict(checkpoint=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
                      corpus=external.fingerprint, stride=self.stride)
         if x.n_neighbors:
