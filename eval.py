@@ -507,8 +507,9 @@ def parse(argv, runs):
     parser = argparse.ArgumentParser(usage='python eval.py RUN [RUN ...] [flags]',
                                      allow_abbrev=False, conflict_handler='resolve')
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
-    for Config in (EvalConfig, *(module.EvalConfig for module in modules)):
-        train.add_flags(parser, Config)
+    for module in (sys.modules[__name__], *modules):
+        if hasattr(module, 'EvalConfig'):
+            train.add_flags(parser, module.EvalConfig)
     args = train.parse_flags(parser, argv)
     if not runs:
         parser.error(parser.usage)
@@ -551,7 +552,8 @@ def main(argv=None):
         external = run.corpus
         if args.retrieve_from:
             external = data.load(args.retrieve_from, run.tokenizer)
-        run.model.prepare_eval(run.corpus, external, args, run.path, data.progress)
+        if hasattr(run.model, 'prepare_eval'):
+            run.model.prepare_eval(run.corpus, external, args, run.path, data.progress)
         if args.retrieve_from and hasattr(run.model, 'index') and 'on' in run.model.ways():
             run.open_index(external, args.split)
         run.ways = run.model.ways()

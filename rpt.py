@@ -106,11 +106,6 @@ PRESETS = {         # §3.4 and App. A; lr for AdamW and reference_steps are our
 }
 
 
-@dataclass
-class EvalConfig:
-    sequences: int = 16         # rpt, ranks: evenly spread sequences of the split
-
-
 def batches(config):
     """Arguments of data.Batches."""
     return dict(kind='documents', chunk=config.chunk_size)
@@ -806,9 +801,6 @@ class RPT(nn.Module):
         states = [self.read(part[None]) for part in parts]
         return tuple(torch.cat([getattr(x, name) for x in states], dim=1) for name in ('E', 'keys'))
 
-    def prepare_eval(self, corpus, external, args, path, progress):
-        pass
-
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
@@ -835,11 +827,11 @@ def ranks(runs, args):
     may[-1] = False                                                     # it has no target
     T, offsets = N * m, split.offsets
     starts = [i for a, b in zip(offsets, offsets[1:]) for i in range(a, b - T + 1, T)]
-    if not starts or args.sequences < 1:
-        raise SystemExit(f'ranks: --sequences {args.sequences} of {len(starts)} of {T} tokens')
-    torch.manual_seed(0)                                                # of chance
+    if not starts:
+        raise SystemExit(f'ranks: no document of {split.name} has {T} tokens')
+    torch.manual_seed(args.seed)                                        # of chance
     totals, result = {}, {}                                             # sums of the measures and 1
-    for start in starts[::-(-len(starts) // args.sequences)]:
+    for start in starts[::-(-len(starts) // 16)]:                       # at most 16, evenly spread
         tokens = torch.from_numpy(split.tokens[start:start + T].astype(np.int64)).to(device)
         chunks, candidates = tokens.view(N, m), k.where(may, -1)
         q, keys = bm25_vectors(chunks, idf)

@@ -1,6 +1,5 @@
 """DRT against its definitions, by loops in fp64."""
 import io, math
-from types import SimpleNamespace
 
 import pytest
 import torch

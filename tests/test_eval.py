@@ -386,9 +386,10 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     pages = page_of('p.html')
     assert [(page['run'], page['size']) for page in pages] == list(zip(names, (1, 8, 8)))
     for r, page in zip(map(evaluation.Run, names), pages):
-        flags = asdict(evaluation.EvalConfig()) | asdict(r.module.EvalConfig())
-        r.open_text(args := types.SimpleNamespace(**flags), 'cpu')
-        r.model.prepare_eval(r.corpus, r.corpus, args, r.path, data.progress)
+        args, _ = evaluation.parse([], [r])
+        r.open_text(args, 'cpu')
+        if r.name == 'out/trime':
+            r.model.prepare_eval(r.corpus, r.corpus, args, r.path, data.progress)
         r.ways = r.model.ways()
         for way in ('off', 'on'):
             r.set_way(way)
@@ -458,7 +459,7 @@ def test_the_trained_weights_find_needles(weights):
 
 @pytest.mark.slow
 def test_the_page_in_a_browser(run, monkeypatch):
-    """A headless Chromium on the PATH opens the page, presses keys, and posts what is then shown."""
+    """A headless Chromium of the PATH opens the page, presses keys, posts what is then shown."""
     browser = next(filter(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')), None)
     if not browser:
         pytest.skip('no Chromium')

@@ -113,7 +113,7 @@ def attention(module, x, x_positions, y, y_positions, visible=lambda i, j: True)
 
 
 @torch.no_grad()
-def by_definition(model, tokens, doc, corpus=torch.zeros(0).long(), own=True):
+def by_definition(model, tokens, doc, corpus=(), own=True):
     """
     §3 for a sequence (t,) -> log P (t, V), neighbors and gates of each chunk. Before chunk 0 come
     those of a corpus; own: the chunks of the sequence are retrieved
@@ -147,7 +147,7 @@ def by_definition(model, tokens, doc, corpus=torch.zeros(0).long(), own=True):
 
     x, M0 = lower(tokens), len(corpus) // m
     chunks = [x[i * m:(i + 1) * m] for i in range(n)]
-    E = [*lower(corpus)[:M0 * m].split(m), *chunks] if M0 else chunks
+    E = [*(lower(corpus)[:M0 * m].split(m) if M0 else ()), *chunks]
     permitted = [[k for k in range(M0 + i - w + 1) if k < M0 or own and of[i] == of[k - M0] >= 0]
                  for i in range(n)]
     found, gates = [[] for _ in range(n)], [[] for _ in range(n)]
@@ -158,7 +158,7 @@ def by_definition(model, tokens, doc, corpus=torch.zeros(0).long(), own=True):
         k = [r.key(norm(r.norm_k, e.mean(0))) for e in E]
         found = [sorted(permitted[i], key=lambda j: -(q[M0 + i] @ k[j]).item()) for i in range(n)]
     elif c.retriever == 'bm25':
-        texts = torch.cat([corpus[:M0 * m], tokens[:n * m]]).view(-1, m).tolist()
+        texts = torch.tensor([*corpus[:M0 * m], *tokens[:n * m]]).view(-1, m).tolist()
         for i in range(n):
             score = formula(texts, texts[M0 + i], b=0, idf=model.idf.tolist())
             found[i] = sorted((j for j in permitted[i] if score[j] > 0),
@@ -231,7 +231,8 @@ def test_the_model_is_the_papers(more, doc):
 @pytest.mark.parametrize('more', [{}, dict(retriever='bm25'), dict(n_neighbors=20)])
 def test_retrieval_from_a_corpus(more, t=T - 3):
     """Its chunks come before those of the text, outside of its window."""
-    model, tokens, corpus = small(**more), tokens_of(t=t, b=1)[0], tokens_of(seed=1, t=20 * M + 1)[0]
+    model, tokens = small(**more), tokens_of(t=t, b=1)[0]
+    corpus = tokens_of(seed=1, t=20 * M + 1)[0]
     model.corpus = corpus, *model.index(corpus, lambda items, _: items)
     assert [*model.ways()] == ['on', 'corpus', 'both', 'shuffled', 'off']
     for way, own in (('corpus', False), ('both', True), ('on', True)):
@@ -570,7 +571,7 @@ def test_ranks_by_loops(n=26):
     corpus = SimpleNamespace(train=split, fingerprint='')
     runs = [SimpleNamespace(name=name, model=m, corpus=corpus, split=split, documents=[tokens])
             for name, m in (('x', model), ('r', reference))]
-    result = rpt.TASKS['ranks'](runs, args := SimpleNamespace(sequences=1))
+    result = rpt.TASKS['ranks'](runs, args := SimpleNamespace(seed=0))
     k, values = torch.arange(n), []
     candidates = k.where((k <= k[:, None] - W) & (k[:, None] < n - 1), -1)
     s_t = target_scores(reference, tokens.view(n, M), candidates)
