@@ -523,10 +523,7 @@ class DRT(nn.Module):
                     off=dict(on, retriever='off'))
 
     def trace(self, tokens, t):
-        """
-        Chunks read to predict token t + 1 of tokens (n,): [(weight, where, start, end)], where
-        being tokens, or those of the corpus
-        """
+        """Chunks read for token t + 1: [(weight, where, start, end)], where: a text or corpus"""
         n, found, M = self.config.chunk_size - 1, [], len(self.empty_state(1).kv)
         for w, idx in self.read(tokens[None, :t]).reads if self.retriever != 'off' else []:
             read = zip(w[0, 0].tolist(), idx[0, 0].tolist())                # by the chunk of t
@@ -536,10 +533,7 @@ class DRT(nn.Module):
         return sorted(found, key=lambda read: read[0], reverse=True)
 
     def index(self, tokens, progress):
-        """
-        What is kept of a corpus (n,), one text that comes before any other: landmarks (1, M, C),
-        keys and values (M, 2, 1, S, H, D) in fp16
-        """
+        """Of a corpus (n,), a text before any other: landmarks (1, M, C), kv (M, 2, 1, S, H, D)"""
         state = None
         for piece in progress(tokens.split(32 * self.PIECE), 'reading the corpus'):
             state = self.read(piece[None], state)

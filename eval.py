@@ -88,10 +88,7 @@ class Run:
                          split=args.split, bytes=split.n_bytes, words=split.n_words)
 
     def open_index(self, corpus, split):
-        """
-        Gives the model what it retrieves from corpus.train: the tokens, and model.index of them,
-        which is built once, kept beside the checkpoint, and memory-mapped.
-        """
+        """model.corpus: corpus.train.tokens, model.index of them, kept on disk, memory-mapped"""
         if corpus.fingerprint == self.corpus.fingerprint and split == 'train':
             raise SystemExit('--split train with --retrieve-from: each text would find itself')
         about = hashlib.sha256(self.path.read_bytes()).hexdigest(), corpus.fingerprint

@@ -780,10 +780,7 @@ class RPT(nn.Module):
         return {name: {'retrieval': name} for name in names}
 
     def trace(self, tokens, t):
-        """
-        Neighbors used to predict token t + 1 of tokens (n,): [(gate, where, start, end)], highest
-        gate first, where being tokens, or those of the corpus
-        """
+        """Chunks read for token t + 1: [(gate, where, start, end)], where: a text or corpus"""
         state, m, spans = self.read(tokens[None, :t + 1]), self.config.chunk_size, []
         n = self.empty_state(tokens[None]).E.size(1)                        # of the corpus
         used = zip(state.gates[0, -1].tolist(), state.chosen[0, -1].tolist())
@@ -794,12 +791,12 @@ class RPT(nn.Module):
 
     def index(self, tokens, progress):
         """
-        What is kept of a corpus (n,), a text that comes before any other: E (1, M, m, C) and keys
-        (1, M, C) of its chunks. It is read in parts, as the time of one would be quadratic.
+        Of a corpus (n,), a text before any other: E (1, M, m, C), keys (1, M, C). It is read in
+        parts, as the time of one is quadratic.
         """
         parts = progress(tokens.split(64 * self.PIECE), 'reading the corpus')
         states = [self.read(part[None]) for part in parts]
-        return tuple(torch.cat([getattr(x, name) for x in states], dim=1) for name in ('E', 'keys'))
+        return torch.cat([x.E for x in states], dim=1), torch.cat([x.keys for x in states], dim=1)
 
 
 # --------------------------------------------------------------------------------------------------

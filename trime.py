@@ -635,10 +635,7 @@ class TRIME(nn.Module):
         return sorted(found, key=lambda memory: -memory[0])
 
     def prepare_eval(self, corpus, external, args, path, progress):
-        """
-        Opens the datastore, of external.train, and tunes on corpus.val; both are kept beside the
-        checkpoint `path`.
-        """
+        """Opens the datastore of external.train, tunes on corpus.val; keeps both beside `path`."""
         trained, folder = self.config.memory, Path(path).parent
         if corpus.val is None or min(args.long, args.stride) < 0 or args.nprobe < 1:
             raise SystemExit('TRIME: a split val to tune on; --long, --stride >= 0; --nprobe >= 1')

@@ -1,6 +1,6 @@
 """eval.py: its numbers by hand, its commands with a stand-in model, three models in one table."""
 import http.server, itertools, json, math, os, pickle, queue, shutil, subprocess, sys, threading
-import types
+import types, urllib.parse
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -459,14 +459,15 @@ def test_the_trained_weights_find_needles(weights):
 
 @pytest.mark.slow
 def test_the_page_in_a_browser(run, monkeypatch):
-    """A headless Chromium of the PATH opens the page, presses keys, posts what is then shown."""
+    """A headless Chromium of the PATH opens the page, presses keys, and reports what is shown."""
     browser = next(filter(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')), None)
     if not browser:
         pytest.skip('no Chromium')
     monkeypatch.setattr(sys.modules['bigram'], 'batches', lambda config: dict(chunk=5))
     evaluate('a', '--task', 'examples', '--html', 'p.html')
     page, = page_of('p.html')
-    script = '''<script>
+    errors = '<script>const errors = []; onerror = (...what) => errors.push(String(what))</script>'
+    script = """<script>
         const shown = [panel.innerText]
         for (const key of ['Escape', 'Home', 'ArrowRight', 'End', 'ArrowDown', 'ArrowUp']) {
           const on = key === 'Escape' ? document : document.activeElement
@@ -475,36 +476,27 @@ def test_the_page_in_a_browser(run, monkeypatch):
         }
         panel.querySelector('li button').click()
         shown.push([...document.querySelectorAll('.source')].map(x => x.textContent).join(''))
-        fetch('/', {method: 'POST', body: JSON.stringify([errors, shown])})
-        </script>'''
-    text = Path('p.html').read_text('utf-8').replace('<style>', '''<script>
-        const errors = []; onerror = (...what) => errors.push(String(what))</script><style>''', 1)
-    posted = queue.Queue()
+        fetch('/?' + encodeURIComponent(JSON.stringify([errors, shown])))</script>"""
+    Path('p.html').write_text(errors + Path('p.html').read_text('utf-8') + script, 'utf-8')
+    asked = queue.Queue()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(http.server.SimpleHTTPRequestHandler):        # serves this folder
         def do_GET(self):
-            self.send_response(200 if self.path == '/' else 404)
-            self.send_header('Content-Type', 'text/html; charset=utf-8')
-            self.end_headers()
-            self.wfile.write((text + script).encode())
-
-        def do_POST(self):
-            posted.put(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
-            self.do_GET()
+            asked.put(urllib.parse.unquote(self.path))
+            super().do_GET()
 
     server = http.server.HTTPServer(('127.0.0.1', 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f'http://127.0.0.1:{server.server_port}/p.html'
     options = '--headless', '--no-sandbox', '--no-zygote', '--disable-gpu', '--user-data-dir=.'
-    with subprocess.Popen([browser, *options, f'http://127.0.0.1:{server.server_port}/']) as chrome:
-        try:
-            errors, shown = posted.get(timeout=60)
-        finally:
-            chrome.kill()
-            server.shutdown()
+    with subprocess.Popen([browser, *options, url]) as process:
+        reports = (path[2:] for path in iter(lambda: asked.get(timeout=60), None) if path[1] == '?')
+        errors, (*shown, source) = json.loads(next(reports))
+        process.kill()
+    server.shutdown()
     traced = sorted(map(int, page['traces']))
     best = max(traced, key=lambda i: page['off'][i] - page['on'][i])
     chosen = best, best, *traced[:2], traced[-1], traced[-1], traced[-2]
-    found = page['traces'][str(traced[-2])]
-    assert errors == [] and shown.pop() == found[0]['text']             # what "Go to it" marks
+    assert errors == [] and source == page['traces'][str(traced[-2])][0]['text']    # "Go to it"
     for i, panel in zip(chosen, shown, strict=True):
         assert panel.startswith(f'Token {i:,}: ') and 'weight 0.7500, 1 tokens ago' in panel
