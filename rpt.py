@@ -29,10 +29,10 @@ Where we differ from the paper, and why
     With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
     Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
-    The reference LM (paper: Pythia 1.4B) is trained here on every second document and scores the
-    others. Chunks without scores have BM25 as teacher and no L_ret; to a scored chunk without
-    positives the teacher gives no neighbors. RPT-Lex: the candidate of rank r has s_t = 1 - r / J.
-    Short documents share a sequence; self-attention alone crosses them, as in Transformer-XL.
+    The reference LM (paper: Pythia 1.4B) has half the layers, is trained on every second document
+    and scores the others. Chunks without scores have BM25 as teacher and no L_ret; to a scored one
+    without positives the teacher gives no neighbors. RPT-Lex: a candidate of rank r has s_t = 1 -
+    r / J. In joined short documents self-attention alone crosses them, as in Transformer-XL.
 
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           reference LM, scores and RPT, one after the other
@@ -72,7 +72,7 @@ class RPTConfig:
     eta: float = 0.1              # lower bound of the gate, η (paper)
     alpha: float = 0.005          # weight of L_ret from a fifth of the steps on (ours; paper: 1e-9)
     tau: float = 4.0              # margin of L_ret at the end, 1 at the start (paper: 2 to 128)
-    teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # chooses neighbors (paper)
+    teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # of sem, lex: chooses (paper)
     n_candidates: int = 20        # BM25 candidates of a chunk, J (paper)
     score_every: int = 1          # the reference LM scores every n-th chunk (ours)
     reference: str = ''           # checkpoint of the reference LM; default: one is trained first
@@ -96,7 +96,7 @@ class RPTConfig:
             raise ValueError('a reference is for retriever sem')
 
 
-PRESETS = {         # §3.4 and App. A; lr for AdamW and reference_steps are ours
+PRESETS = {         # §3.4, App. A, B; tokenizer, lr, warmup, weight_decay, reference_steps are ours
     'tiny': dict(n_candidates=4, score_every=2),
     'paper': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_384,
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
@@ -321,8 +321,8 @@ class NeighborEncoder(nn.Module):
 
     def gates(self, neighbors, chosen):
         """
-        max(η, σ(w · ĉ / C)): ĉ is the mean of a neighbor's tokens after attention to the better
-        neighbors of its chunk and to those of the w - 1 chunks before, all of one document.
+        max(η, σ((w · norm(ĉ) + b) / C)): ĉ is the mean of a neighbor's tokens after attention to
+        the better neighbors of its chunk and to those of the w - 1 chunks before, of one document.
         neighbors (B, n, K, 2m, C) of n chunks, chosen (B, n, K) their numbers -> (B, n, K)
         """
         (B, n, K), w = chosen.shape, self.config.window // self.config.chunk_size

@@ -677,7 +677,7 @@ LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6
 
 @torch.no_grad()
 def collect(model, split, x, progress=lambda items, _: items):
-    """Arguments of Inference.log_p for every 16th of a split's first 65,536 tokens, by window"""
+    """Arguments of Inference.log_p, by window, for 1 of 16 of a split's first 65,536 tokens"""
     model.inference, windows, ends = x, [], np.minimum(split.offsets, 65_536)
     for a, b in progress([*zip(ends, ends[1:])], 'tuning'):
         tokens = model.ids(split.tokens[a:b])
