@@ -692,14 +692,14 @@ def collect(model, split, x, progress=lambda items, _: items):
 
 def tune(windows, x, long):
     """
-    The inference with the highest mean log P over what collect returns: all combinations of a
-    temperature and its weight, then of sizes, until none is better. long: sizes below x.long
+    The inference with the highest mean log P over what collect returns: the best values of one
+    grid after the other, until none is better. long: sizes below x.long
     """
     cache, ext = x.linear and x.local, x.n_neighbors > 0
-    grids = [dict(tau=TAUS, lam=LAMBDAS if cache else [0.0]),
-             dict(tau_ext=TAUS if ext else [1.0], lam_ext=LAMBDAS if ext else [0.0]),
-             dict(long=[n for n in long if n < x.long] + [x.long],
-                  n_neighbors=[1, 8, 64, 512, 1024] if ext else [0])]
+    x = replace(x, lam=0.25 * cache, lam_ext=0.25 * ext)    # at 0 no temperature would matter
+    grids = [dict(tau=TAUS), dict(long=[n for n in long if n < x.long])]
+    grids += [dict(lam=LAMBDAS)] * cache
+    grids += [dict(lam_ext=LAMBDAS), dict(tau_ext=TAUS, n_neighbors=[1, 8, 64, 512, 1024])] * ext
 
     score = lambda x: sum(x.log_p(*window).sum().item() for window in windows)
     before = None
