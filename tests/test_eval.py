@@ -370,13 +370,15 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     assert [(row['run'], row['way']) for row in result['table']['rows']] == [
         (name, way) for name in names for way in ('on', 'shuffled', 'off')]
     assert [x['run'] for x in result['examples'] if x['retrieved']] == names
-    corpus = '--task', 'table', '--retrieve-from', 'texts'
-    first, again = (evaluate(*names[1:], *corpus)['rows'] for _ in 'ab')        # built, opened
-    assert [x['way'] for x in first] == ['on', 'corpus', 'both', 'shuffled', 'off'] * 2
-    assert first == again
+    train.main((SIZES + MODELS['drt'] + ' --groups 0 --out out/base').split())
+    shutil.copytree('texts', 'more')
+    corpus = '--task', 'table', '--retrieve-from', 'more'
+    first, again = (evaluate(*names[1:], 'out/base', *corpus)['rows'] for _ in 'ab')
+    ways = ['on', 'corpus', 'both', 'shuffled', 'off']
+    assert first == again and [x['way'] for x in first] == [*ways, *ways, 'off']
     with pytest.raises(SystemExit, match='find itself'):
         evaluate('out/rpt', *corpus, '--split', 'train')
-    os.truncate(next(Path('out/drt').glob('best-index-*')), 999)
+    os.truncate(next(Path('out/drt').glob('best-index-more-*')), 999)
     weights = Path('out/rpt/best.pt').read_bytes()
     Path('out/rpt/best.pt').write_bytes(Path('out/rpt/ckpt.pt').read_bytes())
     for name in names[1:]:                                      # of another checkpoint; damaged

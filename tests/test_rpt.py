@@ -240,10 +240,10 @@ def test_retrieval_from_a_corpus(more, t=T - 3):
         log_p, found, gates = by_definition(model, tokens, [0] * t, used, own)
         close(model.log_probs(tokens[None])[0], log_p)
         for i in range(len(found)):
-            traced = [(weight, start // M + len(used) // M * (where is tokens))
-                      for weight, where, start, _ in model.trace(tokens, i * M + M - 1)]
-            expected = zip(map(float, gates[i]), found[i])
-            assert sorted(traced) == [(pytest.approx(p), k) for p, k in sorted(expected)]
+            traced = {(where is tokens, start // M): weight
+                      for weight, where, start, _ in model.trace(tokens, i * M + M - 1)}
+            n, expected = len(used) // M, zip(map(float, gates[i]), found[i])
+            assert traced == pytest.approx({(k >= n, k - n * (k >= n)): p for p, k in expected})
 
 
 @pytest.mark.parametrize('more', SETTINGS)
@@ -481,7 +481,8 @@ def start(tmp_path):
 
     def run(config=CONFIG, shift=0.0, progress=lambda rows, *_, **__: rows, **more):
         model = small(**{**dict(vocab_size=257, block_size=48, window=4 * M), **more})
-        reference = small(**{**asdict(model.config), 'retriever': 'none', 'n_layer': 2})
+        none = dict(retriever='none', n_layer=2, reference='')
+        reference = small(**{**asdict(model.config), **none})
         reference.norm.gain.data += shift
 
         def train_reference(model_config, train_config, suffix):
@@ -549,6 +550,12 @@ def test_scores_are_computed_once(start, monkeypatch):
         assert count(**more) > 0, more
     with pytest.raises(SystemExit, match='window'):                     # of the reference LM
         start(window=2 * M)
+    path = start()[1].folder.parent.parent / 'ckpt.pt'                  # of fold 0
+    given = dict(config=replace(CONFIG, fold=0), reference=str(path))
+    with pytest.raises(SystemExit, match='another fold'):
+        start(**given)
+    torch.save({**torch.load(path), 'corpus': 'another'}, path)
+    assert count(**given) > 0
 
 
 @pytest.mark.parametrize('more, millions', [
@@ -584,8 +591,11 @@ def test_ranks_by_loops(n=26):
             values.append([sum(helps[:2]) / 2, sum(helps[:10]) / sum(helps), ndcg])
     assert list(result['x']) == ['precision@2', 'recall@10', 'ndcg@20']
     assert list(result['x'].values()) == pytest.approx(np.mean(values, axis=0))
-    with pytest.raises(SystemExit, match='reference'):
-        rpt.TASKS['ranks'](runs[:1], args)
+    assert result['chance'] == rpt.TASKS['ranks'](runs, args)['chance'] != result['x']
+    narrow = SimpleNamespace(**{**vars(runs[1]), 'model': small(retriever='none')})
+    for bad in (runs[:1], [runs[0], narrow]):
+        with pytest.raises(SystemExit, match='reference'):
+            rpt.TASKS['ranks'](bad, args)
 
 
 @pytest.mark.slow

@@ -223,6 +223,7 @@ def test_a_failure_harms_no_checkpoint(here, case, message):
         at_step(patch, 2, lambda: case != 'disk' or patch.setattr(torch, 'save', full))
         run(flags('trime', '--out run'))
     assert torch.load('run/ckpt.pt', weights_only=True)['step'] == 2
+    assert not [*Path('run').glob('*.tmp')]
     run(flags('trime', '--out run'))
     run(flags('trime', '--out straight'))
     assert same('run', 'straight')

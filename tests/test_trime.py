@@ -376,7 +376,10 @@ def test_flags_and_task(tmp_path, capsys, coarse):
     assert [*prepared('ext', tmp_path, memory='none')[0].ways()] == ['off']
     other = SimpleNamespace(name='other', train=CORPUS.val, fingerprint='o')    # Table 5
     model, _ = prepared('local', tmp_path, external=other, split='train')
-    assert len(model.store.text) == len(CORPUS.val.tokens) and model.tuned.n_neighbors > 0
+    assert (model.store.text == CORPUS.val.tokens).all() and model.tuned.n_neighbors > 0
+    other.fingerprint = 'another text'
+    with pytest.raises(SystemExit, match='delete it'):
+        prepared('local', tmp_path, external=other)
     model, args = prepared('long', tmp_path)
     run = SimpleNamespace(name='run', model=model, corpus=CORPUS, documents=DOCUMENTS)
     run.log_p = lambda tokens: log_p(model, tokens)
