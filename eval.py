@@ -92,6 +92,8 @@ class Run:
         if corpus.fingerprint == self.corpus.fingerprint and split == 'train':
             raise SystemExit('--split train with --retrieve-from: each text would find itself')
         about = hashlib.sha256(self.path.read_bytes()).hexdigest(), corpus.fingerprint
+        if len(corpus.train.tokens) < self.module.batches(self.model.config)['chunk']:
+            raise SystemExit(f'--retrieve-from {corpus.name}: its text is shorter than a chunk')
         file = self.path.with_name(f'{self.path.stem}-index-{corpus.folder.name}.pt')
         if not file.exists():
             tokens = torch.from_numpy(corpus.train.tokens.astype(np.int64))
@@ -204,8 +206,8 @@ def best_tokens(run, n):
     The token of each document that gains most over off, of the n documents where it gains most.
     Yields tokens of the document, t where token t + 1 is that one, what to print
     """
-    scores, text = run.score(('on', 'off')), lambda ids: run.tokenizer.decode(ids.tolist())
-    gains = [on - off for on, off in zip(scores['on'], scores['off'])]
+    scores, text = run.score((run.on, 'off')), lambda ids: run.tokenizer.decode(ids.tolist())
+    gains = [on - off for on, off in zip(scores[run.on], scores['off'])]
     for d in sorted(range(len(gains)), key=lambda d: -gains[d].max())[:n]:
         tokens, t = run.documents[d], int(gains[d].argmax())
         yield tokens, t, dict(document=d, token=t + 1, gain=round(float(gains[d][t]), 6),
@@ -221,7 +223,7 @@ def examples(runs, args, n=3):
         prompt = run.encode(args.prompt)
         its_end = [(prompt, len(prompt) - 1, dict(text=args.prompt[-300:]))]
         for tokens, t, row in its_end if args.prompt else best_tokens(run, n):
-            run.set_way('on')
+            run.set_way(run.on)
             row = dict(run=run.name, **row, retrieved=retrieved(run, tokens, t, 4))
             result.append(row)
             print('', *(f'{key:9} {row[key]!r}' for key in [*row][:-1]), sep='\n')
@@ -245,9 +247,9 @@ def trace_document(run, tokens):
     reads all tokens before it again: there are at most REREAD / n.
     """
     n, losses, traces = len(tokens), {}, {}
-    for way in ('off', 'on'):
+    for name, way in (('off', 'off'), ('on', run.on)):
         run.set_way(way)
-        losses[way] = np.append(0, -run.log_p(tokens).cpu().double().numpy())       # (n,)
+        losses[name] = np.append(0, -run.log_p(tokens).cpu().double().numpy())      # (n,)
     gain = losses['off'] - losses['on']
     size = run.module.batches(run.model.config).get('chunk', 1)     # without chunks: each token
     starts = np.arange(0, n, size)
@@ -265,8 +267,8 @@ def write_page(runs, args):
     template = Path(__file__).with_name('assets') / 'trace.html'
     documents = [[run.encode(args.prompt)] if args.prompt else run.documents for run in runs]
     chosen = [min(texts, key=lambda tokens: abs(len(tokens) - 8192)) for texts in documents]
-    if min(map(len, chosen)) < 2:
-        raise SystemExit('eval.py: --html needs a text of two tokens or more')
+    if min(map(len, chosen), default=0) < 2:
+        raise SystemExit('eval.py: --html needs a run that retrieves, and a text of two tokens')
     pages = json.dumps([trace_document(run, tokens) for run, tokens in zip(runs, chosen)])
     pages = pages.replace('<', '\\u003c')                   # no text ends the page's script
     train.write(args.html, template.read_text('utf-8').replace('{{runs}}', pages))
@@ -540,24 +542,22 @@ def main(argv=None):
     args, task = parse(argv[len(runs):], runs)
     device = train.hardware(args.device)
     torch.set_float32_matmul_precision('highest')       # train.py may have set another one
-    for run in runs:
-        run.model.to(device)
-        run.open_text(args, device, quiet=run is not runs[0])
-        if run.text != runs[0].text:
-            raise SystemExit(f'eval.py: different texts, {runs[0].text} and {run.text}: --data '
-                             'chooses one')
-        external = run.corpus
-        if args.retrieve_from:
-            external = data.load(args.retrieve_from, run.tokenizer)
-        if hasattr(run.model, 'prepare_eval'):
-            run.model.prepare_eval(run.corpus, external, args, run.path, data.progress)
-        if args.retrieve_from and hasattr(run.model, 'index') and 'on' in run.model.ways():
-            run.open_index(external, args.split)
-        run.ways = run.model.ways()
-        run.set_way(next(iter(run.ways)))               # as trained
-    if args.html and not any('on' in run.ways for run in runs):
-        raise SystemExit('eval.py: --html: none of these runs retrieves')
     try:
+        for run in runs:
+            run.model.to(device)
+            run.open_text(args, device, quiet=run is not runs[0])
+            if run.text != runs[0].text:
+                raise SystemExit(f'eval.py: different texts, {runs[0].text} and {run.text}: '
+                                 '--data chooses one')
+            other = args.retrieve_from
+            external = data.load(other, run.tokenizer) if other else run.corpus
+            if hasattr(run.model, 'prepare_eval'):
+                run.model.prepare_eval(run.corpus, external, args, run.path, data.progress)
+            if other and hasattr(run.model, 'index') and 'on' in run.model.ways():
+                run.open_index(external, args.split)
+            run.ways = run.model.ways()
+            run.set_way(next(iter(run.ways)))               # as trained
+            run.on = 'both' if 'both' in run.ways else 'on'     # of examples
         result = task(runs, args)
         if args.json:
             train.write(args.json, json.dumps(result, indent=1))

@@ -376,8 +376,12 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     first, again = (evaluate(*names[1:], 'out/base', *corpus)['rows'] for _ in 'ab')
     ways = ['on', 'corpus', 'both', 'shuffled', 'off']
     assert first == again and [x['way'] for x in first] == [*ways, *ways, 'off']
-    with pytest.raises(SystemExit, match='find itself'):
-        evaluate('out/rpt', *corpus, '--split', 'train')
+    found = evaluate(*names[1:], '--task', 'examples', *corpus[2:])
+    assert {x['run'] for x in found for y in x['retrieved'] if y['ago'] is None} == {*names[1:]}
+    Path('tiny.txt').write_text('abc')
+    for more, message in (('--split train', 'find itself'), ('--retrieve-from tiny.txt', 'chunk')):
+        with pytest.raises(SystemExit, match=message):
+            evaluate('out/rpt', *corpus, *more.split())
     os.truncate(next(Path('out/drt').glob('best-index-more-*')), 999)
     weights = Path('out/rpt/best.pt').read_bytes()
     Path('out/rpt/best.pt').write_bytes(Path('out/rpt/ckpt.pt').read_bytes())
