@@ -442,8 +442,8 @@ class DRT(nn.Module):
             retrieves = self.retriever != 'off' and first + N > 0
             if retrieves and doc is None:                           # each retrieved chunk once
                 numbers, idx = idx.clamp(min=0).unique(return_inverse=True)     # (w is 0 at -1)
-                kv = torch.stack([state.kv[i] for i in numbers.tolist()], dim=2)
-                k, v = kv.to(x.device).flatten(2, 3)
+                kv = [state.kv[i].to(x.device) for i in numbers.tolist()]
+                k, v = torch.stack(kv, dim=2).flatten(2, 3)
             plan = gca_plan(idx, k.size(1) // S) if retrieves else None
             for i, block in enumerate(self.upper[g * size:g * size + size], n_lower + g * size):
                 x, state.past[i] = block(x, state.past[i], cross_attend if retrieves else None)

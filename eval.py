@@ -7,7 +7,7 @@ Evaluates trained models: any mixture of them in one table, on the same tokens.
 
 A run is a folder (its best.pt, else its ckpt.pt) or a .pt file. The table has a row for each way of
 using memory or retrieval: on (as trained), shuffled (others in place of those retrieved) and off;
-with --retrieve-from also corpus (chunks of that corpus only) and both.
+RPT and DRT with --retrieve-from also corpus (chunks of that corpus only) and both.
 Each token of a document but its first is scored once, given all tokens before it, in fp32. loss:
 nats per token; ppl: e^loss; bits/byte: nats / ln 2 / bytes of the text, comparable between
 tokenizers; word ppl: e^(nats / words); <512 and so on: loss of tokens 1 to 511 of a document, 512
@@ -34,7 +34,7 @@ REREAD = 500_000                # tokens that the traces of a page read again, a
 class EvalConfig:
     task: str = ''              # table, examples, generate, niah, speed or sweep, ranks
     data: str = ''              # another corpus than the one of training
-    retrieve_from: str = ''     # a corpus whose training split is retrieved from too
+    retrieve_from: str = ''     # table, examples: a corpus; its training split is retrieved from
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split
     context: str = ''           # a file whose text comes before the prompt
@@ -88,7 +88,7 @@ class Run:
                          split=args.split, bytes=split.n_bytes, words=split.n_words)
 
     def open_index(self, corpus, split):
-        """model.corpus: corpus.train.tokens, model.index of them, kept on disk, memory-mapped"""
+        """model.corpus: corpus.train.tokens and model.index of them, which is kept on disk"""
         if corpus.fingerprint == self.corpus.fingerprint and split == 'train':
             raise SystemExit('--split train with --retrieve-from: each text would find itself')
         about = hashlib.sha256(self.path.read_bytes()).hexdigest(), corpus.fingerprint

@@ -653,8 +653,10 @@ class RPT(nn.Module):
             scores = fp32(q) @ fp32(keys).transpose(1, 2) / q.size(-1) ** 0.5
         M = E.size(1)
         may = permitted(F.pad(doc, (M - c, 0)), c, self.w)                  # (B, c, M)
-        if self.retrieval == 'corpus':                                      # not the text itself
-            may[..., self.corpus[1].size(1):] = False
+        if self.retrieval in ('corpus', 'both'):
+            n = self.corpus[1].size(1)                                      # they come first
+            may[..., n - 1] = False                                         # it has no next one
+            may[..., n:] &= self.retrieval == 'both'
         if self.retriever is None:
             may = may & (scores > 0)                                        # a term in common
         order = scores = scores.masked_fill(~may, -math.inf)
@@ -791,10 +793,11 @@ class RPT(nn.Module):
 
     def index(self, tokens, progress):
         """
-        Of a corpus (n,), a text before any other: E (1, M, m, C), keys (1, M, C). It is read in
-        parts, as the time of one is quadratic.
+        Of a corpus (n,), a text before any other: E (1, M, m, C), keys (1, M, C), RETRO (1, M, V).
+        It is read in parts, as the time of one is quadratic.
         """
-        parts = progress(tokens.split(64 * self.PIECE), 'reading the corpus')
+        m = self.config.chunk_size
+        parts = progress(tokens.split(64 * self.PIECE // m * m), 'reading the corpus')
         states = [self.read(part[None]) for part in parts]
         return torch.cat([x.E for x in states], dim=1), torch.cat([x.keys for x in states], dim=1)
 

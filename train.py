@@ -193,9 +193,10 @@ def write(path, content):
     try:
         with open(f'{path}.tmp', 'wb') as f:
             f.write(content.encode()) if isinstance(content, str) else torch.save(content, f)
-        os.replace(f'{path}.tmp', path)
-    finally:
-        Path(f'{path}.tmp').unlink(missing_ok=True)                 # of a full disk
+    except (OSError, RuntimeError) as e:                # a full disk; torch.save hides what it is
+        Path(f'{path}.tmp').unlink(missing_ok=True)
+        raise OSError(f'{path} cannot be written: {e}')
+    os.replace(f'{path}.tmp', path)
 
 
 def find_run(out, about, resume):

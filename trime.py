@@ -640,7 +640,9 @@ class TRIME(nn.Module):
         if corpus.val is None or min(args.long, args.stride) < 0 or args.nprobe < 1:
             raise SystemExit('TRIME: a split val to tune on; --long, --stride >= 0; --nprobe >= 1')
         names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
-        names += ',ext' * bool(args.retrieve_from)
+        names = args.memory or 'local,long,ext' if args.retrieve_from else names
+        if args.retrieve_from and 'ext' not in names:
+            raise SystemExit(f'--retrieve-from needs ext in --memory, which is {names}')
         x = Inference('local' in names, args.long if 'long' in names else 0,
                       1024 if 'ext' in names else 0, linear=trained == 'none')      # Table 1
         self.stride = args.stride or self.stride
@@ -649,7 +651,7 @@ class TRIME(nn.Module):
         if x.n_neighbors:
             if args.split == 'train' and external.fingerprint == corpus.fingerprint:
                 raise SystemExit('--split train with --memory ext: each token would find itself')
-            self.store = Datastore(folder / f'datastore-{external.name}', self,
+            self.store = Datastore(folder / f'datastore-{external.folder.name}', self,
                                    external.train.tokens, about, progress, args.nprobe)
             if args.recall:
                 windows = self.windows(self.ids(corpus.val.tokens[:8192])[None])

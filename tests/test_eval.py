@@ -495,11 +495,14 @@ def test_the_page_in_a_browser(run, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f'http://127.0.0.1:{server.server_port}/p.html'
     options = '--headless', '--no-sandbox', '--no-zygote', '--disable-gpu', '--user-data-dir=.'
-    with subprocess.Popen([browser, *options, url]) as process:
+    process = subprocess.Popen([browser, *options, url])
+    try:
         reports = (path[2:] for path in iter(lambda: asked.get(timeout=60), None) if path[1] == '?')
         errors, (*shown, source) = json.loads(next(reports))
+    finally:
         process.kill()
-    server.shutdown()
+        process.wait()
+        server.shutdown()
     traced = sorted(map(int, page['traces']))
     best = max(traced, key=lambda i: page['off'][i] - page['on'][i])
     chosen = best, best, *traced[:2], traced[-1], traced[-1], traced[-2]

@@ -148,8 +148,8 @@ def by_definition(model, tokens, doc, corpus=(), own=True):
     x, M0 = lower(tokens), len(corpus) // m
     chunks = [x[i * m:(i + 1) * m] for i in range(n)]
     E = [*(lower(corpus)[:M0 * m].split(m) if M0 else ()), *chunks]
-    permitted = [[k for k in range(M0 + i - w + 1) if k < M0 or own and of[i] == of[k - M0] >= 0]
-                 for i in range(n)]
+    permitted = [[k for k in range(M0 + i - w + 1) if k < M0 - 1 or k >= M0 and own and
+                  of[i] == of[k - M0] >= 0] for i in range(n)]
     found, gates = [[] for _ in range(n)], [[] for _ in range(n)]
     if c.retriever in ('sem', 'lex'):
         r = model.retriever
@@ -230,7 +230,7 @@ def test_the_model_is_the_papers(more, doc):
 
 @pytest.mark.parametrize('more', [{}, dict(retriever='bm25'), dict(n_neighbors=20)])
 def test_retrieval_from_a_corpus(more, t=T - 3):
-    """Its chunks come before those of the text, outside of its window."""
+    """Its chunks, but the last, come before those of the text, outside of its window."""
     model, tokens = small(**more), tokens_of(t=t, b=1)[0]
     corpus = tokens_of(seed=1, t=20 * M + 1)[0]
     model.corpus = corpus, *model.index(corpus, lambda items, _: items)

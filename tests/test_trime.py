@@ -1,5 +1,6 @@
 """TRIME against its definitions, by loops in fp64."""
 import dataclasses, itertools, json, math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -320,7 +321,7 @@ def phrases(seed):
     return SimpleNamespace(tokens=tokens.numpy().astype(np.uint16), offsets=offsets)
 
 
-CORPUS = SimpleNamespace(name='text', fingerprint='1', train=phrases(0), val=phrases(1))
+CORPUS = SimpleNamespace(folder=Path('text'), fingerprint='1', train=phrases(0), val=phrases(1))
 DOCUMENTS = torch.from_numpy(CORPUS.val.tokens.astype(int)).split(96)
 
 
@@ -374,12 +375,14 @@ def test_flags_and_task(tmp_path, capsys, coarse):
     with pytest.raises(SystemExit, match='split train'):            # each token would find itself
         prepared('ext', tmp_path, split='train')
     assert [*prepared('ext', tmp_path, memory='none')[0].ways()] == ['off']
-    other = SimpleNamespace(name='other', train=CORPUS.val, fingerprint='o')    # Table 5
+    other = SimpleNamespace(folder=Path('o'), train=CORPUS.val, fingerprint='o')    # Table 5
     model, _ = prepared('local', tmp_path, external=other, split='train')
     assert (model.store.text == CORPUS.val.tokens).all() and model.tuned.n_neighbors > 0
     other.fingerprint = 'another text'
     with pytest.raises(SystemExit, match='delete it'):
         prepared('local', tmp_path, external=other)
+    with pytest.raises(SystemExit, match='needs ext'):
+        prepared('local', tmp_path, external=other, memory='local')
     model, args = prepared('long', tmp_path)
     run = SimpleNamespace(name='run', model=model, corpus=CORPUS, documents=DOCUMENTS)
     run.log_p = lambda tokens: log_p(model, tokens)
