@@ -640,7 +640,7 @@ class TRIME(nn.Module):
         if corpus.val is None or min(args.long, args.stride) < 0 or args.nprobe < 1:
             raise SystemExit('TRIME: a split val to tune on; --long, --stride >= 0; --nprobe >= 1')
         names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
-        names = args.memory or 'local,long,ext' if args.retrieve_from else names
+        names = (args.memory or 'local,long,ext') if args.retrieve_from else names
         if args.retrieve_from and 'ext' not in names:
             raise SystemExit(f'--retrieve-from needs ext in --memory, which is {names}')
         x = Inference('local' in names, args.long if 'long' in names else 0,
