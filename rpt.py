@@ -29,10 +29,11 @@ Where we differ from the paper, and why
     With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
     Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
-    The reference LM (paper: Pythia 1.4B) has half the layers, is trained on every second document
-    and scores the others. Chunks without scores have BM25 as teacher and no L_ret; to a scored one
-    without positives the teacher gives no neighbors. RPT-Lex: a candidate of rank r has s_t = 1 -
-    r / J. In joined short documents self-attention alone crosses them, as in Transformer-XL.
+    The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
+    every second document and scores the others. Chunks without scores have BM25 as teacher and no
+    L_ret; to a scored one without positives the teacher gives no neighbors. RPT-Lex: a candidate of
+    rank r has s_t = 1 - r / J. In joined short documents self-attention alone crosses them, as in
+    Transformer-XL.
 
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           reference LM, scores and RPT, one after the other
@@ -77,6 +78,7 @@ class RPTConfig:
     score_every: int = 1          # the reference LM scores every n-th chunk (ours)
     reference: str = ''           # checkpoint of the reference LM; default: one is trained first
     reference_steps: int = 0      # steps of its training; 0: as many as RPT's (ours)
+    reference_cache: float = 0.2  # weight of a continuous cache in it, λ (ours; paper: 0)
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -90,8 +92,9 @@ class RPTConfig:
             raise ValueError(f'window {self.window} is no multiple of {unit}')
         if self.retriever != 'none' and self.block_size < self.window + 2 * self.chunk_size:
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
-        if not 0 <= self.dropout <= 1 or not 0 <= self.eta <= 1:
-            raise ValueError(f'dropout {self.dropout}, eta {self.eta}: from 0 to 1')
+        for name in ('dropout', 'eta', 'reference_cache'):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f'{name} {getattr(self, name)} is not from 0 to below 1')
         if self.reference and self.retriever != 'sem':
             raise ValueError('a reference is for retriever sem')
 
@@ -102,7 +105,8 @@ PRESETS = {         # §3.4, App. A, B; tokenizer, lr, warmup, weight_decay, ref
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
                   chunk_size=64, n_cca=5, tokens_per_step=131_072, max_steps=500_000, lr=5e-4,
                   optimizer='adamw', warmup=0.01, weight_decay=0.01, eval_every=1000,
-                  shift_values=False, reference_steps=50_000),
+                  shift_values=False, reference_steps=50_000,
+                  reference_cache=0.0),
 }
 
 
@@ -472,6 +476,9 @@ def target_scores(reference, chunks, candidates):
         s_t(c_j) = (log P(c_{i+1} | c_j, c_{j+1}, c_i) - log P(c_{i+1} | c_{i-2}, c_{i-1}, c_i)) / m
 
     The keys and values of a prefix (c_j, c_{j+1}) serve all i. The baseline is prefix j = i - 2.
+    As small LMs hardly copy, P is (1 - λ) P_LM + λ P_cache with a continuous cache (Grave et al.
+    2017): P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows.
+
     chunks (N, m), candidates (N, J), -1: none -> (N, J), nan where there is none
     """
     (N, m), size = chunks.shape, max(1, 2048 // chunks.size(1))
@@ -480,14 +487,22 @@ def target_scores(reference, chunks, candidates):
     log_p = torch.full(prefixes.shape, math.nan, device=chunks.device)
     i, slot = (prefixes >= 0).nonzero(as_tuple=True)                        # (n,) all pairs
     j, rows = prefixes[i, slot].unique(return_inverse=True)
-    state = reference.read(torch.cat([chunks[j], chunks[j + 1]], dim=1))
+    texts = torch.cat([chunks[j], chunks[j + 1]], dim=1)
+    before, state, _ = reference.encode(texts)                              # before: (n, 2m, C)
+    earlier = torch.ones(m, 4 * m - 1, dtype=torch.bool, device=chunks.device).tril(3 * m - 2)
+    cache = reference.config.reference_cache                                # λ
     for i, slot, rows in zip(i.split(size), slot.split(size), rows.split(size)):
         past = [(k[rows], v[rows]) for k, v in state.past]
         prefix = state._replace(past=past, rest=state.rest[rows])
         tokens = torch.cat([chunks[i], chunks[i + 1]], dim=1)               # (size, 2m)
         f, _, _ = reference.encode(tokens, state=prefix)
-        logits = reference.logits(f[:, m - 1:-1]).transpose(1, 2)           # (size, V, m)
-        log_p[i, slot] = -F.cross_entropy(logits, tokens[:, m:], reduction='none').mean(1)
+        f_u = torch.cat([before[rows], f], dim=1)[:, :-1]                   # (size, 4m - 1, C)
+        x_u = torch.cat([texts[rows], tokens], dim=1)[:, None, 1:]          # what follows u
+        f, x = f[:, m - 1:-1], tokens[:, m:, None]                          # of the targets
+        s = fp32(f @ f_u.transpose(1, 2)) / f.size(-1) ** 0.5               # (size, m, 4m - 1)
+        p_cache = (s.masked_fill(~earlier, -math.inf).softmax(-1) * (x_u == x)).sum(-1)
+        p = reference.logits(f).softmax(-1).gather(2, x)[..., 0]            # (size, m)
+        log_p[i, slot] = ((1 - cache) * p + cache * p_cache).log().mean(1)
     return log_p[:, 1:] - log_p[:, :1]
 
 
@@ -512,6 +527,7 @@ def load_reference(c, config, corpus, train_reference):
         reference.load_state_dict(file['model'])
         assert reference.config.retriever == 'none' and reference.config.window >= window
         assert file['tokenizer'] == corpus.tokenizer.to_dict()
+        reference.config.reference_cache = c.reference_cache
         fold = file['fold'] if file['corpus'] == corpus.fingerprint else 2          # 2: knows none
         assert fold != config.fold or fold < 0
     except Exception as e:                              # a broken file can raise anything
@@ -542,7 +558,8 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     if c.retriever == 'sem':
         reference, fold = load_reference(c, config, corpus, train_reference)
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
-        facts += [hashlib.sha256(weights).hexdigest(), fold, c.score_every, config.dtype]
+        facts += [hashlib.sha256(weights).hexdigest(), fold, c.score_every, c.reference_cache,
+                  config.dtype]
         reference.to(device)
     folder = corpus.folder / f'teacher-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}'
     folder.mkdir(exist_ok=True)

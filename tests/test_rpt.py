@@ -385,15 +385,23 @@ def test_ranking_loss(n, J, tau):
         assert [x.item() for x in nothing] == [0, 0, 0] and (grad == 0).all()
 
 
-def test_target_scores_by_reading_each_prompt():
-    reference, batch = small(retriever='none', window=4 * M), taught(tokens_of())
+@pytest.mark.parametrize('cache', [0.0, 0.3])
+def test_target_scores_by_reading_each_prompt(cache):
+    reference = small(retriever='none', window=4 * M, reference_cache=cache)
+    batch = taught(tokens_of() % 9)                                     # tokens that return
     chunks, candidates = batch.tokens[0].view(N, M), batch.candidates[0].clone()
     candidates[5, 0] = 3                                                # the baseline itself
     scores = target_scores(reference, chunks, candidates)
 
     def log_p(j, i):
         prompt = torch.cat([chunks[j], chunks[j + 1], chunks[i], chunks[i + 1]])
-        return gather(reference.log_probs(prompt[None])[0, 3 * M - 1:-1], chunks[i + 1]).mean()
+        f, nats = reference.encode(prompt[None])[0][0], []
+        for t in range(3 * M - 1, 4 * M - 1):                           # it predicts token t + 1
+            weights = torch.stack([f[t] @ f[u] / f.size(1) ** 0.5 for u in range(t)]).softmax(0)
+            copied = sum(w for u, w in enumerate(weights) if prompt[u + 1] == prompt[t + 1])
+            p = reference.logits(f[t]).softmax(0)[prompt[t + 1]]
+            nats.append(((1 - cache) * p + cache * copied).log())
+        return torch.stack(nats).mean()
     for i in range(N):
         for j, score in zip(candidates[i].tolist(), scores[i]):
             assert score.isnan() if j < 0 else abs(score - log_p(j, i) + log_p(i - 2, i)) < EPS
@@ -545,8 +553,8 @@ def test_scores_are_computed_once(start, monkeypatch):
     assert count(eta=0.3, tau=1.0) == count(micro_batch=4) == 0
     assert count(replace(CONFIG, max_steps=2)) == 0
     for more in (dict(score_every=3), dict(n_candidates=5), dict(window=6 * M), dict(shift=0.1),
-                 dict(retriever='lex'), dict(retriever='bm25'), dict(block_size=44),
-                 dict(config=replace(CONFIG, dtype='bf16'))):
+                 dict(reference_cache=0.5), dict(retriever='lex'), dict(retriever='bm25'),
+                 dict(block_size=44), dict(config=replace(CONFIG, dtype='bf16'))):
         assert count(**more) > 0, more
     with pytest.raises(SystemExit, match='window'):                     # of the reference LM
         start(window=2 * M)
