@@ -34,7 +34,7 @@ REREAD = 500_000                # tokens that the traces of a page read again, a
 class EvalConfig:
     task: str = ''              # table, examples, generate, niah, speed or sweep, ranks
     data: str = ''              # another corpus than the one of training
-    retrieve_from: str = ''     # table, examples: a corpus; its training split is retrieved from
+    retrieve_from: str = ''     # a corpus whose training split is retrieved from
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split
     context: str = ''           # a file whose text comes before the prompt
@@ -312,7 +312,7 @@ def samples(runs, args):
         prompt = args.prompt or run.tokenizer.decode(before)
         texts = {} if args.prompt else {'text': run.tokenizer.decode(after)}
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
-        for way in [way for way in ('on', 'off') if way in run.ways]:
+        for way in [way for way in (run.on, 'off') if way in run.ways]:
             run.set_way(way)
             began = time.time()
             texts[way] = generate(run.model, run.tokenizer, prompt, *how)
@@ -517,6 +517,8 @@ def parse(argv, runs):
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
     if args.html and args.task not in ('', 'examples'):
         parser.error('--html is for --task examples')
+    if args.retrieve_from and args.task not in ('', 'table', 'examples', 'generate'):
+        parser.error('--retrieve-from is for --task table, examples and generate')
     for path in filter(None, (args.json, args.html)):
         if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
             parser.error(f'{path} cannot be written')
@@ -557,7 +559,7 @@ def main(argv=None):
                 run.open_index(external, args.split)
             run.ways = run.model.ways()
             run.set_way(next(iter(run.ways)))               # as trained
-            run.on = 'both' if 'both' in run.ways else 'on'     # of examples
+            run.on = 'both' if 'both' in run.ways else 'on'     # of examples, generate
         result = task(runs, args)
         if args.json:
             train.write(args.json, json.dumps(result, indent=1))

@@ -85,6 +85,8 @@ class RPTConfig:
             least = 0 if name in ('n_inner', 'n_cca', 'reference_steps') else 1
             if type(value) is int and value < least:
                 raise ValueError(f'{name} {value} is below {least}')
+            if name in ('dropout', 'eta', 'reference_cache') and not 0 <= value < 1:
+                raise ValueError(f'{name} {value} is not from 0 to below 1')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
         unit = 2 if self.retriever == 'none' else 2 * self.chunk_size
@@ -92,9 +94,6 @@ class RPTConfig:
             raise ValueError(f'window {self.window} is no multiple of {unit}')
         if self.retriever != 'none' and self.block_size < self.window + 2 * self.chunk_size:
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
-        for name in ('dropout', 'eta', 'reference_cache'):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f'{name} {getattr(self, name)} is not from 0 to below 1')
         if self.reference and self.retriever != 'sem':
             raise ValueError('a reference is for retriever sem')
 

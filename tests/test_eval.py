@@ -378,8 +378,11 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     assert first == again and [x['way'] for x in first] == [*ways, *ways, 'off']
     found = evaluate(*names[1:], '--task', 'examples', *corpus[2:])
     assert {x['run'] for x in found for y in x['retrieved'] if y['ago'] is None} == {*names[1:]}
+    texts = evaluate('out/rpt', '--task', 'generate', '--max-tokens', '2', *corpus[2:])[0]['texts']
+    assert list(texts) == ['text', 'both', 'off']
     Path('tiny.txt').write_text('abc')
-    for more, message in (('--split train', 'find itself'), ('--retrieve-from tiny.txt', 'chunk')):
+    for more, message in (('--split train', 'find itself'), ('--retrieve-from tiny.txt', 'chunk'),
+                          ('--task speed', 'table, examples')):
         with pytest.raises(SystemExit, match=message):
             evaluate('out/rpt', *corpus, *more.split())
     os.truncate(next(Path('out/drt').glob('best-index-more-*')), 999)
