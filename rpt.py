@@ -30,10 +30,10 @@ Where we differ from the paper, and why
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
     Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
-    every second document and scores the others. Chunks without scores have BM25 as teacher and no
-    L_ret; to a scored one without positives the teacher gives no neighbors. RPT-Lex: a candidate of
-    rank r has s_t = 1 - r / J. In joined short documents self-attention alone crosses them, as in
-    Transformer-XL.
+    every second document and scores every n-th chunk of the others. All other chunks are taught as
+    in RPT-Lex, where a candidate of rank r has s_t = 1 - r / J. To a chunk without positives the
+    teacher gives no neighbors.
+    In joined short documents self-attention alone crosses them, as in Transformer-XL.
 
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           reference LM, scores and RPT, one after the other
@@ -104,8 +104,7 @@ PRESETS = {         # §3.4, App. A, B; tokenizer, lr, warmup, weight_decay, ref
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
                   chunk_size=64, n_cca=5, tokens_per_step=131_072, max_steps=500_000, lr=5e-4,
                   optimizer='adamw', warmup=0.01, weight_decay=0.01, eval_every=1000,
-                  shift_values=False, reference_steps=50_000,
-                  reference_cache=0.0),
+                  shift_values=False, reference_steps=50_000, reference_cache=0.0),
 }
 
 
@@ -412,13 +411,13 @@ def ranking_loss(scores, candidates, target_scores, tau):
         λ_lj  = |2^s_t(l) - 2^max(s_t(j), 0)| |1 / log2(1 + r_l) - 1 / log2(1 + r_j)| / IDCG
 
     scores      (B, N, N)  s_q of chunk i for chunk k, -inf where i may not retrieve k
-    candidates  (B, N, J)  -1: none      target_scores (B, N, J)  s_t, nan: not scored
+    candidates  (B, N, J)  -1: none      target_scores (B, N, J)  s_t
     returns     sums over the ranked chunks, those with a positive: of L_ret, NDCG@20 and 1
     """
     B, N, _ = scores.shape
     column = candidates.where(candidates >= 0, N)                           # N: of no chunk
-    s_t = target_scores.to(scores).nan_to_num(-math.inf)
-    s_t = scores.new_full((B, N, N + 1), -math.inf).scatter(2, column, s_t)[..., :N]
+    s_t = scores.new_full((B, N, N + 1), -math.inf)
+    s_t = s_t.scatter(2, column, target_scores.to(scores))[..., :N]
     gain = torch.exp2(s_t.clamp(min=0)) - 1                                 # (B, N, N)
     order = scores.argsort(dim=2, descending=True, stable=True)
     rank = 1 + order.argsort(dim=2)
@@ -505,8 +504,8 @@ def target_scores(reference, chunks, candidates):
     return log_p[:, 1:] - log_p[:, :1]
 
 
-# data.Batch; candidates (B, N, J), -1: none; target_scores (B, N, J), nan: not scored; ranked: mean
-# number, over the micro-batches of the step, of chunks that have a positive
+# data.Batch; candidates (B, N, J), -1: none; target_scores (B, N, J); ranked: mean number, over the
+# micro-batches of the step, of chunks that have a positive
 TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed candidates target_scores ranked')
 
 
@@ -560,7 +559,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         facts += [hashlib.sha256(weights).hexdigest(), fold, c.score_every, c.reference_cache,
                   config.dtype]
         reference.to(device)
-    folder = corpus.folder / f'teacher-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}'
+    folder = corpus.folder / f'scores-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}'
     folder.mkdir(exist_ok=True)
 
     def load(row):
@@ -570,12 +569,14 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
             batch = batches.take(np.array([row]), seed=0)
             chunks, doc = batch.tokens[0, :N * m].view(N, m), doc_of_chunks(batch.doc[:1], m)[0]
             candidates = bm25_candidates(chunks, doc, model.w, J, idf)
-            scores = (1 - torch.arange(J) / J).where(candidates >= 0, math.nan)     # RPT-Lex
+            scores = (1 - torch.arange(J) / J).expand(N, J)                 # RPT-Lex
             if reference:
-                scored = (torch.arange(N) % c.score_every == 0) & (doc % 2 != fold)
-                scored = candidates.where(scored[:, None], -1).to(device)
+                scored = ((torch.arange(N) % c.score_every == 0) & (doc % 2 != fold))[:, None]
+                judged = candidates.where(scored, -1).to(device)
                 with autocast():
-                    scores = target_scores(reference, chunks.to(device), scored).cpu()
+                    s_t = target_scores(reference, chunks.to(device), judged)
+                scores = s_t.cpu().where(scored, scores)
+            scores = scores.where(candidates >= 0, 0)
             temporary = folder / f'{row}-{os.getpid()}.tmp.npy'
             np.save(temporary, torch.stack([candidates, scores]).float().numpy())
             os.replace(temporary, path)
@@ -596,9 +597,9 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         first = g - g % n                                               # of the step
         step = [[load(row) for row in batches.rows(i)] for i in range(first, first + n)]
         ranked = sum((scores > 0).any(1).sum().item() for rows in step for _, scores in rows)
-        padding = [torch.full((2, N, J), math.nan)] * (len(batch.tokens) - len(step[g - first]))
+        padding = [torch.full((2, N, J), -1.0)] * (len(batch.tokens) - len(step[g - first]))
         candidates, scores = torch.stack(step[g - first] + padding, dim=1)      # (B, N, J)
-        return TaughtBatch(*batch, candidates.nan_to_num(-1).long(), scores, max(1, ranked) / n)
+        return TaughtBatch(*batch, candidates.long(), scores, max(1, ranked) / n)
 
     return attach
 
@@ -740,11 +741,11 @@ class RPT(nn.Module):
 
     def taught_neighbors(self, batch, chance):
         """
-        The K candidates that help most, or as many as help; without scores, BM25's first K. With
-        a retriever, scheduled sampling. -> (B, N, K), -1: none, -2: those retrieved
+        The K candidates that help most, or as many as help; with a retriever, scheduled sampling
+        -> (B, N, K), -1: none, -2: those retrieved
         """
         s_t = batch.target_scores
-        order = s_t.nan_to_num().argsort(dim=2, descending=True, stable=True)
+        order = s_t.argsort(dim=2, descending=True, stable=True)
         teacher = batch.candidates.masked_fill(s_t <= 0, -1).gather(2, order)
         teacher = F.pad(teacher, (0, self.config.n_neighbors - s_t.size(2)), value=-1)  # or cut
         if self.retriever:
