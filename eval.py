@@ -123,11 +123,10 @@ class Run:
 
     def score(self, ways):
         """Fills scores[way]: for each document, log_p (n - 1,) fp64. -> scores"""
-        missing = [way for way in ways if way not in self.scores]
-        jobs = itertools.product(missing, self.documents)
-        for way, tokens in data.progress(jobs, self.name, len(missing) * len(self.documents)):
+        for way in [way for way in ways if way not in self.scores]:
             self.set_way(way)
-            self.scores.setdefault(way, []).append(self.log_p(tokens).cpu().double().numpy())
+            documents = data.progress(self.documents, f'{self.name}, {way}')
+            self.scores[way] = [self.log_p(x).cpu().double().numpy() for x in documents]
         return self.scores
 
 
