@@ -449,8 +449,7 @@ def answers(run, needles, n_chunks, depths, rng):
     free = [i for i in rng.permutation(n_chunks - 2)[:99] if i not in slots]
     more = zip(free, chains[:, 1:]) if needles.hops > 1 else []
     needles.hide(rng, ids, [*zip(slots, chains[:, :2]), *more])
-    text, end = torch.from_numpy(ids).to(run.documents[0]).split_with_sizes(
-        [(n_chunks - needles.hops) * c, needles.hops * c])
+    text, end = torch.from_numpy(ids).to(run.documents[0]).tensor_split([-needles.hops * c])
     read, right = model.read(text[None]), []
     for names in chains:
         question, opens, answer, _ = (torch.from_numpy(x).to(end) for x in needles.sentence(names))
