@@ -335,7 +335,7 @@ class Corpus:
             return Needles(split, self.tokenizer, self.hops, *sizes, chunk, grow)
         if grow:
             raise SystemExit('--grow-context is for --data niah or niah2')
-        return Batches(split, **how)
+        return Batches(split, cache=self.folder, **how)
 
 
 def write_split(path, sources, tokenizer):

@@ -303,8 +303,7 @@ def train(module, model_config, config, corpus=None):
     corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size)
     how = dict(block_size=T, micro_batch=B, **module.batches(model_config))
     grow = config.max_steps * passes * WORLD // 2 * config.grow_context
-    batches = corpus.batches(corpus.train, seed=config.seed, fold=config.fold,
-                             cache=corpus.folder, grow=grow, **how)
+    batches = corpus.batches(corpus.train, seed=config.seed, fold=config.fold, grow=grow, **how)
     how['kind'] = how['kind'].replace('packed', 'segments')
     val_batches = corpus.batches(corpus.val, seed=0, **how)
     if WORLD > 1 and RANK == 0: dist.barrier()
