@@ -285,7 +285,7 @@ def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p
     pending, state = prompt[:, -1:], model.read(prompt[:, :-1])
     for _ in data.progress(range(max_tokens), 'generating'):
         log_probs, state = model.stream(pending, state)
-        last = log_probs[0, -1].double().cpu() / max(temperature, 1e-9)         # (V,)
+        last = log_probs[0, -1].cpu().double() / max(temperature, 1e-9)         # (V,)
         p, tokens = last.softmax(-1).sort(descending=True)
         p[1:] *= (p.cumsum(-1) < top_p)[:-1]            # the sum of those before a token
         token = tokens[torch.multinomial(p, 1, generator=generator)]
