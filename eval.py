@@ -41,7 +41,7 @@ class EvalConfig:
     max_tokens: int = 200       # generate: new tokens, at most
     temperature: float = 0.8    # generate: 0 takes the likeliest token
     top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
-    seed: int = 0               # generate: of the random draws
+    seed: int = 0               # generate, niah, ranks: of the random draws
     lengths: str = '1k,4k,16k'  # niah, speed: tokens of the text; k is 2^10, m is 2^20
     depths: str = '0,25,50,75,100'                              # niah: places of the needles, in %
     json: str = ''              # a file for every number that the screen shows
