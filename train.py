@@ -25,7 +25,7 @@ import data
 
 MODELS = ('trime', 'rpt', 'drt')
 NOT_COMPARED = ('out', 'resume', 'device', 'compile', 'kernel')     # may differ when resuming
-NOT_SHOWN = ('step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens')
+NOT_SHOWN = ('step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens', 'val_tokens_all')
 PEAK_FLOPS = {'B200': 2250e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12,
               'A100': 312e12, 'L40S': 362e12, '4090': 165e12}       # dense bf16, by data sheet
 WORLD, RANK = (int(os.environ.get(name, n)) for name, n in (('WORLD_SIZE', 1), ('RANK', 0)))
