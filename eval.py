@@ -304,7 +304,7 @@ def repeated(ids, n=8):
 
 def samples(runs, args):
     """Continues --prompt, or 1,024 tokens amid the longest document, with and without memory"""
-    result, how = [], (args.max_tokens, args.temperature, args.top_p, args.seed)
+    result, sampling = [], (args.max_tokens, args.temperature, args.top_p, args.seed)
     for run in runs:
         ids = max(run.documents, key=len).tolist()
         before, after = ids[:len(ids) // 2][-1024:], ids[len(ids) // 2:][:args.max_tokens]
@@ -314,7 +314,7 @@ def samples(runs, args):
         for way in [way for way in (run.on, 'off') if way in run.ways]:
             run.set_way(way)
             began = time.time()
-            texts[way] = generate(run.model, run.tokenizer, prompt, *how)
+            texts[way] = generate(run.model, run.tokenizer, prompt, *sampling)
             rate = len(run.tokenizer.encode(texts[way])) / (time.time() - began)
             print(f'{way}: {rate:.0f} tokens/s, with the prompt')
         for name, text in texts.items():
@@ -403,8 +403,9 @@ def reading(runs, args, steps=32):
 def speed(runs, args, rounds=5):
     """
     Seconds (median; the runs interleaved) and MACs of a forward and a backward pass on random
-    tokens, and their ratios to the first run. MACs: half the FLOPs that torch counts, attention by
-    its definition, as the fused kernel of a CPU is not counted. Before it the table of `reading`
+    tokens, of RPT without its ranking loss, and their ratios to the first run. MACs: half the FLOPs
+    that torch counts, attention by its definition, as the fused kernel of a CPU is not counted.
+    Before it the table of `reading`
     """
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
     batches, rows, read, device = [], [], reading(runs, args), runs[0].documents[0].device
@@ -454,12 +455,12 @@ def answers(run, needles, n_chunks, depths, rng):
     for names in chains:
         question, opens, answer, _ = (torch.from_numpy(x).to(end) for x in needles.sentence(names))
         end.view(-1, c)[:, -len(question):] = question
-        found, pending, state = [], torch.cat([end, opens]), read
+        greedy, pending, state = [], torch.cat([end, opens]), read
         for _ in answer:
             log_probs, state = model.stream(pending[None], state)
             pending = log_probs[0, -1:].argmax(-1)
-            found.append(pending.item())
-        right.append(found == answer.tolist())
+            greedy.append(pending.item())
+        right.append(greedy == answer.tolist())
     return right
 
 
@@ -507,9 +508,9 @@ def parse(argv, runs):
     for module in (sys.modules[__name__], *modules):
         if hasattr(module, 'EvalConfig'):
             train.add_flags(parser, module.EvalConfig)
-    args = train.parse_flags(parser, argv)
-    if not runs:
+    if not (runs or {'-h', '--help'} & {*argv}):
         parser.error(parser.usage)
+    args = train.parse_flags(parser, argv)
     tasks = {**TASKS, **(modules[0].TASKS if len(modules) == 1 else {})}
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
@@ -549,11 +550,11 @@ def main(argv=None):
             if run.text != runs[0].text:
                 raise SystemExit(f'eval.py: different texts, {runs[0].text} and {run.text}: '
                                  '--data chooses one')
-            other = args.retrieve_from
-            external = data.load(other, run.tokenizer) if other else run.corpus
+            name = args.retrieve_from
+            external = data.load(name, run.tokenizer) if name else run.corpus
             if hasattr(run.model, 'prepare_eval'):
                 run.model.prepare_eval(run.corpus, external, args, run.path, data.progress)
-            if other and hasattr(run.model, 'index') and 'on' in run.model.ways():
+            if name and hasattr(run.model, 'index') and 'on' in run.model.ways():
                 run.open_index(external, args.split)
             run.ways = run.model.ways()
             run.set_way(next(iter(run.ways)))               # as trained

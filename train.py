@@ -109,10 +109,11 @@ def parse(argv=None):
 
 def hardware(device):
     """The torch.device that --device names."""
+    present = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
     if device == 'auto':
-        device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if device == 'cuda' and not torch.cuda.is_available():
-        raise SystemExit('--device cuda: PyTorch finds no GPU; --device cpu works')
+        device = 'cuda' if present['cuda'] else 'cpu'
+    if not present[device]:
+        raise SystemExit(f'--device {device}: PyTorch finds none; --device cpu works')
     return torch.device(f'cuda:{os.environ.get("LOCAL_RANK", 0)}' if device == 'cuda' else device)
 
 
@@ -301,11 +302,11 @@ def train(module, model_config, config, corpus=None):
 
     if RANK > 0: dist.barrier()                         # the first process prepares and packs
     corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size)
-    how = dict(block_size=T, micro_batch=B, **module.batches(model_config))
+    sizes = dict(block_size=T, micro_batch=B, **module.batches(model_config))
     grow = config.max_steps * passes * WORLD // 2 * config.grow_context
-    batches = corpus.batches(corpus.train, seed=config.seed, fold=config.fold, grow=grow, **how)
-    how['kind'] = how['kind'].replace('packed', 'segments')
-    val_batches = corpus.batches(corpus.val, seed=0, **how)
+    batches = corpus.batches(corpus.train, seed=config.seed, fold=config.fold, grow=grow, **sizes)
+    sizes['kind'] = sizes['kind'].replace('packed', 'segments')
+    val_batches = corpus.batches(corpus.val, seed=0, **sizes)
     if WORLD > 1 and RANK == 0: dist.barrier()
     model_config.vocab_size = corpus.tokenizer.n_vocab
 
