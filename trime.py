@@ -195,7 +195,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm Transformer layer; returns its keys and values too, for streaming."""
+    """One pre-norm Transformer layer; returns the input g of its MLP, its keys and values too."""
 
     def __init__(self, config):
         super().__init__()
@@ -206,8 +206,9 @@ class Block(nn.Module):
     def forward(self, x, rotary, past=None):
         y, kv = self.attention(self.norm1(x), rotary, past)
         x = x + F.dropout(y, self.dropout, self.training)
-        x = x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
-        return x, kv
+        g = self.norm2(x)
+        x = x + F.dropout(self.mlp(g), self.dropout, self.training)
+        return x, g, kv
 
 
 # --------------------------------------------------------------------------------------------------
@@ -508,14 +509,9 @@ class TRIME(nn.Module):
         angles = rotary(positions, self.config.n_embd // self.config.n_head)
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
         past = [*past] if past else [None] * len(self.blocks)
-        for i, block in enumerate(self.blocks[:-1]):
-            x, past[i] = block(x, angles, past[i])
-        last = self.blocks[-1]                                      # written out, because of g
-        y, past[-1] = last.attention(last.norm1(x), angles, past[-1])
-        x = x + F.dropout(y, last.dropout, self.training)
-        g = last.norm2(x)                                           # (B, t, C)
-        f = self.norm(x + F.dropout(last.mlp(g), last.dropout, self.training))
-        return f, g, past
+        for i, block in enumerate(self.blocks):
+            x, g, past[i] = block(x, angles, past[i])               # g of the last one remains
+        return self.norm(x), g, past
 
     def forward(self, batch, progress):
         """
