@@ -163,11 +163,11 @@ def softmax_attention(q, k, v, mask=None):
     return z.softmax(-1) @ v
 
 
-def attend(q, k, v, block, window, slopes=None):
+def attend(q, k, v, block, window, slopes=0.0):
     """
     Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1 and
-    n, none later, none `window` or more tokens older. With slopes (H,), ALiBi (Press et al. 2022)
-    subtracts slope * age from each score.
+    n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et al.
+    2022) subtracts slope * age from each score.
 
     q (B, T, H, D)   k, v (B, P + T, H, D): P keys precede the queries, the first begins a block
     returns (B, T, H, D)
@@ -178,9 +178,7 @@ def attend(q, k, v, block, window, slopes=None):
     def bias(i, j):
         age = i[:, None] - j                                        # (queries, keys)
         visible = (age >= 0) & (age < window) & (j // block >= i[:, None] // block - 1)
-        penalty = torch.zeros(age.shape, device=q.device)
-        if slopes is not None:
-            penalty = -slopes[None, :, None, None] * age            # (1, H, queries, keys)
+        penalty = -slopes * age                                     # ((1, H,) queries, keys)
         return penalty.masked_fill(~visible, -math.inf).to(q.dtype)
 
     if T <= block:                                                  # one piece: the definition
