@@ -777,11 +777,8 @@ class RPT(nn.Module):
     @torch.no_grad()
     def stream(self, tokens, state=None):
         """log_probs of tokens (B, t), t >= 1, that continue the text of `state`; the new state"""
-        parts = []
-        for piece in tokens.split(self.PIECE, dim=1):
-            f, state, _ = self.encode(piece, state=state)
-            parts.append(self.logits(f).log_softmax(-1))
-        return torch.cat(parts, dim=1), state
+        f, state, _ = self.encode(tokens, state=state)
+        return self.logits(f).log_softmax(-1), state
 
     @torch.no_grad()
     def read(self, tokens, state=None):
