@@ -823,8 +823,8 @@ def ranks(runs, args):
     Table 3: of chance, recency, BM25 and the runs, for chunks that have a positive. The last run,
     with retriever none, is the reference LM, which scores all permitted chunks.
     """
-    c, corpus, split = runs[0].model.config, runs[0].corpus, runs[0].split
-    m, N, device = c.chunk_size, c.block_size // c.chunk_size, runs[0].documents[0].device
+    c, corpus, documents = runs[0].model.config, runs[0].corpus, runs[0].documents
+    m, N, device = c.chunk_size, c.block_size // c.chunk_size, documents[0].device
     *runs, reference = runs
     kinds = {(run.model.neighbor_encoder is None, run.corpus.fingerprint, run.model.config.window,
               run.model.config.chunk_size) for run in runs}
@@ -837,19 +837,18 @@ def ranks(runs, args):
     k = torch.arange(N, device=device)
     may = torch.ones(N, N, dtype=torch.bool, device=device).tril(-runs[0].model.w)
     may[-1] = False                                                     # it has no target
-    T, offsets = N * m, split.offsets
-    starts = [i for a, b in zip(offsets, offsets[1:]) for i in range(a, b - T + 1, T)]
-    if not starts:
-        raise SystemExit(f'ranks: no document of {split.name} has {T} tokens')
+    candidates = k.where(may, -1)
+    texts = [text.view(N, m) for tokens in documents for text in tokens.split(N * m)
+             if len(text) == N * m]
+    if not texts:
+        raise SystemExit(f'ranks: no document of the split has {N * m} tokens')
     torch.manual_seed(args.seed)                                        # of chance
     totals, result = {}, {}                                             # sums of the measures and 1
-    for start in starts[::-(-len(starts) // 16)]:                       # at most 16, evenly spread
-        tokens = torch.from_numpy(split.tokens[start:start + T].astype(np.int64)).to(device)
-        chunks, candidates = tokens.view(N, m), k.where(may, -1)
+    for chunks in texts[::-(-len(texts) // 16)]:                        # at most 16, evenly spread
         q, keys = bm25_vectors(chunks, idf)
         scores = dict(chance=torch.rand(N, N, device=device), recency=k.float().expand(N, N),
                       BM25=q @ keys.T)
-        scores.update((run.name, run.model.encode(tokens[None])[2][0]) for run in runs)
+        scores.update((run.name, run.model.encode(chunks.view(1, -1))[2][0]) for run in runs)
         s_t = target_scores(reference.model, chunks, candidates)
         for name, s_q in scores.items():
             s_q = s_q.masked_fill(~may, -math.inf)
