@@ -319,13 +319,11 @@ class DRT(nn.Module):
         self.landmark_norms = nn.ModuleList(RMSNorm(config.n_embd) for _ in range(config.groups))
         self.encoder = ChunkEncoder(config) if retrieves else None
         self.norm = RMSNorm(config.n_embd)
-        for name, p in self.named_parameters():
-            std = 0.02 * math.sqrt(768 / config.n_embd)             # GPT-2's, for width C
-            if name.endswith('proj.weight'):
-                std /= math.sqrt(2 * config.n_layer)
+        for name, p in self.named_parameters():         # GPT-2's, for width C
             if p.dim() == 2:                            # by name: settings share what they can
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
-                nn.init.normal_(p, std=std)
+                deep = math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 1
+                nn.init.normal_(p, std=0.02 * math.sqrt(768 / config.n_embd) / deep)
         if retrieves and config.shift_values:                       # like attends to like, and
             k, v = self.encoder.kv.weight.detach().chunk(2)         # what it reads is written
             for block in self.upper:
