@@ -54,9 +54,9 @@ class DRTConfig:
     block_size: int = 992       # tokens of a training sequence, landmarks not counted (paper: 16K)
     micro_batch: int = 2        # sequences of a micro-batch, B (official code: 4)
     n_layer: int = 4            # Transformer layers; the upper half retrieves (paper: 12)
-    n_head: int = 4             # attention heads, H (official code: 12)
-    n_embd: int = 128           # width, C (official code: 768)
-    n_inner: int = 0            # width inside the MLP; 0: 8/3 C, rounded up (official code: 2,048)
+    n_head: int = 4             # attention heads, H (paper: 12)
+    n_embd: int = 128           # width, C (paper: 768)
+    n_inner: int = 0            # width inside the MLP; 0: 8/3 C, rounded up (paper: 2,048)
     window: int = 128           # positions that a query attends to, itself included, W (paper: 512)
     chunk_size: int = 32        # positions of a chunk, its landmark included, S (paper: 64)
     n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
@@ -80,7 +80,8 @@ class DRTConfig:
 
 
 TASKS = {}
-PRESETS = {                 # 124m: App. A.1; its base LMs are --groups 0, also with --window 768
+# 124m: App. A.1, whose rate falls to a fifth (here a tenth); base LMs: --groups 0 [--window 768]
+PRESETS = {
     'tiny': dict(tokens_per_step=1984),     # the defaults: minutes on two CPU cores
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
                  n_layer=12, n_head=12, n_embd=768, window=512, chunk_size=64, n_neighbors=8,
@@ -321,7 +322,8 @@ class DRT(nn.Module):
         for name, p in self.named_parameters():         # GPT-2's, for width C
             if p.dim() == 2:                            # by name: settings share what they can
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
-                deep = math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 1
+                adds = name.endswith('proj.weight') and 'gca' not in name
+                deep = math.sqrt(2 * config.n_layer) if adds else 1
                 nn.init.normal_(p, std=0.02 * math.sqrt(768 / config.n_embd) / deep)
         if retrieves and config.shift_values:                       # like attends to like, and
             k, v = self.encoder.kv.weight.detach().chunk(2)         # what it reads is written

@@ -98,7 +98,7 @@ class RPTConfig:
             raise ValueError('a reference is for retriever sem')
 
 
-PRESETS = {         # §3.4, App. A, B; tokenizer, lr, warmup, weight_decay, reference_steps are ours
+PRESETS = {         # §3.4, App. A, B; tokenizer, optimizer with its settings, reference LM: ours
     'tiny': dict(n_candidates=4, score_every=2),
     'paper': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_384,
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
@@ -329,6 +329,7 @@ class NeighborEncoder(nn.Module):
         if not self.config.gate:
             return torch.ones(B, n, K, device=chosen.device)
         j, c = torch.arange(n * K, device=chosen.device), neighbors.mean(3).view(B, 1, n * K, -1)
+        # a chunk with neighbors is at least w chunks into its document: so are all recent ones
         recent = (j <= j[:, None]) & (j // K > j[:, None] // K - w)
         mask = recent & (chosen >= 0).view(B, 1, -1) | (j == j[:, None])            # (B, n K, n K)
         y = self.norm3(c)                                                   # (B, 1, n K, C)
@@ -667,17 +668,18 @@ class RPT(nn.Module):
         with torch.autocast(x.device.type, enabled=False):                  # bf16 has ties
             scores = fp32(q) @ fp32(keys).transpose(1, 2) / q.size(-1) ** 0.5
         M = E.size(1)
-        may = permitted(F.pad(doc, (M - c, 0)), c, self.w)                  # (B, c, M)
+        allowed = permitted(F.pad(doc, (M - c, 0)), c, self.w)              # (B, c, M)
         if self.retrieval in ('corpus', 'both'):
             n = self.corpus[1].size(1)                                      # they come first
-            may[..., n - 1] = False                                         # it has no next one
-            may[..., n:] &= self.retrieval == 'both'
+            allowed[..., n - 1] = False                                     # it has no next one
+            allowed[..., n:] &= self.retrieval == 'both'
         if self.retriever is None:
-            may = may & (scores > 0)                                        # a term in common
-        order = scores = scores.masked_fill(~may, -math.inf)
+            allowed = allowed & (scores > 0)                                # a term in common
+        order = scores = scores.masked_fill(~allowed, -math.inf)
         if self.retrieval == 'shuffled':                                    # a hash of i and k
             k = torch.arange(M, device=x.device)
-            order = (((7919 * k[-c:, None] + k) % 1_000_037) ** 3 % 1_000_037).where(may, -math.inf)
+            order = ((7919 * k[-c:, None] + k) % 1_000_037) ** 3 % 1_000_037
+            order = order.where(allowed, -math.inf)
         values, chosen = order.detach().sort(dim=2, descending=True, stable=True)
         chosen = chosen.masked_fill(values == -math.inf, -1)
         chosen = F.pad(chosen, (0, K - M), value=-1)                        # (B, c, K), or cut
@@ -747,8 +749,8 @@ class RPT(nn.Module):
         teacher = batch.candidates.masked_fill(s_t <= 0, -1).gather(2, order)
         teacher = F.pad(teacher, (0, self.config.n_neighbors - s_t.size(2)), value=-1)  # or cut
         if self.retriever:
-            own = torch.rand(s_t.shape[:2], device=s_t.device) >= chance
-            teacher = teacher.masked_fill(own[..., None], -2)
+            student = torch.rand(s_t.shape[:2], device=s_t.device) >= chance
+            teacher = teacher.masked_fill(student[..., None], -2)
         return teacher
 
     def forward(self, batch, progress):
@@ -835,9 +837,9 @@ def ranks(runs, args):
                          'reference LM with a window of 4 chunks, as out/rpt-reference')
     idf = corpus_idf(corpus.train.tokens, m, c.vocab_size).to(device)
     k = torch.arange(N, device=device)
-    may = torch.ones(N, N, dtype=torch.bool, device=device).tril(-runs[0].model.w)
-    may[-1] = False                                                     # it has no target
-    candidates = k.where(may, -1)
+    allowed = torch.ones(N, N, dtype=torch.bool, device=device).tril(-runs[0].model.w)
+    allowed[-1] = False                                                 # it has no target
+    candidates = k.where(allowed, -1)
     texts = [text.view(N, m) for tokens in documents for text in tokens.split(N * m)
              if len(text) == N * m]
     if not texts:
@@ -851,7 +853,7 @@ def ranks(runs, args):
         scores.update((run.name, run.model.encode(chunks.view(1, -1))[2][0]) for run in runs)
         s_t = target_scores(reference.model, chunks, candidates)
         for name, s_q in scores.items():
-            s_q = s_q.masked_fill(~may, -math.inf)
+            s_q = s_q.masked_fill(~allowed, -math.inf)
             _, ndcg, n = ranking_loss(s_q[None], candidates[None], s_t[None], tau=1)
             order = s_q.argsort(dim=1, descending=True, stable=True)
             positive = (s_t > 0).gather(1, order)                           # best s_q first

@@ -362,6 +362,7 @@ def test_initial_weights():
     for groups in (0, 2):
         torch.manual_seed(0)
         states.append(DRT(DRTConfig(n_embd=96, n_layer=8, groups=groups)).state_dict())
+    paper = DRT(DRTConfig(n_embd=96, n_layer=8, shift_values=False)).state_dict()
     base, drt = states
     assert all(p.equal(drt[name][:len(p)]) for name, p in base.items())
     assert not drt['lower.0.mlp.fc.weight'].equal(drt['lower.1.mlp.fc.weight'])
@@ -370,6 +371,7 @@ def test_initial_weights():
     for name, scale in (('embedding', 1), ('lower.0.mlp.proj', 0.25)):
         std = scale * 0.02 * (768 / 96) ** 0.5
         assert drt[name + '.weight'].std().item() == pytest.approx(std, rel=0.05), name
+    assert paper['upper.3.gca.proj.weight'].std().item() == pytest.approx(std * 4, rel=0.05)
 
 
 def facts(n, generator, n_alike=0):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUDGET = {'trime.py': 742, 'rpt.py': 882, 'drt.py': 555, 'gca_kernel.py': 403, 'bm25.py': 144,
+BUDGET = {'trime.py': 738, 'rpt.py': 878, 'drt.py': 550, 'gca_kernel.py': 403, 'bm25.py': 144,
           'data.py': 615, 'train.py': 416, 'eval.py': 570}  # lines; who raises one says why
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'setup', 'demo'}
