@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 import data
 import train
 import trime
+from test_data import one_line
 
 FILE, GPU, CPU = Path(train.__file__), torch.device('cuda', 0), torch.device('cpu')
 COMMON = ('--data texts --tokenizer bytes --n-layer 2 --n-head 2 --n-embd 16 --micro-batch 2 '
@@ -199,10 +200,9 @@ def test_nothing_is_overwritten(here, capsys):
     Path('out/other').mkdir()
     Path('out/other/thesis.txt').write_text('mine')
     before = {p: p.read_bytes() for p in Path('out').rglob('*') if p.is_file()}
-    for more, message in (('--lr 1e-4', 'lr.*--out out/trime-2'), ('--dropout 0', 'dropout'),
+    for more, message in (('--lr 1e-4', 'lr); free: --out out/trime-2'), ('--dropout 0', 'dropout'),
                           ('--resume no', '--out out/trime-2'), ('--out out/other', 'other-2')):
-        with pytest.raises(SystemExit, match=message):
-            run(flags('trime', more))
+        assert message in one_line(run, flags('trime', more))
     run(flags('trime', '--kernel torch'))                   # finished; --kernel may differ
     assert 'finished, after 6 steps' in capsys.readouterr().out
     assert {p: p.read_bytes() for p in Path('out').rglob('*') if p.is_file()} == before
@@ -234,14 +234,12 @@ def test_a_failure_harms_no_checkpoint(here, case, message):
     (1, '--block-size 8', RuntimeError("can't allocate memory")), (4, '-batch 2', MemoryError())])
 def test_out_of_memory_names_the_next_smaller_size(here, monkeypatch, B, hint, error):
     monkeypatch.setattr(trime.TRIME, 'forward', Mock(side_effect=error))
-    with pytest.raises(SystemExit, match=hint):
-        run(flags('trime', f'--micro-batch {B}'))
+    assert hint in one_line(run, flags('trime', f'--micro-batch {B}'))
 
 
 def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)
-    with pytest.raises(SystemExit, match=r'^train.py: .*triton.* cannot run: [^\n]*$'):
-        run(flags('drt', '--kernel triton'))
+    assert "kernel='triton' cannot run" in one_line(run, flags('drt', '--kernel triton'))
 
 
 def test_init_starts_from_other_weights(here):
@@ -249,8 +247,8 @@ def test_init_starts_from_other_weights(here):
     run(flags('trime', '--out second --init first/ckpt.pt --lr 1e-12 --max-steps 1'))
     for a, b in zip(outcome('first')[0], outcome('second')[0], strict=True):
         assert torch.allclose(a, b, atol=1e-6)
-    with pytest.raises(SystemExit, match='first/ckpt.pt has no weights'):
-        run(flags('trime', '--out third --init first/ckpt.pt --n-embd 32'))
+    other = flags('trime', '--out third --init first/ckpt.pt --n-embd 32')
+    assert 'first/ckpt.pt has no weights' in one_line(run, other)
 
 
 @pytest.mark.parametrize('more, message', [
@@ -261,9 +259,7 @@ def test_init_starts_from_other_weights(here):
     ('--model rpt --window 96', 'window'), ('--out texts/val.jsonl', 'val.jsonl')])
 def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, message):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    with pytest.raises(SystemExit) as e:
-        run(flags('trime', more))
-    assert message in str(e.value) and len(str(e.value).splitlines()) == 1
+    assert message in one_line(run, flags('trime', more))
     assert not Path('out').exists()
 
 
