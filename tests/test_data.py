@@ -95,6 +95,10 @@ def jsonl(texts):
     return ''.join(json.dumps(dict(text=text)) + '\n' for text in texts)
 
 
+def write_splits(folder, train, val):
+    return write(folder, train_jsonl=jsonl(train), val_jsonl=jsonl(val))
+
+
 def documents(corpus):
     """The texts of the documents of train, val and test"""
     for split in (corpus.train, corpus.val, corpus.test):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import data, train
 import eval as evaluation
-from test_data import one_line
+from test_data import one_line, write, write_splits
 
 TEXTS = ['The first text has\nsome words.\n', 'third\n' * 800, 'A text of two lines,\nénd this.\n']
 
@@ -70,11 +70,9 @@ class BIGRAM(torch.nn.Module):
 def run(tmp_path, monkeypatch):
     """A folder with two corpora and the run `a` of the stand-in; a function that makes more."""
     monkeypatch.chdir(tmp_path)
-    lines = '\n'.join(json.dumps(dict(text=text)) for text in TEXTS)
-    for folder, text in (('texts', lines), ('b/texts', lines.replace('third', 'forth'))):
-        os.makedirs(folder)
-        for split in ('train', 'val'):
-            Path(folder, f'{split}.jsonl').write_text(text)
+    others = [text.replace('third', 'forth') for text in TEXTS]
+    for folder, texts in (('texts', TEXTS), ('b/texts', others)):
+        write_splits(tmp_path / folder, texts, texts)
     for name in ('bigram', 'bigram2', 'unknown'):
         module = types.ModuleType(name)
         tasks = dict(count=lambda runs, args: dict(tokens=len(runs[0].split.tokens)))
@@ -356,9 +354,8 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     monkeypatch.setattr(train, 'MODELS', tuple(MODELS))
     monkeypatch.setattr(evaluation, 'REREAD', 16_000)                   # ten traces of each
     text = 'abc def\n' * 50 + 'the end\n' * 50
-    for split in ('train', 'val'):
-        lines = '\n'.join(json.dumps(dict(text=text[i:] + text)) for i in (0, 1, 300, 797))
-        Path(f'texts/{split}.jsonl').write_text(lines)
+    texts = [text[i:] + text for i in (0, 1, 300, 797)]
+    write_splits(Path('texts'), texts, texts)
     for flags in MODELS.values():
         train.main((SIZES + flags).split())
     names = [f'out/{name}' for name in MODELS]
@@ -442,8 +439,8 @@ def weights(tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     folder = Path(evaluation.__file__).parent
     Path('copy.pt').write_bytes((folder / 'assets' / f'{request.param}.pt').read_bytes())
-    for split in ('train', 'val'):
-        Path(f'{split}.txt').write_bytes((folder / 'drt.py').read_bytes())
+    source = (folder / 'drt.py').read_bytes()
+    write(tmp_path, train_txt=source, val_txt=source)
     return 'copy.pt', '--data', '.'
 
 

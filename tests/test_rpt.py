@@ -1,5 +1,5 @@
 """RPT against its definitions, with loops in fp64."""
-import json, math
+import math
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ import data
 import rpt
 from rpt import RPT, RPTConfig, bm25_candidates, corpus_idf, ranking_loss, target_scores
 from test_bm25 import formula, ranking
-from test_data import one_line
+from test_data import one_line, write_splits
 from test_train import learn
 from train import TrainConfig
 
@@ -482,9 +482,8 @@ CONFIG = TrainConfig(tokens_per_step=4 * 48, max_steps=3, dtype='fp32')
 def start(tmp_path):
     """-> function of settings: attach, the corpus, batches, the model, the reference LM"""
     rng, words = np.random.default_rng(0), 'ab cde fg hi jkl mno pqr stu vwx yz'.split()
-    for split, sizes in (('train', (150, 100, 90)), ('val', (40,))):
-        texts = [json.dumps(dict(text=' '.join(rng.choice(words, size)))) for size in sizes]
-        (tmp_path / f'{split}.jsonl').write_text('\n'.join(texts))
+    *texts, val = (' '.join(rng.choice(words, size)) for size in (150, 100, 90, 40))
+    write_splits(tmp_path, texts, [val])
     corpus = data.load(tmp_path, 'bytes', root=tmp_path / 'corpora', quiet=True)
 
     def run(config=CONFIG, shift=0.0, progress=lambda rows, *_, **__: rows, **more):

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import data
 import train
 import trime
-from test_data import one_line
+from test_data import one_line, write_splits
 
 FILE, GPU, CPU = Path(train.__file__), torch.device('cuda', 0), torch.device('cpu')
 COMMON = ('--data texts --tokenizer bytes --n-layer 2 --n-head 2 --n-embd 16 --micro-batch 2 '
@@ -31,12 +31,10 @@ def flags(model='trime', more=''):
 @pytest.fixture(scope='session')
 def texts(tmp_path_factory):
     """48 documents of made-up sentences in which words repeat."""
-    folder, rng = tmp_path_factory.mktemp('texts'), random.Random(0)
+    rng = random.Random(0)
     words = ['cat', 'dog', 'tree', 'river', 'stone', 'sees', 'finds', 'the', 'a', 'old']
-    for split, n in (('train', 40), ('val', 8)):
-        lines = [json.dumps({'text': ' '.join(rng.choices(words, k=20 + i))}) for i in range(n)]
-        (folder / f'{split}.jsonl').write_text('\n'.join(lines))
-    return folder
+    texts = [' '.join(rng.choices(words, k=20 + i % 40)) for i in range(48)]
+    return write_splits(tmp_path_factory.mktemp('texts'), texts[:40], texts[40:])
 
 
 @pytest.fixture
@@ -411,12 +409,9 @@ def test_no_tensor_stays_on_the_cpu(here, monkeypatch, model, more):
     ('trime', '--memory ext'), ('drt', ''), ('rpt', ''), ('rpt', '--retriever bm25')])
 def test_random_tokens_cannot_be_predicted(here, model, more):
     """A target that leaks anywhere brings the loss on fresh text below ln 16 at once."""
-    Path('random').mkdir()
     rng = random.Random(0)
-    for split in ('train', 'val'):
-        lines = [json.dumps({'text': ''.join(rng.choices('abcdefghijklmnop', k=2000))})
-                 for _ in range(25)]
-        Path(f'random/{split}.jsonl').write_text('\n'.join(lines))
+    texts = [''.join(rng.choices('abcdefghijklmnop', k=2000)) for _ in range(50)]
+    write_splits(here / 'random', texts[:25], texts[25:])
     run(flags(model, f'{more} --data random --max-steps 300 --eval-every 300 --out run'))
     assert log_of('run')[-1]['val_loss_all'] > math.log(16) - 0.01      # 4 standard errors
 
