@@ -1,5 +1,5 @@
 """The training loop: resuming, any number of processes, what a user can get wrong."""
-import dataclasses, json, math, os, random, signal, subprocess, sys, time
+import dataclasses, json, math, os, random, signal, subprocess, sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -127,22 +127,6 @@ def test_an_interrupted_run_equals_another_one(here, capsys, model):
     assert not same('straight', 'other')
 
 
-def test_kill_9(here):
-    """At any moment; checkpoints are written to another file first, so the last one is whole."""
-    more = '--max-steps 100 --eval-every 20 --out '
-    run(flags('trime', more + 'straight'))
-    process = subprocess.Popen([sys.executable, str(FILE), *flags('trime', more + 'run')],
-                               stdout=subprocess.DEVNULL)
-    while not Path('run/ckpt.pt').exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    assert torch.load('run/ckpt.pt', weights_only=True)['step'] < 100
-    run(flags('trime', more + 'run'))
-    assert same('straight', 'run')
-
-
 @pytest.mark.dist
 def test_two_processes_take_the_same_steps_as_one(here):
     """
@@ -220,7 +204,8 @@ def test_a_failure_harms_no_checkpoint(here, case, message):
         patch.setattr(trime.TRIME, 'forward', breaks)
         at_step(patch, 2, lambda: case != 'disk' or patch.setattr(torch, 'save', full))
         run(flags('trime', '--out run'))
-    assert torch.load('run/ckpt.pt', weights_only=True)['step'] == 2
+    for name in ('best', 'ckpt'):
+        assert torch.load(f'run/{name}.pt', weights_only=True)['step'] == 2
     assert not [*Path('run').glob('*.tmp')]
     run(flags('trime', '--out run'))
     run(flags('trime', '--out straight'))
@@ -241,7 +226,7 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
 
 
 def test_init_starts_from_other_weights(here):
-    run(flags('trime', '--out first'))
+    subprocess.run([sys.executable, FILE, *flags('trime', '--out first')], check=True)
     run(flags('trime', '--out second --init first/ckpt.pt --lr 1e-12 --max-steps 1'))
     for a, b in zip(outcome('first')[0], outcome('second')[0], strict=True):
         assert torch.allclose(a, b, atol=1e-6)
