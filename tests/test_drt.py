@@ -128,9 +128,12 @@ def by_definition(model, tokens):
     return text_logits(model, model.norm(x)[text]).log_softmax(-1)
 
 
-@pytest.mark.parametrize('settings', [
-    {}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(encoder='none'),
-    dict(sink=True), dict(n_neighbors=5), dict(n_neighbors=1), dict(shift_values=False)], ids=str)
+SETTINGS = [{}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(encoder='none'),
+            dict(sink=True), dict(n_neighbors=1), dict(n_neighbors=20), dict(shift_values=False)]
+NOT_LEARNED = [dict(retriever='random'), dict(retriever='off')]
+
+
+@pytest.mark.parametrize('settings', SETTINGS, ids=str)
 def test_the_model_is_the_papers(settings):
     """Landmarks, window, ALiBi, encoder, Eq. 1 to 3; groups = 0 is the base LM."""
     model, tokens = small(**settings), random_tokens()
@@ -138,9 +141,7 @@ def test_the_model_is_the_papers(settings):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)      # RoPE's angles are fp32
 
 
-@pytest.mark.parametrize('settings', [
-    {}, dict(encoder='tokens'), dict(encoder='none', n_neighbors=9), dict(retriever='random'),
-    dict(retriever='off'), dict(groups=0)], ids=str)
+@pytest.mark.parametrize('settings', SETTINGS + NOT_LEARNED, ids=str)
 def test_the_future_is_invisible(settings):
     """Changing token t changes no log P before it, bit for bit, and the one after it."""
     model, a = small(**settings), random_tokens()
@@ -175,10 +176,7 @@ def test_documents_are_respected():
     assert reads == [False] * 6 + [True] * 10 + [False] * 8 + [True] * 12       # from chunk 8 on
 
 
-@pytest.mark.parametrize('settings', [
-    {}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(encoder='none'),
-    dict(sink=True), dict(retriever='random'), dict(retriever='off'), dict(n_neighbors=20)],
-    ids=str)
+@pytest.mark.parametrize('settings', SETTINGS + NOT_LEARNED, ids=str)
 def test_streaming_equals_one_pass(settings, monkeypatch, tmp_path):
     """Pieces of any size: the same log P and the same chunks, of up to 38; also after read."""
     model, tokens = small(**settings), random_tokens(t=120)
