@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from drt import DRT, DRTConfig
-from test_rpt import batch_of, rope
+from test_rpt import batch_of, close, rope
 from test_train import learn
 
 torch.set_num_threads(1)                        # the models are tiny
@@ -102,30 +102,40 @@ def cross_attention(model, block, a, chunks, reads):
 
 
 @torch.no_grad()
-def by_definition(model, tokens):
-    """log P (T, V) of one text (T,) by the paper's equations, with loops."""
-    c, ids, text = model.config, [], []
-    for i, token in enumerate(tokens.tolist()):
-        text.append(len(ids))
-        ids.append(token)
-        if c.groups and i % (S - 1) == S - 2:                   # a landmark after S - 1 tokens
-            ids.append(V)
-    x = embedded = model.embedding.weight[torch.tensor(ids)]    # (L, C)
-    for block in [*model.lower, *(() if c.groups else model.upper)]:
-        x = x + self_attention(block, x, c.window)
-        x = x + mlp(block.mlp, block.norm2(x))
-    below = embedded if c.encoder == 'tokens' else x
-    ends = range(S - 1, len(ids), S) if c.groups else []        # positions of landmarks
-    chunks = [encoded(model.encoder, below[end + 1 - S:end + 1]) for end in ends]
+def by_definition(model, tokens, corpus=(), own=True):
+    """
+    One text (T,) by the paper's equations, with loops -> log P (T, V), of each group what its
+    chunks read. The chunks of a corpus come before those of the text, which are read if own.
+    """
+    c = model.config
+
+    def lower(tokens):
+        ids, text = [], []
+        for i, token in enumerate(tokens.tolist()):
+            text.append(len(ids))
+            ids.append(token)
+            if c.groups and i % (S - 1) == S - 2:               # a landmark after S - 1 tokens
+                ids.append(V)
+        x = embedded = model.embedding.weight[torch.tensor(ids)]            # (L, C)
+        for block in [*model.lower, *(() if c.groups else model.upper)]:
+            x = x + self_attention(block, x, c.window)
+            x = x + mlp(block.mlp, block.norm2(x))
+        below = embedded if c.encoder == 'tokens' else x
+        ends = range(S - 1, len(ids), S) if c.groups else []    # positions of landmarks
+        return x, text, ends, [encoded(model.encoder, below[i + 1 - S:i + 1]) for i in ends]
+
+    (x, text, ends, chunks), reads = lower(tokens), []
+    first = lower(corpus)[-1] if len(corpus) else []
     for g in range(c.groups):
         h = model.landmark_norms[g](x)
-        reads = [[]] + [read(model, h[end], chunks[:n]) for n, end in enumerate(ends)]
+        reads.append([[]] + [read(model, h[end], first + chunks[:n * own])
+                             for n, end in enumerate(ends)])
         size = len(model.upper) // c.groups
         for block in model.upper[g * size:g * size + size]:
             x = x + self_attention(block, x, c.window)
-            x = x + cross_attention(model, block, x, chunks, reads)
+            x = x + cross_attention(model, block, x, first + chunks, reads[g])
             x = x + mlp(block.mlp, block.norm2(x))
-    return text_logits(model, model.norm(x)[text]).log_softmax(-1)
+    return text_logits(model, model.norm(x)[text]).log_softmax(-1), reads
 
 
 SETTINGS = [{}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(encoder='none'),
@@ -137,8 +147,8 @@ NOT_LEARNED = [dict(retriever='random'), dict(retriever='off')]
 def test_the_model_is_the_papers(settings):
     """Landmarks, window, ALiBi, encoder, Eq. 1 to 3; groups = 0 is the base LM."""
     model, tokens = small(**settings), random_tokens()
-    found, expected = model.log_probs(tokens)[0], by_definition(model, tokens[0])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)      # RoPE's angles are fp32
+    found, (expected, _) = model.log_probs(tokens)[0], by_definition(model, tokens[0])
+    close(found, expected, atol=1e-6)                           # RoPE's angles are fp32
 
 
 @pytest.mark.parametrize('settings', SETTINGS + NOT_LEARNED, ids=str)
@@ -208,25 +218,12 @@ def test_the_state_is_bounded():
     assert sizes[0] == sizes[1] < 20_000
 
 
-def test_trace():
-    """The chunks of Eq. 1 with their weights, of both groups."""
-    model, tokens = small(), random_tokens(t=120)[0]
-    for t in (5, 6, 50, 118):
-        expected = [(w, 3 * i, 3 * i + 3) for ws, idx in model.encode(tokens[None])[2]
-                    for w, i in zip(ws[0, t // 3].tolist(), idx[0, t // 3].tolist()) if i >= 0]
-        found = [(w, a, b) for w, where, a, b in model.trace(tokens, t) if where is tokens]
-        assert found == [pytest.approx(x) for x in sorted(expected, reverse=True)]
-    model.retriever = 'off'
-    assert model.trace(tokens, 50) == [] == small(groups=0).trace(tokens, 50)
-
-
 def test_ways():
     """As trained, with random chunks, without: as a model of these settings has them."""
     model, tokens, log_probs = small(), random_tokens(), []
     assert list(model.ways()) == ['on', 'shuffled', 'off']
     for retriever, way in zip(('learned', 'random', 'off'), model.ways().values()):
-        for name, value in way.items():
-            setattr(model, name, value)
+        vars(model).update(way)
         log_probs.append(model.log_probs(tokens))
         assert torch.equal(small(retriever=retriever).log_probs(tokens), log_probs[-1])
     on, shuffled, off = log_probs
@@ -239,38 +236,32 @@ def test_ways():
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
 
 
-@pytest.mark.parametrize('window', [True, False])
-def test_retrieval_from_a_corpus(monkeypatch, window):
-    """Table 4: a corpus is a text before, outside of the window; or in place of a text's chunks."""
-    model, tokens = small(n_neighbors=30), random_tokens(b=1, t=67)
+@pytest.mark.parametrize('settings', [{}, dict(n_neighbors=30), dict(encoder='tokens')], ids=str)
+def test_retrieval_from_a_corpus(settings, monkeypatch):
+    """Table 4: a corpus is a text before, outside of the window. trace has what Eq. 1 reads."""
+    model, text, before = small(**settings), random_tokens(b=1)[0], {}
+    for way, attributes in model.ways().items():
+        vars(model).update(attributes)
+        before[way] = model.log_probs(text[None])
+    model.retriever, corpus = 'learned', random_tokens(1, t=40)[0]          # 13 chunks and a token
     monkeypatch.setattr(DRT, 'PIECE', 1)                        # it is read in two pieces
-    for block in (*model.lower, *model.upper):
-        block.attention.proj.weight.data *= window              # if 0: only what is retrieved
-    text = tokens[:, 37:]
-    whole = torch.cat([tokens[:, :36], text], dim=1)            # the last chunk is incomplete
-    whole, expected = model.log_probs(whole)[:, 36:], {}
-    for way, attributes in model.ways().items():
-        vars(model).update(attributes)
-        expected[way] = model.log_probs(text)
-    model.retriever = 'learned'
-    corpus = tokens[0, :37]
     model.corpus = corpus, *model.index(corpus, lambda items, _: items)
-    token_0_reaches = dict(on=[6], both=[6], corpus=[], shuffled=[6], off=[])   # chunk 2 first
-    assert model.ways().keys() == token_0_reaches.keys()
+    monkeypatch.setattr(DRT, 'PIECE', 20)
+    assert list(model.ways()) == ['on', 'corpus', 'both', 'shuffled', 'off']
     for way, attributes in model.ways().items():
         vars(model).update(attributes)
-        log_probs = model.log_probs(text)
-        assert torch.equal(log_probs[:, :3], expected['off'][:, :3])            # no landmark yet
-        assert torch.equal(log_probs, expected.get(way, log_probs))
-        if way == 'both' and not window:                        # chunk 1: the corpus's end differs
-            torch.testing.assert_close(log_probs[:, 6:], whole[:, 6:], rtol=0, atol=EPS)
-        differs = (model.log_probs(changed(text, 0)) != log_probs).any(2)[0].nonzero().flatten()
-        assert window or differs[differs > 2][:1].tolist() == token_0_reaches[way], way
-        for where, n, others in ((text[0], 8, ('corpus', 'off')),               # by chunk 8
-                                 (corpus, 12, ('on', 'shuffled', 'off'))):
-            traced = {a for _, x, a, _ in model.trace(text[0], 29)
-                      if x.data_ptr() == where.data_ptr()}
-            assert traced == ({*range(0, 3 * n, 3)} if way not in others else set()), way
+        log_probs = model.log_probs(text[None])
+        assert torch.equal(log_probs, before.get(way, log_probs))
+        if way in ('on', 'corpus', 'both'):
+            used = corpus[:0] if way == 'on' else corpus
+            expected, reads = by_definition(model, text, used, own=way != 'corpus')
+            close(log_probs[0], expected, atol=1e-6)
+            for t in range(T):
+                found = [(w, a + 39 * (way == 'both' and where is text), b - a)
+                         for w, where, a, b in model.trace(text, t)]
+                wanted = sorted((w, 3 * k, 3) for group in reads for w, k in group[t // 3])
+                assert found == [pytest.approx(x) for x in reversed(wanted)], (way, t)
+    assert model.trace(text, T - 1) == [] == small(groups=0).trace(text, T - 1)     # of off
 
 
 def test_gumbel_top_k_samples_from_the_softmax():
