@@ -111,10 +111,7 @@ def attention(module, x, x_positions, y, y_positions, visible=lambda i, j: True)
 
 @torch.no_grad()
 def by_definition(model, tokens, doc, corpus=(), own=True):
-    """
-    §3 for a sequence (t,) -> log P (t, V), neighbors and gates of each chunk. Before chunk 0 come
-    those of a corpus; own: the chunks of the sequence are retrieved
-    """
+    """§3 of a sequence (t,), retrieved if own -> log P (t, V), neighbors and gates of each chunk"""
     c, C, m, t = model.config, model.config.n_embd, model.config.chunk_size, len(tokens)
     w, n = c.window // m, t // m
     parts = [set(doc[i * m:(i + 1) * m]) for i in range(n)]
@@ -142,7 +139,7 @@ def by_definition(model, tokens, doc, corpus=(), own=True):
             x = x + mlp(block, x)
         return x
 
-    x, M0 = lower(tokens), len(corpus) // m
+    x, M0 = lower(tokens), len(corpus) // m                             # these chunks come first
     chunks = [x[i * m:(i + 1) * m] for i in range(n)]
     E = [*(lower(corpus)[:M0 * m].split(m) if M0 else ()), *chunks]
     permitted = [[k for k in range(M0 + i - w + 1) if k < M0 - 1 or k >= M0 and own and

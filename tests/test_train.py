@@ -103,10 +103,7 @@ def run(*args):
 
 @pytest.mark.parametrize('model', FLAGS)
 def test_an_interrupted_run_equals_another_one(here, capsys, model):
-    """
-    Ctrl-C in step 3 ends the run after it. A crash in step 6 loses what follows the checkpoint of
-    step 4, also in the log, and leaves half a line there. Weights, moments and log are the same.
-    """
+    """Ctrl-C in step 3; a crash in step 6 loses step 5, and leaves half a line in the log."""
     run(flags(model, '--out straight'))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
         at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))

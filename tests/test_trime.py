@@ -342,8 +342,7 @@ def prepared(model_memory, folder, progress=no_progress, external=CORPUS, **flag
 
 
 def perplexity(model, **attributes):
-    for name, value in attributes.items():
-        setattr(model, name, value)
+    vars(model).update(attributes)
     return math.exp(-torch.cat([log_p(model, tokens) for tokens in DOCUMENTS]).mean())
 
 
