@@ -291,7 +291,7 @@ def test_streaming_equals_the_full_pass(more, t=12 * M + 3):
                 parts.append(log_p)
             close(torch.cat(parts, dim=1), full)
         first, second, rest = tokens.tensor_split([START + 3, 8 * M + 2], dim=1)
-        state = model.read(second, model.read(first))
+        state = model.read(second, model.read(first, model.read(tokens[:, :0])))
         close(model.stream(rest, state)[0], full[:, -rest.size(1):])
         for (weight, _, start, end), wanted in zip(model.trace(tokens[0], t - 1), trace):
             assert (start, end) == wanted[2:] and weight == pytest.approx(wanted[0])
@@ -441,8 +441,8 @@ def test_schedules(teacher, chances, b=300):
         share = (log['lm_loss'].item() - nll[1]) / (nll[0] - nll[1])
         assert abs(share - chance) < (0.08 if 0 < chance < 1 else 1e-6)
         tau, alpha = 1 + 2 * progress, 0.5 * min(1, progress / 0.2)
-        total, _, n = ranking_loss(scores, batch.candidates[:1], batch.target_scores[:1], tau)
-        close(log['ret_loss'], total / n / 2)
+        *total, n = ranking_loss(scores, batch.candidates[:1], batch.target_scores[:1], tau)
+        close(torch.stack([log['ret_loss'], log['ndcg']]), torch.stack(total) / n / 2)
         close(loss, log['lm_loss'] + alpha * log['ret_loss'])
         grad, = torch.autograd.grad(loss, model.retriever.query.weight)
         assert (grad.abs().max() > 0) == (progress > 0)                 # W_Q: by L_ret alone

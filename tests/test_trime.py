@@ -231,7 +231,7 @@ def test_probabilities_at_test_time(name, stride, store):
     P, log_probs = read(model, tokens[0], model.inference, store)[0], model.log_probs(tokens)
     assert torch.allclose(log_probs.exp().sum(2), torch.ones(1, n).double())
     assert torch.allclose(log_probs[0].exp(), P, atol=eps)
-    for cuts in ([1] * n, [5, 1, 2 * T, 3, n - 25], [T, 2, n - 2 - T], [2 * T + 3, n - 3 - 2 * T]):
+    for cuts in ([0] + [1] * n, [5, 1, 2 * T, 3, n - 25], [T, 2, n - 10], [19, n - 19]):
         first, *pieces = tokens.split(cuts, dim=1)
         state, parts = model.read(first), []
         for piece in pieces:
