@@ -451,22 +451,22 @@ class Batches:
 
     segments     a grid of segments of T tokens over the split, in another order in every epoch
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
-    packed       the same, but the segments of a micro-batch are similar (pack); cache: a folder
+    packed       the same, but the segments of a micro-batch are similar (pack; not without bm25)
     documents    sequences of one document; the ends of documents, shorter than T, are joined
 
     In an epoch, each token of the split but the first (documents: but each document's first) is
-    predicted once. fold 0 or 1: documents of even or odd number
+    predicted once. fold 0 or 1: documents of even or odd number. cache: a folder for the order
     """
 
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True, fold=-1,
-                 consecutive=0, cache=None):
+                 consecutive=0, bm25=True, cache=None):
         if split is None:
             raise SystemExit('no such split: name files in the folder train, val and test')
         T, B = self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed, self.epoch = split, kind, seed, (None, None)
-        group = self.group = {'consecutive': consecutive or B, 'packed': B}.get(kind, 1)
-        if min(T, B, group) < 1 or B % group:
-            raise SystemExit(f'--block-size {T}, --micro-batch {B}: 0, or no groups of {group}')
+        m = self.group = dict(consecutive=consecutive or B, packed=B if bm25 else 1).get(kind, 1)
+        if min(T, B, m) < 1 or B % m:
+            raise SystemExit(f'--block-size {T}, --micro-batch {B}: 0, or no multiple of m = {m}')
         if fold >= 0 and kind != 'documents':
             raise SystemExit(f'--fold {fold} chooses documents, which batches of {kind} have not')
         # ranges of the split form a row; sequence r is places r T to r T + T - 1 of the row
@@ -484,7 +484,7 @@ class Batches:
             raise SystemExit(f'{split.name} has {n:,} tokens, fewer than --block-size {T:,}')
         self.n_rows = -(-n // T)
         self.order = np.arange(self.n_rows)
-        if kind == 'packed':
+        if kind == 'packed' and bm25:
             path = Path(cache or '', f'packed-{split.name}-{n}-{T}-{seed}-{same_document}.npy')
             saved = cache and path.exists()
             self.order = np.load(path) if saved else pack(split, T, same_document, seed)

@@ -119,8 +119,8 @@ PRESETS = {
 
 def batches(config):
     """Arguments of data.Batches: segments (§4.1), consecutive (§4.2) or packed (§4.3, App. B)."""
-    kind = {'long': 'consecutive', 'ext': 'packed' if config.bm25 else 'segments'}
-    return dict(kind=kind.get(config.memory, 'segments'), consecutive=config.m,
+    kind = dict(long='consecutive', ext='packed').get(config.memory, 'segments')
+    return dict(kind=kind, consecutive=config.m, bm25=config.bm25,
                 same_document=config.same_document)
 
 

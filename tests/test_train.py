@@ -170,8 +170,9 @@ def test_a_run_learns_and_leaves_four_files(here, capsys):
     assert best['best'] == min(x.get('val_loss', 9) for x in log)
     assert (last['step'], last['tokens'], last['model_name']) == (60, 3840, 'trime')
     assert data.Tokenizer.from_dict(last['tokenizer']).n_vocab == 257
-    run(flags('trime', '--memory ext --out ext'))           # validated with another memory
-    assert not Path('ext/best.pt').exists() and Path('ext/ckpt.pt').exists()
+    for out in ('ext', 'random --no-bm25'):                 # validated with another memory
+        run(flags('trime', f'--memory ext --out {out}'))
+        assert [path.name for path in Path(out.split()[0]).glob('*.pt')] == ['ckpt.pt']
 
 
 def test_nothing_is_overwritten(here, capsys):
