@@ -397,7 +397,7 @@ def test_presets(preset, millions, memory, kind):
     with torch.device('meta'):
         n = sum(p.numel() for p in TRIME(config).parameters())
     assert n == pytest.approx(millions * 1e6, rel=0.02)
-    assert trime.batches(config) == dict(kind=kind, consecutive=config.m,
+    assert trime.batches(config) == dict(kind=kind, consecutive=config.m, bm25=True,
                                          same_document=preset != 'enwik8')
 
 
