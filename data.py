@@ -451,11 +451,11 @@ class Batches:
 
     segments     a grid of segments of T tokens over the split, in another order in every epoch
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
-    packed       the same, but the segments of a micro-batch are similar (pack; not without bm25)
+    packed       the same, but the segments of a micro-batch are similar (pack), with bm25
     documents    sequences of one document; the ends of documents, shorter than T, are joined
 
     In an epoch, each token of the split but the first (documents: but each document's first) is
-    predicted once. fold 0 or 1: documents of even or odd number. cache: a folder for the order
+    predicted once. fold 0 or 1: documents of even or odd number. cache: a folder for pack's order
     """
 
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True, fold=-1,

@@ -31,8 +31,8 @@ Where we differ from the paper, and why
     Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
     every second document and scores every n-th chunk of the others. All other chunks are taught as
-    in RPT-Lex, where a candidate of rank r has s_t = 1 - r / J. To a chunk without positives the
-    teacher gives no neighbors.
+    in RPT-Lex, where the candidate of rank r = 0, 1, ... has s_t = 1 - r / J. To a chunk without
+    positives the teacher gives no neighbors.
     In joined short documents self-attention alone crosses them, as in Transformer-XL.
 
     $ python rpt.py                         a demo, on a CPU
@@ -75,10 +75,10 @@ class RPTConfig:
     tau: float = 4.0              # margin of L_ret at the end, 1 at the start (paper: 2 to 128)
     teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # of sem, lex: chooses (paper)
     n_candidates: int = 20        # BM25 candidates of a chunk, J (paper)
-    score_every: int = 1          # the reference LM scores every n-th chunk (ours)
+    score_every: int = 1          # the reference LM scores every n-th chunk; others: as lex (ours)
     reference: str = ''           # checkpoint of the reference LM; default: one is trained first
     reference_steps: int = 0      # steps of its training; 0: as many as RPT's (ours)
-    reference_cache: float = 0.2  # weight of a continuous cache in it, λ (ours; paper: 0)
+    reference_cache: float = 0.2  # weight of its continuous cache, λ (ours; paper: 0)
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -329,7 +329,7 @@ class NeighborEncoder(nn.Module):
         if not self.config.gate:
             return torch.ones(B, n, K, device=chosen.device)
         j, c = torch.arange(n * K, device=chosen.device), neighbors.mean(3).view(B, 1, n * K, -1)
-        # a chunk with neighbors is at least w chunks into its document: so are all recent ones
+        # a chunk with neighbors is at least w chunks into its document: the w - 1 before are of it
         recent = (j <= j[:, None]) & (j // K > j[:, None] // K - w)
         mask = recent & (chosen >= 0).view(B, 1, -1) | (j == j[:, None])            # (B, n K, n K)
         y = self.norm3(c)                                                   # (B, 1, n K, C)
@@ -498,8 +498,8 @@ def target_scores(reference, chunks, candidates):
         f, x = f[:, m - 1:-1], tokens[:, m:, None]                          # of the targets
         s = fp32(f @ f_u.transpose(1, 2)) / f.size(-1) ** 0.5               # (size, m, 4m - 1)
         p_cache = (s.masked_fill(~earlier, -math.inf).softmax(-1) * (x_u == x)).sum(-1)
-        p = reference.logits(f).softmax(-1).gather(2, x)[..., 0]            # (size, m)
-        log_p[i, slot] = ((1 - cache) * p + cache * p_cache).log().mean(1)
+        log_lm = reference.logits(f).log_softmax(-1).gather(2, x)[..., 0] + math.log(1 - cache)
+        log_p[i, slot] = log_lm.logaddexp((cache * p_cache).log()).mean(1)  # (size, m) -> (size,)
     return log_p[:, 1:] - log_p[:, :1]
 
 
@@ -571,9 +571,9 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
             scores = (1 - torch.arange(J) / J).expand(N, J)                 # RPT-Lex
             if reference:
                 scored = ((torch.arange(N) % c.score_every == 0) & (doc % 2 != fold))[:, None]
-                judged = candidates.where(scored, -1).to(device)
+                to_score = candidates.where(scored, -1).to(device)
                 with autocast():
-                    s_t = target_scores(reference, chunks.to(device), judged)
+                    s_t = target_scores(reference, chunks.to(device), to_score)
                 scores = s_t.cpu().where(scored, scores)
             scores = scores.where(candidates >= 0, 0)
             temporary = folder / f'{row}-{os.getpid()}.tmp.npy'
