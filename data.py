@@ -451,7 +451,7 @@ class Batches:
 
     segments     a grid of segments of T tokens over the split, in another order in every epoch
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
-    packed       the same, but the segments of a micro-batch are similar (pack), with bm25
+    packed       the same, but the segments of a micro-batch are similar; not without bm25 (pack)
     documents    sequences of one document; the ends of documents, shorter than T, are joined
 
     In an epoch, each token of the split but the first (documents: but each document's first) is

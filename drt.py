@@ -38,6 +38,7 @@ Where this differs from the paper, and why
 """
 import math, tempfile, zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -537,6 +538,8 @@ class DRT(nn.Module):
         return state.landmarks, torch.stack(state.kv)
 
     def prepare_eval(self, corpus, external, args, path, progress):
+        if args.offload and not Path(args.offload).is_dir():
+            raise SystemExit(f'--offload {args.offload} is no folder')
         self.offload = args.offload
 
 

@@ -34,7 +34,7 @@ REREAD = 500_000                # tokens that the traces of a page read again, a
 class EvalConfig:
     task: str = ''              # table, examples, generate, niah, speed or sweep, ranks
     data: str = ''              # another corpus than the one of training
-    retrieve_from: str = ''     # table, examples, generate: a corpus, retrieve from its train split
+    retrieve_from: str = ''     # table, examples, generate: retrieve from this corpus's train split
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split
     context: str = ''           # a file whose text comes before the prompt

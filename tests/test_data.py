@@ -330,6 +330,8 @@ def test_packed(tmp_path, same_document):
         batches = Batches(split, 'packed', T, 56, 0, same_document, cache=tmp_path)
         rows = batches.rows(0).tolist()
         assert rows == expected or T > 16 and sorted(rows) == expected
+    random, alone = (Batches(split, kind, 16, 8, 0, bm25=False) for kind in ('packed', 'segments'))
+    assert [*map(list, map(random.rows, range(7)))] == [*map(list, map(alone.rows, range(7)))]
 
 
 def test_what_cannot_be_loaded_or_batched(tmp_path):

@@ -340,7 +340,7 @@ def test_speed(run, monkeypatch):
 
 
 def test_the_three_models_in_one_table(run, monkeypatch):
-    """The same tokens for all; the page has the losses and traces of each."""
+    """The same tokens for all; log_p is log_probs of the whole document; a page with traces."""
     monkeypatch.setattr(train, 'MODELS', tuple(FLAGS))
     monkeypatch.setattr(evaluation, 'REREAD', 16_000)                   # ten traces of each
     text = 'abc def\n' * 50 + 'the end\n' * 50
@@ -383,6 +383,13 @@ def test_the_three_models_in_one_table(run, monkeypatch):
         r.ways = r.model.ways()
         for way in ('off', 'on'):
             r.set_way(way)
+            tokens = r.documents[1]
+            log_p = r.model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])[:, 0]
+            torch.testing.assert_close(r.log_p(tokens), log_p, atol=2e-4, rtol=0)
+            for n in (1, 99):                       # read all but the last, as of a prompt
+                last, _ = r.model.stream(tokens[None, n - 1:n], r.model.read(tokens[None, :n - 1]))
+                expected = r.model.log_probs(tokens[None, :n])[:, -1:]
+                torch.testing.assert_close(last, expected, atol=2e-4, rtol=0)
             tokens = max(r.documents, key=len)
             assert page[way][1:] == pytest.approx((-r.log_p(tokens)).tolist(), abs=2e-3)
         for i, found in list(page['traces'].items())[:5]:       # as trained: the last way was on

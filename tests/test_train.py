@@ -1,5 +1,5 @@
 """The training loop: resuming, any number of processes, what a user can get wrong."""
-import dataclasses, json, math, os, random, signal, subprocess, sys
+import dataclasses, json, math, os, random, signal, subprocess, sys, time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -122,6 +122,22 @@ def test_an_interrupted_run_equals_another_one(here, capsys, model):
     assert model != 'rpt' or same('straight-reference', 'run-reference')
     run(flags(model, '--out other --seed 1'))
     assert not same('straight', 'other')
+
+
+def test_kill_9(here):
+    """At any moment; checkpoints are written to another file first, so the last one is whole."""
+    more = '--max-steps 100 --eval-every 20 --out '
+    run(flags('trime', more + 'straight'))
+    process = subprocess.Popen([sys.executable, str(FILE), *flags('trime', more + 'run')],
+                               stdout=subprocess.DEVNULL)
+    while not Path('run/ckpt.pt').exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert torch.load('run/ckpt.pt', weights_only=True)['step'] < 100
+    run(flags('trime', more + 'run'))
+    assert same('straight', 'run')
 
 
 @pytest.mark.dist

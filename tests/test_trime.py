@@ -397,6 +397,7 @@ def test_presets(preset, millions, memory, kind):
     with torch.device('meta'):
         n = sum(p.numel() for p in TRIME(config).parameters())
     assert n == pytest.approx(millions * 1e6, rel=0.02)
+    assert values['tokens_per_step'] % (config.block_size * config.micro_batch) == 0
     assert trime.batches(config) == dict(kind=kind, consecutive=config.m, bm25=True,
                                          same_document=preset != 'enwik8')
 
