@@ -269,7 +269,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
             raise SystemExit(f'step {step} is not finite; a lower --lr usually helps: {entry}')
         if RANK == 0:
             left = (time.time() - began) / (step - first) * (config.max_steps - step) / 60
-            if step == first + 10 and left > 3:
+            if step == first + 10 and left > 5:
                 n = max(20, 10 * round(config.max_steps * 0.4 / left))
                 print(f'about {left:.0f} min left; for about 4, use --max-steps {n}, another --out')
             if due or step == 1 or step % max(1, config.max_steps // 30) == 0:
