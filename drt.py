@@ -24,12 +24,12 @@ Where this differs from the paper, and why
     As in the official code, a chunk is S - 1 tokens and its landmark, whose key takes no part in
     cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input).
     With --shift-values, off in the preset 124m, the key of a token has the value of the next one,
-    and W_Q = W_K, W_O = W_Vᵀ at first: GCA begins by copying what followed a like token.
-    Scores, selection and weights are in fp32 (official code: bf16, which ties scores).
-    Retrieval never crosses documents that are joined in a sequence. Self-attention does, within a
-    window: one (H, W, 2W) bias serves all blocks, masks of documents would take B T / W times that.
-    Initial weights: 0.02 sqrt(768 / C), the official scale; those that add to the residual are
-    scaled by depth (not W_O of GCA).
+    and at first W_Q = W_K, W_O = W_Vᵀ and the landmark's embedding is 0: GCA begins by copying
+    what followed a like token, from like chunks.
+    Gumbel noise (sd 1.3) is for the preset 124m: it would hide the scores of small models (sd 0.9).
+    Scores, selection and weights are in fp32 (official code: bf16, which ties scores). Retrieval
+    never crosses documents joined in a sequence; self-attention does: one bias serves all blocks.
+    Initial weights: 0.02 sqrt(768 / C); those that add to the residual, but W_O, less by depth.
     Table 4: the corpus is one text, and keys and values are kept (paper: the encoder-decoder's are
     computed again); of the text all chunks, not 48K tokens; random chunks are those of the text.
 
@@ -65,7 +65,7 @@ class DRTConfig:
     encoder: Literal['lower', 'tokens', 'none'] = 'lower'   # reads layers' output or embeddings
     n_encoder: int = 2          # layers of the chunk encoder (official code)
     shift_values: bool = True   # cross-attention begins by copying (ours, see above)
-    gumbel: bool = True         # noise on the scores before top-k, in training (paper section 3.2)
+    gumbel: bool = False        # noise on scores before top-k, in training (paper 3.2; ours: no)
     mlm: float = 0.15           # with encoder tokens: masked in the first half (official code)
     retriever: Literal['learned', 'random', 'off'] = 'learned'      # random: paper appendix A.5
     sink: bool = False          # a key and a value of zero in each chunk (official code: yes)
@@ -87,7 +87,7 @@ PRESETS = {
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
                  n_layer=12, n_head=12, n_embd=768, window=512, chunk_size=64, n_neighbors=8,
                  tokens_per_step=524_160, max_steps=60_000, optimizer='adamw', lr=2e-3, warmup=0.02,
-                 weight_decay=0.001, eval_every=1000, shift_values=False),
+                 weight_decay=0.001, eval_every=1000, shift_values=False, gumbel=True),
 }
 
 
@@ -331,6 +331,7 @@ class DRT(nn.Module):
             for block in self.upper:
                 block.gca.query.weight.data.copy_(k)
                 block.gca.proj.weight.data.copy_(v.T)
+            self.embedding.weight.data[config.vocab_size] = 0       # a landmark is what it reads
 
     def empty_state(self, B):
         config, E = self.config, self.embedding.weight

@@ -10,8 +10,7 @@ from test_rpt import batch_of, close, rope
 from test_train import learn
 
 torch.set_num_threads(1)                        # the models are tiny
-V, S, W, K = 23, 4, 5, 2
-T, B = 36, 2                                    # 12 chunks of 3 tokens and a landmark
+V, S, W, K, T, B = 23, 4, 5, 2, 36, 2           # T: 12 chunks of 3 tokens and a landmark
 EPS = 1e-9                                      # fp64 through a few layers
 
 
@@ -266,7 +265,7 @@ def test_retrieval_from_a_corpus(settings, monkeypatch):
 
 def test_gumbel_top_k_samples_from_the_softmax():
     """§3.2: the first in proportion to exp(r); noise enters no weight."""
-    model, n, noise = small(groups=1, block_size=12), 6000, []
+    model, n, noise = small(groups=1, block_size=12, gumbel=True), 6000, []
     encode = model.encode
     model.encode = lambda *args: noise.append(args[3]) or encode(*args)
     model.train()(batch_of(random_tokens(t=12, b=n // 4)), 0)               # (1, n / 4, 4, 4)
@@ -281,12 +280,13 @@ def test_gumbel_top_k_samples_from_the_softmax():
 
 @torch.no_grad()
 def test_noise_is_for_training_and_comes_from_the_batch():
-    model, batch, other = small(), batch_of(random_tokens()), batch_of(random_tokens(), seed=2)
+    model, batch = small(gumbel=True), batch_of(random_tokens())
     quiet = model(batch, 0)[0]
     noisy = model.train()(batch, 0)[0]
     torch.manual_seed(5)
     assert model(batch, 0)[0] == noisy
-    assert len({x.item() for x in (quiet, noisy, model(other, 0)[0])}) == 3
+    other = model(batch_of(random_tokens(), seed=2), 0)[0]
+    assert len({x.item() for x in (quiet, noisy, other)}) == 3
     model.config.gumbel = False
     assert model(batch, 0)[0] == quiet
 
@@ -318,7 +318,7 @@ def test_the_loss_scores_each_target_once():
 
 def test_mlm():
     """§3.2: in the first half the encoder predicts masked tokens; the decoder sees them."""
-    model, masks = small(encoder='tokens', mlm=0.3, gumbel=False).train(), []
+    model, masks = small(encoder='tokens', mlm=0.3).train(), []
     encode, batch = model.encode, batch_of(random_tokens(t=35))
     model.encode = lambda *args: masks.append(args[4]) or encode(*args)
     loss, log = model(batch, 0.49)
@@ -357,6 +357,7 @@ def test_initial_weights():
     assert not drt['lower.0.mlp.fc.weight'].equal(drt['lower.1.mlp.fc.weight'])
     k, v = drt['encoder.kv.weight'].chunk(2)                    # W_Q = W_K, W_O = W_Vᵀ
     assert drt['upper.3.gca.query.weight'].equal(k) and drt['upper.3.gca.proj.weight'].equal(v.T)
+    assert not drt['embedding.weight'][4096].any() and paper['embedding.weight'][4096].all()
     for name, scale in (('embedding', 1), ('lower.0.mlp.proj', 0.25)):
         std = scale * 0.02 * (768 / 96) ** 0.5
         assert drt[name + '.weight'].std().item() == pytest.approx(std, rel=0.05), name
