@@ -25,7 +25,7 @@ Where this differs from the paper, and why
     cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input).
     With --shift-values, off in the preset 124m, the key of a token has the value of the next one,
     and at first W_Q = W_K, W_O = W_Vᵀ and the landmark's embedding is 0: GCA begins by copying
-    what followed a like token, from like chunks.
+    what followed a like token, and a landmark by holding nothing but what it has read.
     Gumbel noise (sd 1.3) is for the preset 124m: it would hide the scores of small models (sd 0.9).
     Scores, selection and weights are in fp32 (official code: bf16, which ties scores). Retrieval
     never crosses documents joined in a sequence; self-attention does: one bias serves all blocks.
