@@ -331,7 +331,7 @@ class Corpus:
     def batches(self, split, chunk=32, grow=0, **how):
         """Of a split, see Batches; Needles with hops"""
         if self.hops:
-            sizes = how['block_size'], how['micro_batch'], how['seed'], how.get('fold', -1)
+            sizes = how['block_size'], how['micro_batch'], how['seed']
             return Needles(split, self.tokenizer, self.hops, *sizes, chunk, grow)
         if grow:
             raise SystemExit('--grow-context is for --data niah or niah2')
@@ -455,10 +455,10 @@ class Batches:
     documents    sequences of one document; the ends of documents, shorter than T, are joined
 
     In an epoch, each token of the split but the first (documents: but each document's first) is
-    predicted once. fold 0 or 1: documents of even or odd number. cache: a folder for pack's order
+    predicted once. cache: a folder for pack's order
     """
 
-    def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True, fold=-1,
+    def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
                  consecutive=0, bm25=True, cache=None):
         if split is None:
             raise SystemExit('no such split: name files in the folder train, val and test')
@@ -467,13 +467,10 @@ class Batches:
         m = self.group = dict(consecutive=consecutive or B, packed=B if bm25 else 1).get(kind, 1)
         if min(T, B, m) < 1 or B % m:
             raise SystemExit(f'--block-size {T}, --micro-batch {B}: 0, or no multiple of m = {m}')
-        if fold >= 0 and kind != 'documents':
-            raise SystemExit(f'--fold {fold} chooses documents, which batches of {kind} have not')
         # ranges of the split form a row; sequence r is places r T to r T + T - 1 of the row
         begins, sizes = split.offsets[:1], np.array([len(split.tokens) - 1])
         if kind == 'documents':             # the documents without their ends, then the ends
-            odd = np.arange(len(split.offsets) - 1) % 2
-            lengths = np.diff(split.offsets) * (odd != 1 - fold)
+            lengths = np.diff(split.offsets)
             ends = lengths % T
             begins = np.append(split.offsets[:-1], split.offsets[:-1] + lengths - ends)
             sizes = np.append(lengths - ends, ends)
@@ -532,13 +529,12 @@ class Needles(Batches):
     the answer; with 2 hops the chunk before ends with it too, so that what that one retrieves can
     be part of what this one looks for. A tenth of all other tokens is predicted too.
     grow: of so many micro-batches, the first quarter has sequences of an eighth of T tokens, the
-    next ones of a quarter, of a half and of T. fold 0 or 1: sequences of even or odd number
+    next ones of a quarter, of a half and of T
     """
 
-    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, fold=-1, chunk=32,
-                 grow=0):
+    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32, grow=0):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
-        self.hops, self.fold, self.chunk, self.grow = hops, fold, chunk, grow
+        self.hops, self.chunk, self.grow = hops, chunk, grow
         self.n_rows = len(split.tokens) // self.T               # of an epoch
         least = chunk * (32 * hops if grow else 8)
         if self.T % chunk or self.T < least:
@@ -556,8 +552,7 @@ class Needles(Batches):
     def rows(self, g):
         """With grow more and shorter sequences at first: as many tokens in each micro-batch"""
         n = self.B << max(0, 3 - 4 * g // self.grow) if self.grow else self.B
-        rows = np.arange(g * n, (g + 1) * n)
-        return rows if self.fold < 0 else 2 * rows + self.fold
+        return np.arange(g * n, (g + 1) * n)
 
     def take(self, rows, seed):
         n = self.T // self.chunk // max(1, len(rows) // self.B)             # chunks of a sequence

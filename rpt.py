@@ -30,9 +30,9 @@ Where we differ from the paper, and why
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
     Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
-    every second document and scores every n-th chunk of the others. All other chunks are taught as
-    in RPT-Lex, where the candidate of rank r = 0, 1, ... has s_t = 1 - r / J. To a chunk without
-    positives the teacher gives no neighbors.
+    the same documents and scores every n-th chunk. The others are taught as in RPT-Lex, where the
+    candidate of rank r = 0, 1, ... has s_t = 1 - r / J. To a chunk without positives the teacher
+    gives no neighbors.
     In joined short documents self-attention alone crosses them, as in Transformer-XL.
 
     $ python rpt.py                         a demo, on a CPU
@@ -99,7 +99,7 @@ class RPTConfig:
 
 
 PRESETS = {         # §3.4, App. A, B; tokenizer, optimizer with its settings, reference LM: ours
-    'tiny': dict(n_candidates=4, score_every=2),
+    'tiny': dict(n_candidates=4, score_every=4),
     'paper': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_384,
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
                   chunk_size=64, n_cca=5, tokens_per_step=131_072, max_steps=500_000, lr=5e-4,
@@ -509,14 +509,11 @@ TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed candidates targ
 
 
 def load_reference(c, config, corpus, train_reference):
-    """The reference LM, of --reference or trained first; the fold that it was trained on"""
-    sizes = np.diff(corpus.train.offsets)
-    fold = 0 if 0.2 < sizes[::2].sum() / sizes.sum() < 0.8 else -1          # -1: too few documents
-    fold = 1 - config.fold if config.fold >= 0 else fold
+    """The reference LM, of --reference or trained first"""
     window = 4 * c.chunk_size                                               # see target_scores
     path = Path(c.reference or train_reference(
         replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), window=max(c.window, window)),
-        replace(config, fold=fold, init='', max_steps=c.reference_steps or config.max_steps),
+        replace(config, init='', max_steps=c.reference_steps or config.max_steps),
         'reference'))
     try:
         file = torch.load(path / 'ckpt.pt' if path.is_dir() else path, 'cpu', weights_only=True)
@@ -525,14 +522,10 @@ def load_reference(c, config, corpus, train_reference):
         assert reference.config.retriever == 'none' and reference.config.window >= window
         assert file['tokenizer'] == corpus.tokenizer.to_dict()
         reference.config.reference_cache = c.reference_cache
-        fold = file['fold'] if file['corpus'] == corpus.fingerprint else 2          # 2: knows none
-        assert fold != config.fold or fold < 0
     except Exception as e:                              # a broken file can raise anything
         raise SystemExit(f'--reference {path}: a checkpoint of retriever none, window >= {window}, '
-                         f'the same tokenizer and another fold is needed ({e!r:.99})')
-    if fold < 0:
-        print('the reference LM was trained on the documents that it scores')
-    return reference, fold
+                         f'the same tokenizer is needed ({e!r:.99})')
+    return reference
 
 
 def setup(model, corpus, batches, config, autocast, train_reference, progress):
@@ -546,16 +539,16 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     if c.retriever == 'none':
         return lambda batch, g: batch
     idf = corpus_idf(corpus.train.tokens, m, c.vocab_size)
-    facts = [corpus.fingerprint, c.retriever, config.fold, c.block_size, c.window, m, J]
+    facts = [corpus.fingerprint, c.retriever, c.block_size, c.window, m, J]
     facts += [corpus.hops, config.seed] if corpus.hops else []
     if config.grow_context:
         raise SystemExit('--grow-context: the scores are of sequences of one length')
     if c.retriever == 'bm25':
         model.idf.copy_(idf)
     if c.retriever == 'sem':
-        reference, fold = load_reference(c, config, corpus, train_reference)
+        reference = load_reference(c, config, corpus, train_reference)
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
-        facts += [hashlib.sha256(weights).hexdigest(), fold, c.score_every, c.reference_cache,
+        facts += [hashlib.sha256(weights).hexdigest(), c.score_every, c.reference_cache,
                   config.dtype]
         reference.to(device)
     folder = corpus.folder / f'scores-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}'
@@ -570,7 +563,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
             candidates = bm25_candidates(chunks, doc, model.w, J, idf)
             scores = (1 - torch.arange(J) / J).expand(N, J)                 # RPT-Lex
             if reference:
-                scored = ((torch.arange(N) % c.score_every == 0) & (doc % 2 != fold))[:, None]
+                scored = (torch.arange(N) % c.score_every == 0)[:, None]
                 to_score = candidates.where(scored, -1).to(device)
                 with autocast():
                     s_t = target_scores(reference, chunks.to(device), to_score)

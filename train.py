@@ -48,7 +48,6 @@ class TrainConfig:
     eval_every: int = 100           # steps between validations and checkpoints
     val_tokens: int = 32768         # evenly spread, for validation while training; all at the end
     dtype: Literal['auto', 'bf16', 'fp32'] = 'auto'     # auto: bf16 where hardware is fast with it
-    fold: Literal[-1, 0, 1] = -1    # train on the even (0) or the odd (1) documents; -1: all
     grow_context: bool = False      # niah: sequences grow to block_size in the first half
     init: str = ''                  # start from the weights of this checkpoint
     out: str = ''                   # folder of the run; default out/<model>
@@ -58,7 +57,7 @@ class TrainConfig:
     kernel: Literal['auto', 'triton', 'torch'] = 'auto'     # of drt; auto: triton with cuda
 
     def __post_init__(self):
-        low = dict(max_steps=1, tokens_per_step=1, eval_every=1, val_tokens=1, lr=1e-30, fold=-1)
+        low = dict(max_steps=1, tokens_per_step=1, eval_every=1, val_tokens=1, lr=1e-30)
         high = dict(warmup=1, beta2=1 - 1e-9)
         for name, value in vars(self).items():
             a, b = low.get(name, 0), high.get(name, 2 ** 63 - 1)
@@ -304,7 +303,7 @@ def train(module, model_config, config, corpus=None):
     corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size)
     sizes = dict(block_size=T, micro_batch=B, **module.batches(model_config))
     grow = config.max_steps * passes * WORLD // 2 * config.grow_context
-    batches = corpus.batches(corpus.train, seed=config.seed, fold=config.fold, grow=grow, **sizes)
+    batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
     sizes['kind'] = sizes['kind'].replace('packed', 'segments')
     val_batches = corpus.batches(corpus.val, seed=0, **sizes)
     if WORLD > 1 and RANK == 0: dist.barrier()
@@ -328,7 +327,7 @@ def train(module, model_config, config, corpus=None):
     # a packed run has no best.pt: it is validated with another memory than it is trained with
     state = checkpoint or dict(
         model_name=name, config=asdict(model_config), step=0, tokens=0, data=config.data,
-        tokenizer=corpus.tokenizer.to_dict(), corpus=corpus.fingerprint, fold=config.fold,
+        tokenizer=corpus.tokenizer.to_dict(), corpus=corpus.fingerprint,
         best=math.nan if batches.kind == 'packed' else math.inf)
     if checkpoint:
         print(f'resuming {out} from step {state["step"]}')

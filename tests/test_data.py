@@ -250,16 +250,16 @@ def make_split(lengths=(5, 40, 1, 17, 33, 64, 2)):
     return Split('train', 1000 + np.arange(offsets[-1], dtype=np.uint16), offsets)
 
 
-@pytest.mark.parametrize('kind, fold', [*zip(KINDS, [-1] * 4), ('documents', 0), ('documents', 1)])
+@pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('T, B', [(16, 4), (1, 7), (7, 1), (41, 3), (8, 100)])
-def test_batches_equal_their_definition(kind, fold, T, B):
+def test_batches_equal_their_definition(kind, T, B):
     """An epoch has each row of T tokens once: of the grid, or of documents and of their ends."""
     split = make_split()
     n = len(split.tokens)
     place, after = np.arange(n - 1), set(range(1, n))           # positions; those predicted
     if kind == 'documents':
         docs = np.split(np.arange(n), split.offsets[1:-1])
-        docs = [np.split(d, [len(d) // T * T]) for d in docs[max(0, fold)::1 + (fold >= 0)]]
+        docs = [np.split(d, [len(d) // T * T]) for d in docs]
         place = np.concatenate([whole for whole, _ in docs] + [end for _, end in docs])
         after = {i for d in docs for i in np.concatenate(d)[1:]}
 
@@ -269,7 +269,7 @@ def test_batches_equal_their_definition(kind, fold, T, B):
         targets = [1001 + i if i + 1 in after else -1 for i in places] + [-1] * rest
         return tokens, targets, split.doc_of(places).tolist() + [-1] * rest
 
-    batches = Batches(split, kind, T, B, seed=3, fold=fold)
+    batches = Batches(split, kind, T, B, seed=3)
     n, expected = len(batches), [row(place[i:i + T]) for i in range(0, len(place), T)]
     expected += [row(place[:0])] * (n * B - len(expected))      # padding
     assert len(expected) < len(place) / T + B
@@ -341,7 +341,6 @@ def test_what_cannot_be_loaded_or_batched(tmp_path):
                  (split, 'segments', 0, 2), (split, 'segments', 4, 0), (None, 'segments', 4, 2)]:
         one_line(Batches, *args, seed=0)
     one_line(Batches, split, 'consecutive', 4, 6, seed=0, consecutive=4)
-    one_line(Batches, split, 'segments', 4, 2, seed=0, fold=0)
 
 
 @pytest.mark.parametrize('name', ['bytes', 'bpe'])
@@ -352,11 +351,10 @@ def test_needles(name, hops, grow):
     text = ' '.join(random.Random(0).choices(vocabulary, k=9999))
     tokenizer = Tokenizer.train(name, [text], 330)
     split = Split('train', tokenizer.encode(text), np.array([0, len(tokenizer.encode(text))]))
-    make = lambda seed, split=split, fold=-1: data.Needles(split, tokenizer, hops, 992, 2, seed,
-                                                           fold, 31, grow)
+    make = lambda seed, split=split: data.Needles(split, tokenizer, hops, 992, 2, seed, 31, grow)
     names = lambda needles: {*re.findall(' opens(.*)[.]', tokenizer.decode(needles.row(0, 32)[0]))}
     assert not names(make(0)) & names(make(0, Split('val', split.tokens[9:], split.offsets)))
-    assert make(0, fold=1).rows(9).tolist() == [37, 39]
+    assert make(0).rows(9).tolist() == [18, 19]
     for g, parts in enumerate([8, 8, 4, 4, 2, 2, 1, 1, 1]):
         tokens, targets, _, seed = make(0)[g]
         assert tokens.equal(make(0)[g].tokens) and not tokens.equal(make(1)[g].tokens)

@@ -90,7 +90,7 @@ def run(tmp_path, monkeypatch):
         torch.save(dict(
             model_name=model_name, config=asdict(config), model=BIGRAM(config).state_dict(), step=3,
             tokens=1234, best=1.0, data=texts, tokenizer=corpus.tokenizer.to_dict(),
-            corpus=corpus.fingerprint, fold=-1), path)
+            corpus=corpus.fingerprint), path)
         log = [dict(step=1, tokens=8, loss=5.0), dict(step=2, tokens=16, loss=4.0, val_loss=4.5)]
         Path(path).with_name('log.jsonl').write_text('\n'.join(map(json.dumps, log)))
 

@@ -482,8 +482,7 @@ def start(tmp_path):
         def train_reference(model_config, train_config, suffix):
             assert model_config.retriever == 'none' and suffix == 'reference'
             torch.save(dict(model=reference.state_dict(), config=asdict(reference.config),
-                            tokenizer=corpus.tokenizer.to_dict(), fold=train_config.fold,
-                            corpus=corpus.fingerprint), tmp_path / 'ckpt.pt')
+                            tokenizer=corpus.tokenizer.to_dict()), tmp_path / 'ckpt.pt')
             return tmp_path / 'ckpt.pt'
         batches = data.Batches(corpus.train, 'documents', model.config.block_size,
                                model.config.micro_batch, seed=0)
@@ -495,7 +494,7 @@ def start(tmp_path):
 
 @pytest.mark.parametrize('retriever', ['sem', 'lex', 'bm25'])
 def test_setup_scores_the_candidates(start, retriever):
-    """The reference LM scores every n-th chunk of documents it was not trained on; else ranks."""
+    """The reference LM scores every n-th chunk; the others have the ranks of their candidates."""
     attach, corpus, batches, model, reference = start(retriever=retriever, score_every=2)
     idf, scored, ranked = corpus_idf(corpus.train.tokens, M, 257), 0, 0
     if retriever == 'bm25':
@@ -507,8 +506,7 @@ def test_setup_scores_the_candidates(start, retriever):
             doc = doc[:, 0].where((doc == doc[:, :1]).all(1), -1)
             wanted = bm25_candidates(chunks, doc, 4, 4, idf)
             assert torch.equal(batch.candidates[b], wanted)
-            rows = torch.arange(len(doc)) % 2 == 0                      # fold 0: even documents
-            rows &= (doc % 2 == 1) & (retriever == 'sem')
+            rows = (torch.arange(len(doc)) % 2 == 0) & (retriever == 'sem')
             s_t = (1 - torch.arange(4) / 4).double().expand(wanted.shape)
             s_t = target_scores(reference, chunks, wanted).where(rows[:, None], s_t)
             s_t = s_t.where(wanted >= 0, 0)
@@ -544,11 +542,10 @@ def test_scores_are_computed_once(start, monkeypatch):
                  dict(block_size=44), dict(config=replace(CONFIG, dtype='bf16'))):
         assert count(**more) > 0, more
     assert 'window' in one_line(start, window=2 * M)                    # of the reference LM
-    path = start()[1].folder.parent.parent / 'ckpt.pt'                  # of fold 0
-    given = dict(config=replace(CONFIG, fold=0), reference=str(path))
-    assert 'another fold' in one_line(start, **given)
-    torch.save({**torch.load(path), 'corpus': 'another'}, path)
-    assert count(**given) > 0
+    path = start()[1].folder.parent.parent / 'ckpt.pt'
+    assert count(reference=str(path)) == 0
+    torch.save({**torch.load(path), 'tokenizer': {}}, path)
+    assert 'the same tokenizer' in one_line(start, reference=str(path))
 
 
 @pytest.mark.parametrize('more, millions', [
