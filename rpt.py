@@ -77,12 +77,12 @@ class RPTConfig:
     n_candidates: int = 20        # BM25 candidates of a chunk, J (paper)
     score_every: int = 1          # the reference LM scores every n-th chunk; others: as lex (ours)
     reference: str = ''           # checkpoint of the reference LM; default: one is trained first
-    reference_steps: int = 0      # steps of its training; 0: as many as RPT's (ours)
+    reference_steps: int = 600    # steps of its training, at most as many as RPT's (ours)
     reference_cache: float = 0.2  # weight of its continuous cache, λ (ours; paper: 0)
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            least = 0 if name in ('n_inner', 'n_cca', 'reference_steps') else 1
+            least = 0 if name in ('n_inner', 'n_cca') else 1
             if type(value) is int and value < least:
                 raise ValueError(f'{name} {value} is below {least}')
             if name in ('dropout', 'eta', 'reference_cache') and not 0 <= value < 1:
@@ -513,7 +513,7 @@ def load_reference(c, config, corpus, train_reference):
     window = 4 * c.chunk_size                                               # see target_scores
     path = Path(c.reference or train_reference(
         replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), window=max(c.window, window)),
-        replace(config, init='', max_steps=c.reference_steps or config.max_steps),
+        replace(config, init='', max_steps=min(c.reference_steps, config.max_steps)),
         'reference'))
     try:
         file = torch.load(path / 'ckpt.pt' if path.is_dir() else path, 'cpu', weights_only=True)
