@@ -24,12 +24,13 @@ Where this differs from the paper, and why
     As in the official code, a chunk is S - 1 tokens and its landmark, whose key takes no part in
     cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input).
     With --shift-values, off in the preset 124m, the key of a token has the value of the next one,
-    and at first W_Q = W_K, W_O = W_Vᵀ and the landmark's embedding is 0: GCA begins by copying
-    what followed a like token, and a landmark by holding nothing but what it has read.
+    and at first W_Q = W_K and W_O = W_Vᵀ: GCA begins by copying what followed a like token. With
+    encoder lower the landmark's embedding is 0 at first, which helps (results.md), unexplained.
     Gumbel noise (sd 1.3) is for the preset 124m: it would hide the scores of small models (sd 0.9).
     Scores, selection and weights are in fp32 (official code: bf16, which ties scores). Retrieval
-    never crosses documents joined in a sequence; self-attention does: one bias serves all blocks.
-    Initial weights: 0.02 sqrt(768 / C); those that add to the residual, but W_O, less by depth.
+    never crosses documents joined in a sequence; self-attention does, as one (H, W, 2W) bias serves
+    all blocks. Initial weights: 0.02 sqrt(768 / C), the official scale; those that add to the
+    residual are scaled by depth (not W_O of GCA).
     Table 4: the corpus is one text, and keys and values are kept (paper: the encoder-decoder's are
     computed again); of the text all chunks, not 48K tokens; random chunks are those of the text.
 
@@ -64,8 +65,8 @@ class DRTConfig:
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens', 'none'] = 'lower'   # reads layers' output or embeddings
     n_encoder: int = 2          # layers of the chunk encoder (official code)
-    shift_values: bool = True   # cross-attention begins by copying (ours, see above)
-    gumbel: bool = False        # noise on scores before top-k, in training (paper 3.2; ours: no)
+    shift_values: bool = True   # and initial weights so that GCA copies (ours, see above)
+    gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     mlm: float = 0.15           # with encoder tokens: masked in the first half (official code)
     retriever: Literal['learned', 'random', 'off'] = 'learned'      # random: paper appendix A.5
     sink: bool = False          # a key and a value of zero in each chunk (official code: yes)
@@ -331,7 +332,8 @@ class DRT(nn.Module):
             for block in self.upper:
                 block.gca.query.weight.data.copy_(k)
                 block.gca.proj.weight.data.copy_(v.T)
-            self.embedding.weight.data[config.vocab_size] = 0       # a landmark is what it reads
+            if config.encoder == 'lower':
+                self.embedding.weight.data[config.vocab_size] = 0   # of the landmark
 
     def empty_state(self, B):
         config, E = self.config, self.embedding.weight

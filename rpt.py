@@ -523,8 +523,8 @@ def load_reference(c, config, corpus, train_reference):
         assert file['tokenizer'] == corpus.tokenizer.to_dict()
         reference.config.reference_cache = c.reference_cache
     except Exception as e:                              # a broken file can raise anything
-        raise SystemExit(f'--reference {path}: a checkpoint of retriever none, window >= {window}, '
-                         f'the same tokenizer is needed ({e!r:.99})')
+        raise SystemExit(f'--reference {path}: a checkpoint of retriever none, window >= {window} '
+                         f'and the same tokenizer is needed ({e!r:.99})')
     return reference
 
 

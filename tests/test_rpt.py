@@ -481,6 +481,7 @@ def start(tmp_path):
 
         def train_reference(model_config, train_config, suffix):
             assert model_config.retriever == 'none' and suffix == 'reference'
+            assert train_config.max_steps == min(model.config.reference_steps, config.max_steps)
             torch.save(dict(model=reference.state_dict(), config=asdict(reference.config),
                             tokenizer=corpus.tokenizer.to_dict()), tmp_path / 'ckpt.pt')
             return tmp_path / 'ckpt.pt'
@@ -535,7 +536,7 @@ def test_scores_are_computed_once(start, monkeypatch):
         start(progress=interrupted)
     n = len(computed)
     assert n == 3 and count() == 12 - n and count() == 0
-    assert count(eta=0.3, tau=1.0) == count(micro_batch=4) == 0
+    assert count(eta=0.3, tau=1.0) == count(micro_batch=4) == count(reference_steps=2) == 0
     assert count(replace(CONFIG, max_steps=2)) == 0
     for more in (dict(score_every=3), dict(n_candidates=5), dict(window=6 * M), dict(shift=0.1),
                  dict(reference_cache=0.5), dict(retriever='lex'), dict(retriever='bm25'),
