@@ -65,7 +65,7 @@ class DRTConfig:
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens', 'none'] = 'lower'   # reads layers' output or embeddings
     n_encoder: int = 2          # layers of the chunk encoder (official code)
-    shift_values: bool = True   # and initial weights so that GCA copies (ours, see above)
+    shift_values: bool = True   # values are of the next token; weights begin by copying (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     mlm: float = 0.15           # with encoder tokens: masked in the first half (official code)
     retriever: Literal['learned', 'random', 'off'] = 'learned'      # random: paper appendix A.5
