@@ -25,14 +25,13 @@ Where this differs from the paper, and why
     cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input).
     With --shift-values, off in the preset 124m, the key of a token has the value of the next one,
     and at first W_Q = W_K and W_O = W_Vᵀ: GCA begins by copying what followed a like token. With
-    encoder lower the landmark's embedding is 0 at first, which helps (results.md), unexplained.
-    Gumbel noise (sd 1.3) is for the preset 124m: it would hide the scores of small models (sd 0.9).
+    encoder lower the landmark's embedding is 0 at first, which helps; why is not known. Gumbel
+    noise (sd 1.3) is for 124m alone: it would hide the scores of small models (sd 0.9).
     Scores, selection and weights are in fp32 (official code: bf16, which ties scores). Retrieval
-    never crosses documents joined in a sequence; self-attention does, as one (H, W, 2W) bias serves
-    all blocks. Initial weights: 0.02 sqrt(768 / C), the official scale; those that add to the
-    residual are scaled by depth (not W_O of GCA).
-    Table 4: the corpus is one text, and keys and values are kept (paper: the encoder-decoder's are
-    computed again); of the text all chunks, not 48K tokens; random chunks are those of the text.
+    never crosses joined documents; self-attention does, as one (H, W, 2W) bias serves all blocks.
+    Initial weights: 0.02 sqrt(768 / C), the official scale; those that add to the residual are
+    scaled by depth (not W_O of GCA). Table 4: the corpus is one text, whose keys and values are
+    kept (paper: the encoder-decoder's are computed again); of the text all chunks, not 48K tokens.
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
@@ -332,8 +331,7 @@ class DRT(nn.Module):
             for block in self.upper:
                 block.gca.query.weight.data.copy_(k)
                 block.gca.proj.weight.data.copy_(v.T)
-            if config.encoder == 'lower':
-                self.embedding.weight.data[config.vocab_size] = 0   # of the landmark
+            self.embedding.weight.data[config.vocab_size] *= config.encoder != 'lower'  # landmark
 
     def empty_state(self, B):
         config, E = self.config, self.embedding.weight
