@@ -23,10 +23,11 @@ Letters used in the shape comments
 Where this differs from the paper, and why
     As in the official code, a chunk is S - 1 tokens and its landmark, whose key takes no part in
     cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input).
-    With --shift-values, off in the preset 124m, the key of a token has the value of the next one,
-    and at first W_Q = W_K and W_O = W_Vᵀ: GCA begins by copying what followed a like token. With
-    encoder lower the landmark's embedding is 0 at first, which helps; why is not known. Gumbel
-    noise (sd 1.3) is for 124m alone: it would hide the scores of small models (sd 0.9).
+    ALiBi's slopes are 4 to 2^-8 (paper: 2^(-8/H) to 2^-8, from 0.63 on with its 12 heads): with 4
+    heads from 0.25 on, the model reads half as much of what it retrieves. With --shift-values, off
+    in the preset 124m, the key of a token has the value of the next one, and at first W_Q = W_K and
+    W_O = W_Vᵀ: GCA begins by copying what followed a like token. Gumbel noise (sd 1.3) is for 124m
+    alone: it would hide the scores of small models (sd 0.9).
     Scores, selection and weights are in fp32 (official code: bf16, which ties scores). Retrieval
     never crosses joined documents; self-attention does, as one (H, W, 2W) bias serves all blocks.
     Initial weights: 0.02 sqrt(768 / C), the official scale; those that add to the residual are
@@ -60,7 +61,8 @@ class DRTConfig:
     n_inner: int = 0            # width inside the MLP; 0: 8/3 C, rounded up (paper: 2,048)
     window: int = 128           # positions that a query attends to, itself included, W (paper: 512)
     chunk_size: int = 32        # positions of a chunk, its landmark included, S (paper: 64)
-    n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
+    slope: float = 4.0          # ALiBi's steepest slope; the last is 2^-8 (ours; paper: 2^(-8/H))
+    n_neighbors: int = 8        # chunks retrieved for each chunk, K (paper)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens', 'none'] = 'lower'   # reads layers' output or embeddings
     n_encoder: int = 2          # layers of the chunk encoder (official code)
@@ -72,9 +74,9 @@ class DRTConfig:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            least = dict(window=2, chunk_size=2, n_inner=0, groups=0).get(name, 1)
-            if type(value) is int and value < least:
-                raise ValueError(f'{name} {value} is below {least}')
+            least = dict(window=2, chunk_size=2, n_inner=0, groups=0, slope=2 ** -8, mlm=0)
+            if type(value) in (int, float) and value < least.get(name, 1):
+                raise ValueError(f'{name} {value} is below {least.get(name, 1)}')
         if self.n_embd % (2 * self.n_head) or self.n_layer % max(1, 2 * self.groups):
             raise ValueError(f'n_embd {self.n_embd} must be a multiple of 2 n_head {self.n_head}, '
                              f'n_layer {self.n_layer} of 2 groups {self.groups}')
@@ -85,7 +87,7 @@ TASKS = {}
 PRESETS = {
     'tiny': dict(tokens_per_step=1984),     # the defaults: minutes on two CPU cores
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
-                 n_layer=12, n_head=12, n_embd=768, window=512, chunk_size=64, n_neighbors=8,
+                 n_layer=12, n_head=12, n_embd=768, window=512, chunk_size=64, slope=0.63,
                  tokens_per_step=524_160, max_steps=60_000, optimizer='adamw', lr=2e-3, warmup=0.02,
                  weight_decay=0.001, eval_every=1000, shift_values=False, gumbel=True),
 }
@@ -212,7 +214,7 @@ class SelfAttention(nn.Module):
     """Causal attention over a sliding window, with ALiBi (Press et al. 2022) for positions."""
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.window = config.n_head, config.window
+        self.n_head, self.window, self.slope = config.n_head, config.window, config.slope
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
@@ -220,7 +222,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)     # 3 x (B, L, H, D)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
-        slopes = 2 ** (-8 * torch.arange(1, self.n_head + 1, device=x.device) / self.n_head)
+        slopes = torch.linspace(math.log2(self.slope), -8, self.n_head, device=x.device).exp2()
         y = attend(q, k, v, self.window, self.window, slopes.view(1, -1, 1, 1))     # (B, L, H, D)
         past = k[:, 1 - self.window:].clone(), v[:, 1 - self.window:].clone()
         return self.proj(y.flatten(-2)), past
@@ -331,7 +333,6 @@ class DRT(nn.Module):
             for block in self.upper:
                 block.gca.query.weight.data.copy_(k)
                 block.gca.proj.weight.data.copy_(v.T)
-            self.embedding.weight.data[config.vocab_size] *= config.encoder != 'lower'  # landmark
 
     def empty_state(self, B):
         config, E = self.config, self.embedding.weight
@@ -472,10 +473,8 @@ class DRT(nn.Module):
         E = self.embedding.weight[:config.vocab_size]
         loss = cross_entropy(f, E, targets)
         if reads:
-            w, idx = (x[:, :-1].detach() for x in reads[-1])        # (B, N, K)
-            rows = (w > 0).any(2).sum().clamp(min=1)                # chunks that read any
-            distance = torch.arange(N, device=device)[:, None] - idx
-            log = dict(top_weight=w.amax(2).sum() / rows, chunks_back=(w * distance).sum() / rows)
+            w = reads[-1][0][:, :-1].detach()                       # (B, N, K)
+            log['top_weight'] = w.amax(2).sum() / (w > 0).any(2).sum().clamp(min=1)
             unit = F.normalize(chunks[:, :, -1].detach(), dim=2)    # 1: all alike; 1/N: none
             log['landmark_cosine'] = unit.mean(1).square().sum(1).mean()
         if masked is not None:                                      # §3.2: MLM trains the encoder
