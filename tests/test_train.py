@@ -8,9 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-import data
-import train
-import trime
+import data, train, trime
 from test_data import one_line, write_splits
 
 FILE, GPU, CPU = Path(train.__file__), torch.device('cuda', 0), torch.device('cpu')
@@ -65,6 +63,11 @@ def learn(model, steps, make_batch):
             optimizer.step()
         model.zero_grad()
     return model.eval()
+
+
+def log_p(model, tokens):
+    """log P of the tokens (n,) of a document but the first"""
+    return model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])[:, 0]
 
 
 def log_of(run):
@@ -285,11 +288,9 @@ def test_validation_is_fixed_and_complete(here):
     assert n == len(corpus.val.tokens) - 1 and some[0] == some[1] and some[0][1] <= 200
     assert model.training and torch.equal(torch.get_rng_state(), state)
     model.eval()
-    text, total = torch.from_numpy(corpus.val.tokens[:].astype('int64')), 0
-    for i in range(0, n, 16):
-        tokens, targets = text[i:i + 17][:-1], text[i + 1:i + 17]
-        total -= model.log_probs(tokens[None])[0].gather(1, targets[:, None]).sum().item()
-    assert loss == pytest.approx(total / n, rel=1e-5)
+    text = torch.from_numpy(corpus.val.tokens[:].astype('int64'))
+    total = sum(log_p(model, text[i:i + 17]).sum().item() for i in range(0, n, 16))
+    assert loss == pytest.approx(-total / n, rel=1e-5)
 
 
 @pytest.mark.parametrize('shape', [(8, 8), (5, 40), (40, 5), (1, 12)])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import trime
 from test_data import one_line
-from test_train import learn
+from test_train import learn, log_p
 from trime import PRESETS, TRIME, Datastore, EvalConfig, Inference, TRIMEConfig, TrimeLoss
 
 torch.set_num_threads(1)                        # the models are tiny
@@ -116,11 +116,6 @@ def equations_6_to_9(x, words, past, ext):
         if memory.sum() > 0:
             P = (1 - lam) * P + lam * memory / memory.sum()                         # Eq. 8, 9
     return P
-
-
-def log_p(model, tokens):
-    """log P of the tokens (n,) of a document but the first"""
-    return model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])[:, 0]
 
 
 @pytest.mark.parametrize('sizes', [{}, ADAPTIVE])
@@ -378,8 +373,7 @@ def test_flags_and_task(tmp_path, capsys, coarse):
     assert (model.store.text == CORPUS.val.tokens).all() and model.tuned.n_neighbors > 0
     other.fingerprint = 'another text'
     assert 'delete it' in one_line(prepared, 'local', tmp_path, external=other)
-    ways = dict(external=other, memory='local')
-    assert 'needs ext' in one_line(prepared, 'local', tmp_path, **ways)
+    assert 'needs ext' in one_line(prepared, 'local', tmp_path, external=other, memory='local')
     model, args = prepared('long', tmp_path)
     run = SimpleNamespace(name='run', model=model, corpus=CORPUS, documents=DOCUMENTS)
     run.log_p = lambda tokens: log_p(model, tokens)
