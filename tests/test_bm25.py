@@ -27,8 +27,8 @@ def formula(docs, query, k1=1.2, b=0.75, idf=None):
     return scores
 
 
-def ranking(scores, k, limit=None):
-    """Ids of the k largest scores above 0, the lower id first among equals."""
+def ranking(scores, k=None, limit=None):
+    """Ids of the k largest scores above 0 (None: of all), the lower id first among equals."""
     found = [i for i in range(len(scores))[:limit] if scores[i] > 1e-12]
     return sorted(found, key=lambda i: (-round(scores[i], 9), i))[:k]
 
@@ -37,8 +37,7 @@ def corpus(N, length, V, seed=0):
     """Zipf-distributed terms: some are frequent (dense matrix), most are rare (postings)."""
     rng = np.random.default_rng(seed)
     p = 1 / np.arange(1, V + 1)
-    lengths = rng.integers(0, 2 * length, N)
-    return [rng.choice(V, n, p=p / p.sum()) for n in lengths]
+    return [rng.choice(V, n, p=p / p.sum()) for n in rng.integers(0, 2 * length, N)]
 
 
 @pytest.mark.parametrize('idf', [None, np.linspace(5, 0.1, 90)])
@@ -64,8 +63,7 @@ def test_equals_the_formula(N, length, V, frequent, idf, monkeypatch):
         assert scores[i] == pytest.approx([expected[j] for j in best] + [-inf] * none, rel=1e-6)
         assert [j for j in below[i] if j >= 0] == ranking(expected, 10, limit[i])
         one, one_scores = index.search(query, 10)
-        assert one.tolist() == best
-        assert one_scores.tolist() == scores[i, :len(best)].tolist()
+        assert (one.tolist(), one_scores.tolist()) == (best, scores[i, :len(best)].tolist())
 
 
 def test_equal_scores_are_in_order_of_id():

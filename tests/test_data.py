@@ -312,7 +312,7 @@ def algorithm_1(segments, docs, k=20):
         near = []
         if order:
             last = order[-1]
-            similar = ranking(formula(segments, segments[last]), len(segments))
+            similar = ranking(formula(segments, segments[last]))
             near = [i for i in similar if not docs[last] & docs[i]][:k]
         order.append(next(i for i in near + drawn if i not in order))
     return order

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import data
-import rpt
+import data, rpt
 from rpt import RPT, RPTConfig, bm25_candidates, corpus_idf, ranking_loss, target_scores
 from test_bm25 import formula, ranking
 from test_data import one_line, write_splits
@@ -25,6 +24,7 @@ SETTINGS = [{}, dict(retriever='lex'), dict(retriever='bm25'), dict(retriever='n
             dict(window=4 * M, n_layer=3), dict(chunk_size=1, window=4),
             dict(eta=0.5, n_neighbors=4), dict(retriever='bm25', gate=False, dropout=0.5),
             dict(shift_values=False)]
+CONFIG = TrainConfig(tokens_per_step=4 * 48, max_steps=3, dtype='fp32')
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +45,7 @@ def small(**more):
         p.data *= 30 if name.endswith('.gate.weight') else 1
         p.data -= 48 if name.endswith('.gate.bias') else 0              # some gates below eta
     if model.config.retriever == 'bm25':
-        text = tokens_of(9, 400)[0].numpy()
-        model.idf.copy_(corpus_idf(text, M, model.config.vocab_size))
+        model.idf[:V] = IDF
     return model
 
 
@@ -60,10 +59,9 @@ def docs_of(*lengths):
     return torch.cat(docs)[None]
 
 
-def batch_of(tokens, doc=None, **more):
+def batch_of(tokens, doc=None, seed=0, **more):
     targets, doc = F.pad(tokens[:, 1:], (0, 1), value=-1), tokens * 0 if doc is None else doc
-    batch = dict(tokens=tokens, targets=targets, doc=doc, seed=0)
-    return SimpleNamespace(**{**batch, **more})
+    return SimpleNamespace(tokens=tokens, targets=targets, doc=doc, seed=seed, **more)
 
 
 IDF = corpus_idf(tokens_of(9, 400)[0].numpy(), M, V)
@@ -155,8 +153,7 @@ def by_definition(model, tokens, doc, corpus=(), own=True):
         texts = torch.tensor([*corpus[:M0 * m], *tokens[:n * m]]).view(-1, m).tolist()
         for i in range(n):
             score = formula(texts, texts[M0 + i], b=0, idf=model.idf.tolist())
-            found[i] = sorted((j for j in permitted[i] if score[j] > 0),
-                              key=lambda j: (-round(score[j], 9), j))
+            found[i] = [j for j in ranking(score) if j in permitted[i]]
     found = [some[:c.n_neighbors] for some in found]
 
     pooled, read = [], [[] for _ in range(n)]                           # (chunk, rank, mean)
@@ -259,8 +256,7 @@ def test_the_loss_in_eval_mode(more):
     loss, parameters = model(batch, 0.5)[0], list(model.parameters())
     close(loss, wanted)
     grads = (torch.autograd.grad(x, parameters, materialize_grads=True) for x in (loss, wanted))
-    for pair in zip(*grads):
-        close(*pair)
+    close(*grads)
 
 
 @pytest.mark.parametrize('retriever', ['sem', 'lex', 'bm25'])
@@ -462,9 +458,6 @@ def test_training_is_determined_by_the_seed():
     assert all(torch.equal(w[name], weights[0][name]) for w in weights[1:] for name in w)
 
 
-CONFIG = TrainConfig(tokens_per_step=4 * 48, max_steps=3, dtype='fp32')
-
-
 @pytest.fixture
 def start(tmp_path):
     """-> function of settings: attach, the corpus, batches, the model, the reference LM"""
@@ -475,8 +468,7 @@ def start(tmp_path):
 
     def run(config=CONFIG, shift=0.0, progress=lambda rows, *_, **__: rows, **more):
         model = small(**{**dict(vocab_size=257, block_size=48, window=4 * M), **more})
-        none = dict(retriever='none', n_layer=2, reference='')
-        reference = small(**{**asdict(model.config), **none})
+        reference = small(**asdict(model.config) | dict(retriever='none', n_layer=2, reference=''))
         reference.norm.gain.data += shift
 
         def train_reference(model_config, train_config, suffix):
