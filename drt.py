@@ -75,7 +75,7 @@ class DRTConfig:
     def __post_init__(self):
         for name, value in vars(self).items():
             least = dict(window=2, chunk_size=2, n_inner=0, groups=0, slope=2 ** -8, mlm=0)
-            if type(value) in (int, float) and value < least.get(name, 1):
+            if type(value) in (int, float) and not value >= least.get(name, 1):    # nan
                 raise ValueError(f'{name} {value} is below {least.get(name, 1)}')
         if self.n_embd % (2 * self.n_head) or self.n_layer % max(1, 2 * self.groups):
             raise ValueError(f'n_embd {self.n_embd} must be a multiple of 2 n_head {self.n_head}, '
