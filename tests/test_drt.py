@@ -372,6 +372,8 @@ def test_the_preset_is_the_papers(more, millions):
         model = DRT(DRTConfig(**{**paper, **more}))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
     assert paper['gumbel'] and paper['slope'] == pytest.approx(2 ** (-8 / 12), abs=1e-4)
+    with pytest.raises(ValueError, match='slope nan'):
+        DRTConfig(slope=math.nan)
 
 
 def facts(n, generator, n_alike=0):
