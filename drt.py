@@ -23,11 +23,10 @@ Letters used in the shape comments
 Where this differs from the paper, and why
     As in the official code, a chunk is S - 1 tokens and its landmark, whose key takes no part in
     cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input).
-    ALiBi's slopes are 4 to 2^-8 (paper: 2^(-8/H) to 2^-8, from 0.63 on with its 12 heads): with 4
-    heads from 0.25 on, the model reads half as much of what it retrieves. With --shift-values, off
-    in the preset 124m, the key of a token has the value of the next one, and at first W_Q = W_K and
-    W_O = W_Vᵀ: GCA begins by copying what followed a like token. Gumbel noise (sd 1.3) is for 124m
-    alone: it would hide the scores of small models (sd 0.9).
+    Not in the preset 124m: ALiBi's slopes begin at 4, not at 2^(-8/H), 0.63 for 12 heads, 0.25 for
+    4, with which the model reads half as much of what it retrieves. The key of a token has the
+    value of the next one, and at first W_Q = W_K and W_O = W_Vᵀ: GCA begins by copying what
+    followed a like token. No Gumbel noise (sd 1.3): it would hide the scores of small models (0.7).
     Scores, selection and weights are in fp32 (official code: bf16, which ties scores). Retrieval
     never crosses joined documents; self-attention does, as one (H, W, 2W) bias serves all blocks.
     Initial weights: 0.02 sqrt(768 / C), the official scale; those that add to the residual are
@@ -87,9 +86,10 @@ TASKS = {}
 PRESETS = {
     'tiny': dict(tokens_per_step=1984),     # the defaults: minutes on two CPU cores
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
-                 n_layer=12, n_head=12, n_embd=768, window=512, chunk_size=64, slope=0.63,
-                 tokens_per_step=524_160, max_steps=60_000, optimizer='adamw', lr=2e-3, warmup=0.02,
-                 weight_decay=0.001, eval_every=1000, shift_values=False, gumbel=True),
+                 n_layer=12, n_head=12, n_embd=768, window=512, chunk_size=64, n_neighbors=8,
+                 slope=2 ** (-8 / 12), shift_values=False, gumbel=True, tokens_per_step=524_160,
+                 max_steps=60_000, optimizer='adamw', lr=2e-3, warmup=0.02, weight_decay=0.001,
+                 eval_every=1000),
 }
 
 
