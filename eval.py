@@ -40,6 +40,7 @@ class EvalConfig:
     context: str = ''           # a file whose text comes before the prompt
     max_tokens: int = 200       # generate: new tokens, at most
     temperature: float = 0.8    # generate: 0 takes the likeliest token
+    top_k: int = 0              # generate: from so many likeliest tokens; 0: from all
     top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
     seed: int = 0               # generate, niah, ranks: of the random draws
     lengths: str = '1k,4k,16k'  # niah, speed: tokens of the text; k is 2^10, m is 2^20
@@ -274,20 +275,20 @@ def write_page(runs, args):
     print(args.html)
 
 
-def generate(model, tokenizer, prompt='', max_tokens=200, temperature=0.8, top_p=0.95, seed=0):
+def generate(model, tokenizer, prompt='', n=200, temperature=0.8, top_k=0, top_p=0.95, seed=0):
     """
-    -> text that continues the prompt, to <|endoftext|> or max_tokens; drawn from P^(1/temperature)
-    (0: the likeliest), limited to the fewest tokens with a sum of top_p (Holtzman et al. 2020).
+    -> text that continues the prompt, to <|endoftext|> or n tokens; drawn from P^(1/temperature)
+    (0: the likeliest), of top_k tokens (0: all) the fewest with top_p (Holtzman et al. 2020).
     """
     new, generator = [], torch.Generator().manual_seed(seed)
     prompt = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
     prompt = torch.tensor([prompt], device=next(model.parameters()).device)
     pending, state = prompt[:, -1:], model.read(prompt[:, :-1])
-    for _ in data.progress(range(max_tokens), 'generating'):
+    for _ in data.progress(range(n), 'generating'):
         log_probs, state = model.stream(pending, state)
         last = log_probs[0, -1].cpu().double() / max(temperature, 1e-9)         # (V,)
-        p, tokens = last.softmax(-1).sort(descending=True)
-        p[1:] *= (p.cumsum(-1) < top_p)[:-1]            # the sum of those before a token
+        p, tokens = last.softmax(-1).topk(min(top_k, len(last)) if top_k > 0 else len(last))
+        p[1:] *= (p.cumsum(-1) < top_p * p.sum())[:-1]  # the sum of those before a token
         token = tokens[torch.multinomial(p, 1, generator=generator)]
         if token.item() == tokenizer.eot:
             break
@@ -304,7 +305,7 @@ def repeated(ids, n=8):
 
 def samples(runs, args):
     """Continues --prompt, or 1,024 tokens amid the longest document, with and without memory"""
-    result, sampling = [], (args.max_tokens, args.temperature, args.top_p, args.seed)
+    result, sampling = [], (args.max_tokens, args.temperature, args.top_k, args.top_p, args.seed)
     for run in runs:
         ids = max(run.documents, key=len).tolist()
         before, after = ids[:len(ids) // 2][-1024:], ids[len(ids) // 2:][:args.max_tokens]
@@ -478,9 +479,8 @@ def niah(runs, args):
         right = [answers(run, needles, length // chunk, args.depths,
                          np.random.default_rng([args.seed, length, i]))
                  for i in data.progress(range(n), f'{run.name}, {name}')]       # (n, depths)
-        by_depth = zip(depths, np.mean(right, axis=0).tolist())
         rows.append({'run': run.name[-32:], 'tokens': name, 'needles': np.size(right),
-                     'right': float(np.mean(right)), **dict(by_depth),
+                     'right': np.mean(right), **dict(zip(depths, np.mean(right, axis=0))),
                      's/needle': (time.time() - began) / np.size(right)})
     print_table(rows)
     size = 7, 1 + 0.4 * len(rows)

@@ -266,7 +266,7 @@ def test_the_default_tasks_and_those_of_a_model(run, monkeypatch, capsys):
 
 
 def test_generate():
-    """Temperature 0: the likeliest; top_p: the smallest set with that mass; the seed decides."""
+    """Temperature 0: the likeliest; top_k; top_p: the fewest of that mass; the seed decides."""
     model, tokenizer = BIGRAM(BIGRAMConfig()), data.Tokenizer('bytes')
     table, draw = model.table.data, lambda *args, **more: evaluation.generate(
         model, tokenizer, *args, **more)
@@ -276,6 +276,8 @@ def test_generate():
     for top_p, kept in ((0.0, 'a'), (0.35, 'a'), (0.45, 'ab'), (0.69, 'ab'), (0.75, 'abc')):
         assert set(draw('x', 400, temperature=1.0, top_p=top_p)) == set(kept)
     assert draw('x', 400, temperature=1.0).count('a') == pytest.approx(160, abs=40)     # four sigma
+    assert set(draw('x', 400, temperature=1.0, top_k=2)) == set('ab')
+    assert draw('x', 400, temperature=1.0, top_k=2, top_p=0.57) == 400 * 'a'    # 4 of 7 parts
     half = draw('x', 400, temperature=0.5).count('a')
     assert half == pytest.approx(400 * 0.16 / 0.30, abs=40)                     # p^2
     assert draw(seed=1) == draw(seed=1) != draw(seed=2)
