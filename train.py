@@ -168,9 +168,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            for p in group['params']:
-                if p.grad is None:
-                    continue
+            for p in [p for p in group['params'] if p.grad is not None]:
                 m = self.state[p].setdefault('momentum', torch.zeros_like(p))
                 m.lerp_(p.grad, 0.05)
                 update = orthogonalize(p.grad.lerp(m, 0.95))        # Nesterov's
@@ -297,9 +295,8 @@ def train(module, model_config, config, corpus=None):
     device = hardware(config.device)
     bf16, autocast = precision(device, config.dtype)
     B, T = model_config.micro_batch, model_config.block_size
-    passes, rest = divmod(config.tokens_per_step, WORLD * B * T)
+    passes, rest = divmod(config.tokens_per_step, n := WORLD * B * T)
     if rest:
-        n = WORLD * B * T
         raise SystemExit(f'--tokens-per-step: no multiple of {n} ({WORLD} processes x {B} x {T})')
 
     if RANK > 0: dist.barrier()                         # the first process prepares and packs

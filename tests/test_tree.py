@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BUDGET = {'trime.py': 738, 'rpt.py': 871, 'drt.py': 553, 'gca_kernel.py': 403, 'bm25.py': 144,
-          'data.py': 610, 'train.py': 418, 'eval.py': 570}  # lines; a raised one needs a reason
+          'data.py': 610, 'train.py': 415, 'eval.py': 570}  # lines; a raised one needs a reason
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'setup', 'demo'}
 PAPERS = {('MLP', 'drt.py')}                            # SwiGLU
