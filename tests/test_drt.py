@@ -374,8 +374,7 @@ def test_the_preset_is_the_papers(more, millions):
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
     config = [paper[name] for name in ('window', 'chunk_size', 'n_neighbors', 'slope', 'gumbel')]
     assert config == [512, 64, 8, 2 ** (-8 / 12), True] and not paper['shift_values']
-    with pytest.raises(ValueError, match='slope nan'):
-        DRTConfig(slope=math.nan)
+    assert 'slope nan' in str(pytest.raises(ValueError, DRTConfig, slope=math.nan).value)
 
 
 def facts(n, generator, n_alike=0):

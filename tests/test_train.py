@@ -306,7 +306,7 @@ def test_orthogonalize_makes_singular_values_equal(shape):
 def test_momentum_of_muon():
     """Of two gradients: m is their running mean, and Nesterov's step looks ahead."""
     p, (g, h) = torch.nn.Parameter(torch.zeros(6, 8)), torch.randn(2, 6, 8)
-    muon = train.Muon([p], dict(lr=0.0, weight_decay=0.0))
+    muon = train.Muon([p, torch.nn.Parameter(torch.ones(2, 2))], dict(lr=0.0, weight_decay=0.0))
     for p.grad, muon.param_groups[0]['lr'] in ((g, 0.0), (h, 1.0)):
         muon.step()
     update = train.orthogonalize(0.05 * h + 0.95 * (0.95 * 0.05 * g + 0.05 * h))
