@@ -22,23 +22,22 @@ Letters used in the shape comments
 
 Where this differs from the paper, and why
     As in the official code, a chunk is S - 1 tokens and its landmark, whose key takes no part in
-    cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input).
-    Not in the preset 124m: ALiBi's slopes begin at 4, not at 2^(-8/H), 0.63 for 12 heads, 0.25 for
-    4, with which the model reads half as much of what it retrieves. The key of a token has the
-    value of the next one, and at first W_Q = W_K and W_O = W_Vᵀ: GCA begins by copying what
-    followed a like token. No Gumbel noise (sd 1.3): it would hide the scores of small models (0.7).
-    Scores, selection and weights are in fp32 (official code: bf16, which ties scores). Retrieval
-    never crosses joined documents; self-attention does, as one (H, W, 2W) bias serves all blocks.
-    Initial weights: 0.02 sqrt(768 / C), the official scale; those that add to the residual are
-    scaled by depth (not W_O of GCA). Table 4: the corpus is one text, whose keys and values are
-    kept (paper: the encoder-decoder's are computed again); of the text all chunks, not 48K tokens.
+    cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input). Not in
+    the preset 124m: with a retrieved chunk the next one is read, each with half of w_k, as it
+    followed a like chunk. ALiBi's slopes begin at 4, not at 2^(-8/H), 0.25 for 4 heads, which
+    halves what is read. The key of a token has the value of the next one, and at first W_Q = W_K
+    and W_O = W_Vᵀ: GCA begins by copying what followed a like token. No Gumbel noise (sd 1.3): it
+    would hide the scores of small models (0.7). Scores, selection and weights are in fp32 (official
+    code: bf16 has ties). Retrieval never crosses joined documents; self-attention does, as one (H,
+    W, 2W) bias serves all blocks. Initial weights: 0.02 sqrt(768 / C), the official scale; those
+    that add to the residual are scaled by depth (not W_O of GCA). Table 4: the corpus is one text,
+    whose keys and values are kept (paper: computed again); of the text all chunks, not 48K tokens.
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
 """
 import math, tempfile, zlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -61,10 +60,11 @@ class DRTConfig:
     window: int = 128           # positions that a query attends to, itself included, W (paper: 512)
     chunk_size: int = 32        # positions of a chunk, its landmark included, S (paper: 64)
     slope: float = 4.0          # ALiBi's steepest slope; the last is 2^-8 (ours; paper: 2^(-8/H))
-    n_neighbors: int = 8        # chunks retrieved for each chunk, K (paper)
+    n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
+    next_chunk: bool = True     # with each of them the next one is read, as in RPT (ours)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
-    encoder: Literal['lower', 'tokens', 'none'] = 'lower'   # reads layers' output or embeddings
-    n_encoder: int = 2          # layers of the chunk encoder (official code)
+    encoder: Literal['lower', 'tokens'] = 'lower'   # it reads layers' output or embeddings
+    n_encoder: int = 2          # layers of the chunk encoder; 0: none (official code)
     shift_values: bool = True   # values are of the next token; weights begin by copying (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     mlm: float = 0.15           # with encoder tokens: masked in the first half (official code)
@@ -73,9 +73,9 @@ class DRTConfig:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            least = dict(window=2, chunk_size=2, n_inner=0, groups=0, slope=2 ** -8, mlm=0)
-            if type(value) in (int, float) and not value >= least.get(name, 1):    # nan
-                raise ValueError(f'{name} {value} is below {least.get(name, 1)}')
+            low = dict(window=2, chunk_size=2, slope=1e-9, n_inner=0, groups=0, n_encoder=0, mlm=0)
+            if type(value) in (int, float) and not value >= low.get(name, 1):      # nan is not
+                raise ValueError(f'{name} {value} is below {low.get(name, 1)}')
         if self.n_embd % (2 * self.n_head) or self.n_layer % max(1, 2 * self.groups):
             raise ValueError(f'n_embd {self.n_embd} must be a multiple of 2 n_head {self.n_head}, '
                              f'n_layer {self.n_layer} of 2 groups {self.groups}')
@@ -87,9 +87,9 @@ PRESETS = {
     'tiny': dict(tokens_per_step=1984),     # the defaults: minutes on two CPU cores
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
                  n_layer=12, n_head=12, n_embd=768, window=512, chunk_size=64, n_neighbors=8,
-                 slope=2 ** (-8 / 12), shift_values=False, gumbel=True, tokens_per_step=524_160,
-                 max_steps=60_000, optimizer='adamw', lr=2e-3, warmup=0.02, weight_decay=0.001,
-                 eval_every=1000),
+                 next_chunk=False, slope=2 ** (-8 / 12), shift_values=False, gumbel=True,
+                 tokens_per_step=524_160, max_steps=60_000, optimizer='adamw', lr=2e-3, warmup=0.02,
+                 weight_decay=0.001, eval_every=1000),
 }
 
 
@@ -271,11 +271,10 @@ class ChunkEncoder(nn.Module):
     def __init__(self, config):
         super().__init__()
         C, self.n_head, self.shift = config.n_embd, config.n_head, config.shift_values
-        n_layer = 0 if config.encoder == 'none' else config.n_encoder
         self.blocks = nn.ModuleList(nn.ModuleDict(dict(
             norm1=RMSNorm(C), norm2=RMSNorm(C), mlp=MLP(config), proj=nn.Linear(C, C, bias=False),
-            qkv=nn.Linear(C, 3 * C, bias=False))) for _ in range(n_layer))
-        self.norm_in = RMSNorm(C) if n_layer else nn.Identity()
+            qkv=nn.Linear(C, 3 * C, bias=False))) for _ in range(config.n_encoder))
+        self.norm_in = RMSNorm(C) if config.n_encoder else nn.Identity()
         self.norm, self.kv = RMSNorm(C), nn.Linear(C, 2 * C, bias=False)
 
     def forward(self, x):
@@ -375,14 +374,14 @@ class DRT(nn.Module):
         if config.groups:
             ids = self.insert(tokens, config.vocab_size, unfinished.size(1))
             blocks = self.lower
-        x = below = self.embedding(ids)                             # (B, L, C)
+        x = embedded = self.embedding(ids)                          # (B, L, C)
         for i, block in enumerate(blocks):
             x, past[i] = block(x, past[i])
         if masked is not None:
-            below = self.embedding(ids.masked_fill(masked, config.vocab_size + 1))
+            embedded = self.embedding(ids.masked_fill(masked, config.vocab_size + 1))
         if config.groups:
-            below = below if config.encoder == 'tokens' else x
-            unfinished = torch.cat([unfinished, below], dim=1)
+            read = embedded if config.encoder == 'tokens' else x
+            unfinished = torch.cat([unfinished, read], dim=1)
         N = unfinished.size(1) // S
         if N:
             chunks, k, v = self.encoder(unfinished[:, :N * S].unflatten(1, (N, S)))
@@ -415,7 +414,7 @@ class DRT(nn.Module):
         N, L = state.landmarks.size(1) - first, x.size(1)
         allowed = torch.ones(B, N, first + N, dtype=torch.bool, device=x.device).tril(first - 1)
         if self.source == 'corpus':                                 # Table 4, not the text itself
-            allowed[..., len(self.corpus[2]):] = False
+            allowed[..., len(self.corpus[2]) - 1:] = False          # its last chunk has no next one
         if doc is not None:
             docs = self.insert(doc, 0).unflatten(1, (N, S))
             docs[..., -1] = last = docs[..., -2]                    # (B, N) a landmark's document
@@ -439,6 +438,9 @@ class DRT(nn.Module):
             w, idx = (torch.cat(pair, dim=1) for pair in zip(state.reads[g], new))
             reads.append((w, idx))                                  # landmark n - 1 retrieves for n
             w, idx = (y[:, :-(-(s + L) // S)] for y in (w, idx))
+            if config.next_chunk:                                   # (B, N + 1, 2 K)
+                w = w.repeat_interleave(2, dim=2) / 2
+                idx = torch.stack([idx, idx + (idx >= 0)], dim=3).flatten(2)    # -1 remains
             retrieves = self.retriever != 'off' and first + N > 0
             if retrieves and doc is None:                           # each retrieved chunk once
                 numbers, idx = idx.clamp(min=0).unique(return_inverse=True)     # (w is 0 at -1)
@@ -527,7 +529,7 @@ class DRT(nn.Module):
             read = zip(w[0, 0].tolist(), idx[0, 0].tolist())                # by the chunk of t
             for p, k in [(p, k) for p, k in read if k >= 0]:
                 where, i = (tokens, k - M) if k >= M else (self.corpus[0], k)
-                found.append((p, where, i * n, i * n + n))
+                found.append((p, where, i * n, i * n + n * (1 + self.config.next_chunk)))
         return sorted(found, key=lambda read: read[0], reverse=True)
 
     def index(self, tokens, progress):
@@ -538,8 +540,6 @@ class DRT(nn.Module):
         return state.landmarks, torch.stack(state.kv)
 
     def prepare_eval(self, corpus, external, args, path, progress):
-        if args.offload and not Path(args.offload).is_dir():
-            raise SystemExit(f'--offload {args.offload} is no folder')
         self.offload = args.offload
 
 

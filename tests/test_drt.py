@@ -86,11 +86,11 @@ def read(model, h, chunks):
 
 
 def cross_attention(model, block, a, chunks, reads):
-    """Eq. 2 and 3; reads: of each chunk, [(w_k, k)]"""
+    """Eq. 2 and 3; reads: of each chunk, [(w_k, k)]; with next_chunk half of w_k is of k + 1"""
     q, = heads(block.gca.norm(a), block.gca.query.weight, 1)
-    o = torch.zeros_like(q)
+    o, n = torch.zeros_like(q), 1 + model.config.next_chunk
     for i in range(len(q)):
-        for w, k in reads[i // S]:
+        for w, k in [(w / n, k + j) for w, k in reads[i // S] for j in range(n)]:
             keys, values = heads(chunks[k], model.encoder.kv.weight, 2)
             shift = int(model.config.shift_values)                          # of the next token
             kv = [keys[:-1], values[shift:S - 1 + shift]]
@@ -127,7 +127,7 @@ def by_definition(model, tokens, corpus=(), own=True):
     first = lower(corpus)[-1] if len(corpus) else []
     for g in range(c.groups):
         h = model.landmark_norms[g](x)
-        reads.append([[]] + [read(model, h[end], first + chunks[:n * own])
+        reads.append([[]] + [read(model, h[end], first + chunks[:n] if own else first[:-1])
                              for n, end in enumerate(ends)])
         size = len(model.upper) // c.groups
         for block in model.upper[g * size:g * size + size]:
@@ -137,9 +137,9 @@ def by_definition(model, tokens, corpus=(), own=True):
     return text_logits(model, model.norm(x)[text]).log_softmax(-1), reads
 
 
-SETTINGS = [{}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(encoder='none'),
+SETTINGS = [{}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(n_encoder=0),
             dict(sink=True), dict(n_neighbors=1), dict(n_neighbors=20), dict(shift_values=False),
-            dict(n_head=4, n_embd=32)]
+            dict(n_head=4, n_embd=32), dict(next_chunk=False)]
 NOT_LEARNED = [dict(retriever='random'), dict(retriever='off')]
 
 
@@ -204,8 +204,7 @@ def test_streaming_equals_one_pass(settings, monkeypatch, tmp_path):
     for n in (0, 7, 20, 85, 95):
         state = model.read(tokens[:, :n])
         model.stream(tokens[:, n:].flip(1), state)              # a state is never changed
-        found = model.stream(tokens[:, n:], state)[0]
-        torch.testing.assert_close(found, full[:, n:], rtol=0, atol=EPS)
+        close(model.stream(tokens[:, n:], state)[0], full[:, n:])
 
 
 def test_the_state_is_bounded():
@@ -236,10 +235,11 @@ def test_ways():
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
 
 
-@pytest.mark.parametrize('settings', [{}, dict(n_neighbors=30), dict(encoder='tokens')], ids=str)
+@pytest.mark.parametrize('settings', [{}, dict(n_neighbors=30), dict(next_chunk=False)], ids=str)
 def test_retrieval_from_a_corpus(settings, monkeypatch):
     """Table 4: a corpus is a text before, outside of the window. trace has what Eq. 1 reads."""
     model, text, before = small(**settings), random_tokens(b=1)[0], {}
+    n = 3 * (1 + model.config.next_chunk)                       # tokens that are read together
     for way, attributes in model.ways().items():
         vars(model).update(attributes)
         before[way] = model.log_probs(text[None])
@@ -259,7 +259,7 @@ def test_retrieval_from_a_corpus(settings, monkeypatch):
             for t in range(T):
                 found = [(w, a + 39 * (way == 'both' and where is text), b - a)
                          for w, where, a, b in model.trace(text, t)]
-                wanted = sorted((w, 3 * k, 3) for group in reads for w, k in group[t // 3])
+                wanted = sorted((w, 3 * k, n) for group in reads for w, k in group[t // 3])
                 assert found == [pytest.approx(x) for x in reversed(wanted)], (way, t)
     assert model.trace(text, T - 1) == [] == small(groups=0).trace(text, T - 1)     # of off
 
@@ -372,8 +372,8 @@ def test_the_preset_is_the_papers(more, millions):
     with torch.device('meta'):
         model = DRT(DRTConfig(**{**paper, **more}))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
-    config = [paper[name] for name in ('window', 'chunk_size', 'n_neighbors', 'slope', 'gumbel')]
-    assert config == [512, 64, 8, 2 ** (-8 / 12), True] and not paper['shift_values']
+    names = 'window', 'chunk_size', 'n_neighbors', 'slope', 'gumbel', 'shift_values', 'next_chunk'
+    assert [paper[name] for name in names] == [512, 64, 8, 2 ** (-8 / 12), True, False, False]
     assert 'slope nan' in str(pytest.raises(ValueError, DRTConfig, slope=math.nan).value)
 
 
