@@ -119,8 +119,7 @@ FILES = {                               # files, their documents in train, val a
     'a program has no articles': (dict(train__a_py=A + B), [A + B], [], []),
     'jsonl': (dict(train_jsonl=jsonl([*TEXTS, '']) + '\n', val_jsonl=jsonl([''])), TEXTS, [], []),
     'files that are no text': (dict(train_txt='a', b_txt=b'caf\xe9', val_txt=b'a\0b', _test='x',
-                                    test_txt=b'cut \xe6', corpora__val_txt='x'), ['a'], [], []),
-}
+                                    test_txt=b'cut \xe6', corpora__val_txt='x'), ['a'], [], [])}
 
 
 @pytest.mark.parametrize('name', FILES)

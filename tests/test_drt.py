@@ -57,8 +57,7 @@ def attention(q, k, v, bias=0):
 
 def self_attention(block, x, window):
     q, k, v = heads(block.norm1(x), block.attention.qkv.weight, 3)
-    y = torch.zeros_like(q)
-    slopes = 4 * 2 ** torch.linspace(0, -10, q.size(1))[:, None]            # ALiBi: 4 to 2^-8
+    y, slopes = torch.zeros_like(q), 4 * 2 ** torch.linspace(0, -10, q.size(1))[:, None]    # ALiBi
     for i in range(len(x)):
         j = torch.arange(max(0, i - window + 1), i + 1)
         y[i] = attention(q[i], k[j], v[j], -slopes * (i - j))
@@ -235,7 +234,8 @@ def test_ways():
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
 
 
-@pytest.mark.parametrize('settings', [{}, dict(n_neighbors=30), dict(next_chunk=False)], ids=str)
+@pytest.mark.parametrize('settings', [{}, dict(n_neighbors=30), dict(encoder='tokens'),
+                                      dict(next_chunk=False)], ids=str)
 def test_retrieval_from_a_corpus(settings, monkeypatch):
     """Table 4: a corpus is a text before, outside of the window. trace has what Eq. 1 reads."""
     model, text, before = small(**settings), random_tokens(b=1)[0], {}
@@ -326,8 +326,7 @@ def test_mlm():
     masked = masks[0].view(B, 12, S)
     assert not masked[..., -1].any() and not masked[:, -1, 1:].any()        # landmarks, padding
     assert 0.15 < masked[..., :-1].float().mean() < 0.45
-    ids = F.pad(batch.tokens, (0, 1)).view(B, 12, S - 1)
-    ids = F.pad(ids, (0, 1), value=V)                                       # landmarks
+    ids = F.pad(F.pad(batch.tokens, (0, 1)).view(B, 12, S - 1), (0, 1), value=V)    # landmarks
     chunks = model.encoder(model.embedding(ids.masked_fill(masked, V + 1)))[0]
     mlm = F.cross_entropy(text_logits(model, chunks[masked]), ids[masked])
     torch.testing.assert_close((log['mlm_loss'], loss), (mlm, log['lm_loss'] + mlm))

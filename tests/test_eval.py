@@ -122,8 +122,7 @@ def test_the_table_by_hand(run):
     off, ways = log_p_by_hand(0.0), dict(on=0.5, shuffled=-0.5, off=0.0)
     for row, (way, strength) in zip(result['rows'], ways.items(), strict=True):
         total = -sum(map(sum, log_p := log_p_by_hand(strength)))
-        expected = {
-            'run': 'a', 'way': way, 'params': 257 ** 2 + 16, 'trained on': 1234,
+        expected = {'run': 'a', 'way': way, 'params': 257 ** 2 + 16, 'trained on': 1234,
             'loss': total / n_bytes, 'ppl': math.exp(total / n_bytes),
             'bits/byte': total / math.log(2) / n_bytes, 'word ppl': math.exp(total / n_words)}
         for key, value in expected.items():

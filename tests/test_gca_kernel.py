@@ -81,8 +81,7 @@ CASES = {                               # sizes of the example, options of gca
     'wide heads': (dict(D=128, N=2), dict(scale=-0.3)),
     'one key and a sink': (dict(), dict(sink=True, n_keys=1)),
     'two heads share keys': (dict(B=2, H=4, M=3), dict(sink=True, n_keys=11)),
-    'head size 24': (dict(D=24), dict()),
-}
+    'head size 24': (dict(D=24), dict())}
 
 
 @pytest.mark.parametrize('name', CASES)
