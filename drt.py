@@ -23,16 +23,16 @@ Letters used in the shape comments
 Where this differs from the paper, and why
     As in the official code, a chunk is S - 1 tokens and its landmark, whose key takes no part in
     cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input). Four
-    things are not in the preset 124m: With a retrieved chunk the next one is read, each with half
-    of w_k: it followed a like chunk. ALiBi's slopes begin at 4, not at 2^(-8/H), 0.25 for 4 heads,
-    which halves what is read. The key of a token has the value of the next one, and at first W_Q =
-    W_K and W_O = W_Vᵀ: GCA begins by copying what followed a like token. No Gumbel noise (sd 1.3):
-    it would hide small models' scores (0.7). In all presets: scores, selection and weights are in
-    fp32 (official code: bf16 has ties). Retrieval never crosses joined documents; self-attention
-    does, as one (H, W, 2W) bias serves all blocks. Initial weights: 0.02 sqrt(768 / C), the
-    official scale; those that add to the residual are scaled by depth (not W_O of GCA). Table 4:
-    the corpus is one text, whose keys and values are kept (paper: computed again); of the text all
-    chunks, not 48K tokens.
+    things are not in 124m: with a retrieved chunk the next one is read, each with half of w_k: it
+    followed a like chunk. ALiBi's slopes begin at 4, not at 2^(-8/H), 0.25 for 4 heads, which
+    halves what is read. The key of a token has the value of the next one, and at first W_Q = W_K
+    and W_O = W_Vᵀ: GCA begins by copying what followed a like token. No Gumbel noise (sd 1.3): it
+    would hide small models' scores (0.7). In both presets: scores, selection and weights are in
+    fp32 (official code: bf16). Retrieval never crosses joined documents; self-attention does, as
+    one (H, W, 2W) bias serves all blocks. Initial weights: 0.02 sqrt(768 / C), the official scale;
+    those that add to the residual are scaled by depth (not W_O of GCA). Table 4: the corpus is one
+    text, whose keys and values are kept (paper: computed again); of the text all chunks, not 48K
+    tokens.
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
