@@ -30,9 +30,8 @@ Where this differs from the paper, and why
     would hide small models' scores (0.7). In both presets: scores, selection and weights are in
     fp32 (official code: bf16). Retrieval never crosses joined documents; self-attention does, as
     one (H, W, 2W) bias serves all blocks. Initial weights: 0.02 sqrt(768 / C), the official scale;
-    those that add to the residual are scaled by depth (not W_O of GCA). Table 4: the corpus is one
-    text, whose keys and values are kept (paper: computed again); of the text all chunks, not 48K
-    tokens.
+    those that add to the residual are scaled by depth (not GCA's). Table 4: the corpus is one text,
+    whose keys and values are kept (paper: computed again); no limit of 48K tokens.
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
