@@ -22,16 +22,16 @@ Letters used in the shape comments
 
 Where this differs from the paper, and why
     As in the official code, a chunk is S - 1 tokens and its landmark, whose key takes no part in
-    cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input). Four
-    things are not in 124m: with a retrieved chunk the next one is read, each with half of w_k: it
-    followed a like chunk. ALiBi's slopes begin at 4, not at 2^(-8/H), 0.25 for 4 heads, which
-    halves what is read. The key of a token has the value of the next one, and at first W_Q = W_K
-    and W_O = W_Vᵀ: GCA begins by copying what followed a like token. No Gumbel noise (sd 1.3): it
-    would hide small models' scores (0.7). In both presets: scores, selection and weights are in
-    fp32 (official code: bf16). Retrieval never crosses joined documents; self-attention does, as
-    one (H, W, 2W) bias serves all blocks. Initial weights: 0.02 sqrt(768 / C), the official scale;
-    those that add to the residual are scaled by depth (not GCA's). Table 4: the corpus is one text,
-    whose keys and values are kept (paper: computed again); no limit of 48K tokens.
+    cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input). Five
+    things are not in 124m. l_k is the mean of C_k; to h, at first 0, the landmark's own mean less
+    that of the chunks it may retrieve is added: like chunks score high. With a retrieved chunk the
+    next one is read, each with half of w_k. ALiBi's slopes begin at 4, not 2^(-8/H), which halves
+    what 4 heads read. The key of a token has the value of the next one; at first W_Q = W_K and W_O
+    = W_Vᵀ: GCA begins by copying what followed a like token. No Gumbel noise: it hides small
+    models' scores. In both presets scores, selection and weights are fp32 (official code: bf16).
+    Retrieval never crosses joined documents; self-attention does, as one bias serves all blocks.
+    Initial weights: 0.02 sqrt(768 / C), the official scale; what adds to the residual is scaled by
+    depth (not GCA). Table 4: the corpus is one text, its keys and values kept (not in the paper).
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
@@ -65,11 +65,12 @@ class DRTConfig:
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens'] = 'lower'   # it reads layers' output or embeddings
     n_encoder: int = 2          # layers of the chunk encoder; 0: none (official code)
+    compare_means: bool = True  # scores begin with the means of chunks, centered (ours)
     shift_values: bool = True   # values are of the next token; weights begin by copying (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     mlm: float = 0.15           # with encoder tokens: masked in the first half (official code)
     retriever: Literal['learned', 'random', 'off'] = 'learned'      # random: paper appendix A.5
-    sink: bool = False          # a key and a value of zero in each chunk (official code: yes)
+    sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -87,9 +88,9 @@ PRESETS = {
     'tiny': dict(tokens_per_step=1984),     # the defaults: minutes on two CPU cores
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
                  n_layer=12, n_head=12, n_embd=768, window=512, chunk_size=64, n_neighbors=8,
-                 next_chunk=False, slope=2 ** (-8 / 12), shift_values=False, gumbel=True,
-                 tokens_per_step=524_160, max_steps=60_000, optimizer='adamw', lr=2e-3, warmup=0.02,
-                 weight_decay=0.001, eval_every=1000),
+                 next_chunk=False, slope=2 ** (-8 / 12), compare_means=False, shift_values=False,
+                 gumbel=True, tokens_per_step=524_160, max_steps=60_000, optimizer='adamw', lr=2e-3,
+                 warmup=0.02, weight_decay=0.001, eval_every=1000),
 }
 
 
@@ -264,10 +265,7 @@ class Block(nn.Module):
 
 
 class ChunkEncoder(nn.Module):
-    """
-    §3.1: C_k of chunks, and keys and values from it for all layers; the landmark's row is l_k.
-    Pre-norm layers, bidirectional within the chunk, with rotary positions.
-    """
+    """§3.1: C_k of chunks; keys and values from it. Bidirectional, pre-norm, rotary positions."""
     def __init__(self, config):
         super().__init__()
         C, self.n_head, self.shift = config.n_embd, config.n_head, config.shift_values
@@ -327,6 +325,8 @@ class DRT(nn.Module):
                 adds = name.endswith('proj.weight') and 'gca' not in name
                 deep = math.sqrt(2 * config.n_layer) if adds else 1
                 nn.init.normal_(p, std=0.02 * math.sqrt(768 / config.n_embd) / deep)
+        for norm in self.landmark_norms if config.compare_means else ():
+            nn.init.zeros_(norm.gain)
         if retrieves and config.shift_values:                       # like attends to like, and
             k, v = self.encoder.kv.weight.detach().chunk(2)         # what it reads is written
             for block in self.upper:
@@ -349,12 +349,16 @@ class DRT(nn.Module):
     def retrieve(self, h, landmarks, allowed, noise):
         """
         Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r + noise, weighted by the
-        softmax of r. h (B, N, C), landmarks (B, M, C), allowed and noise (B, N, M) (or noise 0)
+        softmax of r. h (B, N, C) of the last N of landmarks (B, M, C), allowed, noise (B, N, M)
         -> w (B, N, K) fp32, idx (B, N, K) int32; 0 and -1 where no chunk is left
         """
         K = min(self.config.n_neighbors, landmarks.size(1))
         with torch.autocast(h.device.type, enabled=False):          # bf16 would tie scores
-            r = fp32(h) @ fp32(landmarks).mT / math.sqrt(h.size(-1))            # (B, N, M)
+            h, l = fp32(h), fp32(landmarks)
+            if self.config.compare_means and self.retriever == 'learned':
+                mean = allowed.type_as(l) @ l / allowed.sum(2, keepdim=True).clamp(min=1)   # of l_k
+                h = h + F.rms_norm(l[:, l.size(1) - h.size(1):] - mean, l.shape[2:], eps=1e-6)
+            r = h @ l.mT / math.sqrt(h.size(-1))                    # (B, N, M)
             idx = (r.detach() + noise).masked_fill(~allowed, -math.inf).topk(K).indices
             valid = allowed.gather(2, idx)                          # (B, N, K)
             w = r.gather(2, idx).masked_fill(~valid, -1e30).softmax(2) * valid  # finite in any row
@@ -374,18 +378,18 @@ class DRT(nn.Module):
         if config.groups:
             ids = self.insert(tokens, config.vocab_size, unfinished.size(1))
             blocks = self.lower
-        x = embedded = self.embedding(ids)                          # (B, L, C)
+        x = self.embedding(ids)                                     # (B, L, C)
         for i, block in enumerate(blocks):
             x, past[i] = block(x, past[i])
-        if masked is not None:
-            embedded = self.embedding(ids.masked_fill(masked, config.vocab_size + 1))
         if config.groups:
-            read = embedded if config.encoder == 'tokens' else x
+            ids = ids if masked is None else ids.masked_fill(masked, config.vocab_size + 1)
+            read = x if config.encoder == 'lower' else self.embedding(ids)
             unfinished = torch.cat([unfinished, read], dim=1)
         N = unfinished.size(1) // S
         if N:
             chunks, k, v = self.encoder(unfinished[:, :N * S].unflatten(1, (N, S)))
-            landmarks = torch.cat([landmarks, chunks[:, :, -1]], dim=1)
+            new = chunks.mean(2) if config.compare_means else chunks[:, :, -1]
+            landmarks = torch.cat([landmarks, new], dim=1)
         if N and store:
             new = torch.stack([k, v]).unflatten(2, (N, S))
             new = new.half() if new.dtype == torch.float32 else new     # fp64 is for the tests
@@ -477,8 +481,6 @@ class DRT(nn.Module):
         if reads:
             w = reads[-1][0][:, :-1].detach()                       # (B, N, K)
             log['top_weight'] = w.amax(2).sum() / (w > 0).any(2).sum().clamp(min=1)
-            unit = F.normalize(chunks[:, :, -1].detach(), dim=2)    # 1: all alike; 1/N: none
-            log['landmark_cosine'] = unit.mean(1).square().sum(1).mean()
         if masked is not None:                                      # §3.2: MLM trains the encoder
             words = self.insert(tokens, 0).masked_fill(~masked, -1)
             mlm = cross_entropy(chunks.flatten(1, 2), E, words)
@@ -504,9 +506,8 @@ class DRT(nn.Module):
         The state that `stream` returns, without predictions: the upper layers are computed only for
         the last tokens, all that the attention of a later one can reach through every layer
         """
-        state, T, config = state or self.empty_state(len(tokens)), tokens.size(1), self.config
-        chunks = (1 + config.groups) * config.chunk_size            # a group follows another
-        begin = max(0, T - len(self.upper) * config.window - chunks)
+        state, T, c = state or self.empty_state(len(tokens)), tokens.size(1), self.config
+        begin = max(0, T - len(self.upper) * c.window - (1 + c.groups) * c.chunk_size)
         for i in range(0, begin, 8 * self.PIECE):
             state = self.read_lower(tokens[:, i:min(begin, i + 8 * self.PIECE)], state)[-1]
         for i in range(begin, T, self.PIECE):
@@ -526,8 +527,7 @@ class DRT(nn.Module):
         """Chunks read for token t + 1: [(weight, where, start, end)], where: a text or corpus"""
         n, found, M = self.config.chunk_size - 1, [], len(self.empty_state(1).kv)
         for w, idx in self.read(tokens[None, :t]).reads if self.retriever != 'off' else []:
-            read = zip(w[0, 0].tolist(), idx[0, 0].tolist())                # by the chunk of t
-            for p, k in [(p, k) for p, k in read if k >= 0]:
+            for p, k in zip(*(y[0, 0][idx[0, 0] >= 0].tolist() for y in (w, idx))):
                 where, i = (tokens, k - M) if k >= M else (self.corpus[0], k)
                 found.append((p, where, i * n, i * n + n * (1 + self.config.next_chunk)))
         return sorted(found, key=lambda read: read[0], reverse=True)
