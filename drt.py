@@ -22,16 +22,15 @@ Letters used in the shape comments
 
 Where this differs from the paper, and why
     As in the official code, a chunk is S - 1 tokens and its landmark, whose key takes no part in
-    cross-attention. H + O of Eq. 2 is the residual (official code: only the MLP's input). Five
-    things are not in 124m. l_k is the mean of C_k; to h, at first 0, the landmark's own mean less
-    that of the chunks it may retrieve is added: like chunks score high. With a retrieved chunk the
-    next one is read, each with half of w_k. ALiBi's slopes begin at 4, not 2^(-8/H), which halves
-    what 4 heads read. The key of a token has the value of the next one; at first W_Q = W_K and W_O
-    = W_Vᵀ: GCA begins by copying what followed a like token. No Gumbel noise: it hides small
-    models' scores. In both presets scores, selection and weights are fp32 (official code: bf16).
-    Retrieval never crosses joined documents; self-attention does, as one bias serves all blocks.
-    Initial weights: 0.02 sqrt(768 / C), the official scale; what adds to the residual is scaled by
-    depth (not GCA). Table 4: the corpus is one text, its keys and values kept (not in the paper).
+    cross-attention, and has a sink; H + O of Eq. 2 is the residual (there: only the MLP's input).
+    Five things differ from 124m. l_k is the mean of C_k; h begins at 0, and in all groups the mean
+    of the landmark's chunk less that of the l_k it may retrieve is added, normed. With a retrieved
+    chunk the next one is read, each with half of w_k. ALiBi's slopes begin at 4, not 2^(-8/H), with
+    which 4 heads read less. The key of a token has the value of the next one; at first W_Q = W_K
+    and W_O = W_Vᵀ: GCA begins by copying what followed a like token. No Gumbel noise. Scores and
+    weights are fp32 (official code: bf16). Retrieval never crosses joined documents; self-attention
+    does, as one bias serves all blocks. Initial weights: 0.02 sqrt(768/C), the official scale; what
+    adds to the residual, GCA apart, is scaled by depth. Table 4's corpus is one text.
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
@@ -65,7 +64,7 @@ class DRTConfig:
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens'] = 'lower'   # it reads layers' output or embeddings
     n_encoder: int = 2          # layers of the chunk encoder; 0: none (official code)
-    compare_means: bool = True  # scores begin with the means of chunks, centered (ours)
+    compare_means: bool = True  # means of chunks, centered, are added to the query (ours)
     shift_values: bool = True   # values are of the next token; weights begin by copying (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     mlm: float = 0.15           # with encoder tokens: masked in the first half (official code)
@@ -349,14 +348,14 @@ class DRT(nn.Module):
     def retrieve(self, h, landmarks, allowed, noise):
         """
         Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r + noise, weighted by the
-        softmax of r. h (B, N, C) of the last N of landmarks (B, M, C), allowed, noise (B, N, M)
+        softmax of r. h (B, N, C) of the last N of landmarks (B, M, C), allowed (B, N, M), noise too
         -> w (B, N, K) fp32, idx (B, N, K) int32; 0 and -1 where no chunk is left
         """
         K = min(self.config.n_neighbors, landmarks.size(1))
         with torch.autocast(h.device.type, enabled=False):          # bf16 would tie scores
             h, l = fp32(h), fp32(landmarks)
             if self.config.compare_means and self.retriever == 'learned':
-                mean = allowed.type_as(l) @ l / allowed.sum(2, keepdim=True).clamp(min=1)   # of l_k
+                mean = allowed.type_as(l) @ l / allowed.sum(2, keepdim=True).clamp(min=1)
                 h = h + F.rms_norm(l[:, l.size(1) - h.size(1):] - mean, l.shape[2:], eps=1e-6)
             r = h @ l.mT / math.sqrt(h.size(-1))                    # (B, N, M)
             idx = (r.detach() + noise).masked_fill(~allowed, -math.inf).topk(K).indices
@@ -417,8 +416,9 @@ class DRT(nn.Module):
             return self.norm(x), None, [], state
         N, L = state.landmarks.size(1) - first, x.size(1)
         allowed = torch.ones(B, N, first + N, dtype=torch.bool, device=x.device).tril(first - 1)
-        if self.source == 'corpus':                                 # Table 4, not the text itself
-            allowed[..., len(self.corpus[2]) - 1:] = False          # its last chunk has no next one
+        if self.source != 'text':               # Table 4; a corpus's last chunk has no next one
+            allowed[..., len(self.corpus[2]) - 1] &= not config.next_chunk
+            allowed[..., len(self.corpus[2]):] &= self.source == 'both'
         if doc is not None:
             docs = self.insert(doc, 0).unflatten(1, (N, S))
             docs[..., -1] = last = docs[..., -2]                    # (B, N) a landmark's document
@@ -442,7 +442,7 @@ class DRT(nn.Module):
             w, idx = (torch.cat(pair, dim=1) for pair in zip(state.reads[g], new))
             reads.append((w, idx))                                  # landmark n - 1 retrieves for n
             w, idx = (y[:, :-(-(s + L) // S)] for y in (w, idx))
-            if config.next_chunk:                                   # (B, N + 1, 2 K)
+            if config.next_chunk:                                   # 2 K columns
                 w = w.repeat_interleave(2, dim=2) / 2
                 idx = torch.stack([idx, idx + (idx >= 0)], dim=3).flatten(2)    # -1 remains
             retrieves = self.retriever != 'off' and first + N > 0

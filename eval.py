@@ -93,8 +93,8 @@ class Run:
         if corpus.fingerprint == self.corpus.fingerprint and split == 'train':
             raise SystemExit('--split train with --retrieve-from: each text would find itself')
         about = hashlib.sha256(self.path.read_bytes()).hexdigest(), corpus.fingerprint
-        if len(corpus.train.tokens) < self.module.batches(self.model.config)['chunk']:
-            raise SystemExit(f'--retrieve-from {corpus.name}: its text is shorter than a chunk')
+        if len(corpus.train.tokens) < 2 * self.module.batches(self.model.config)['chunk']:
+            raise SystemExit(f'--retrieve-from {corpus.name}: its text is shorter than two chunks')
         file = self.path.with_name(f'{self.path.stem}-index-{corpus.folder.name}.pt')
         if not file.exists():
             tokens = torch.from_numpy(corpus.train.tokens.astype(np.int64))

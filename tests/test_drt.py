@@ -76,13 +76,13 @@ def encoded(encoder, x):
 
 
 def read(model, h, chunks, own):
-    """Eq. 1: of chunks, what h (C,), of the chunk `own`, retrieves, [(w_k, k)]"""
-    l = [x.mean(0) if model.config.compare_means else x[-1] for x in [*chunks, own]]
+    """Eq. 1: of chunks {k: C_k}, what h (C,), of the chunk `own`, retrieves, [(w_k, k)]"""
+    l = [x.mean(0) if model.config.compare_means else x[-1] for x in [*chunks.values(), own]]
     if model.config.compare_means:
         d = l[-1] - sum(l[:-1]) / max(1, len(chunks))
         h = h + d / (d.square().mean() + 1e-6) ** 0.5
-    scores = [(h @ l_k).item() / len(h) ** 0.5 for l_k in l[:-1]]
-    best = sorted(range(len(chunks)), key=lambda k: -scores[k])[:model.config.n_neighbors]
+    scores = {k: (h @ l_k).item() / len(h) ** 0.5 for k, l_k in zip(chunks, l)}
+    best = sorted(scores, key=lambda k: -scores[k])[:model.config.n_neighbors]
     total = sum(math.exp(scores[k]) for k in best)
     return [(math.exp(scores[k]) / total, k) for k in best]
 
@@ -126,14 +126,16 @@ def by_definition(model, tokens, corpus=(), own=True):
 
     (x, text, ends, chunks), reads = lower(tokens), []
     first = lower(corpus)[-1] if len(corpus) else []
+    every, M = first + chunks, len(first)           # a corpus's last chunk has no next one
     for g in range(c.groups):
         h = model.landmark_norms[g](x)
-        reads.append([[]] + [read(model, h[end], first + chunks[:n] if own else first[:-1], chunk)
-                             for n, (end, chunk) in enumerate(zip(ends, chunks))])
+        allowed = [[*range(M - c.next_chunk), *range(M, M + own * n)] for n in range(len(ends))]
+        reads.append([[]] + [read(model, h[end], {k: every[k] for k in ks}, chunk)
+                             for end, ks, chunk in zip(ends, allowed, chunks)])
         size = len(model.upper) // c.groups
         for block in model.upper[g * size:g * size + size]:
             x = x + self_attention(block, x, c.window)
-            x = x + cross_attention(model, block, x, first + chunks, reads[g])
+            x = x + cross_attention(model, block, x, every, reads[g])
             x = x + mlp(block.mlp, block.norm2(x))
     return text_logits(model, model.norm(x)[text]).log_softmax(-1), reads
 
@@ -224,13 +226,12 @@ def test_ways():
         vars(model).update(way)
         log_probs.append(model.log_probs(tokens))
         assert torch.equal(small(retriever=retriever).log_probs(tokens), log_probs[-1])
-    on, shuffled, off = log_probs
-    assert min((on - shuffled).abs().max(), (on - off).abs().max()) > 0.01
+    assert min((log_probs[0] - other).abs().max() for other in log_probs[1:]) > 0.01
     model.retriever = 'random'                                  # appendix A.5
     assert len(model.encode(tokens)[2][0][1].unique()) > 9
-    for norm in model.landmark_norms:
-        norm.gain.data.zero_()                                  # it ignores the text
-    assert torch.equal(model.log_probs(tokens), shuffled)
+    args = *torch.randn(2, 1, 6, 16).double(), torch.ones(1, 6, 6, dtype=torch.bool), 0
+    w, model.config.compare_means = model.retrieve(*args)[0], False     # it ignores the text
+    assert torch.equal(model.retrieve(*args)[0], w)
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
 
 
@@ -282,8 +283,7 @@ def test_gumbel_top_k_samples_from_the_softmax():
 @torch.no_grad()
 def test_noise_is_for_training_and_comes_from_the_batch():
     model, batch = small(gumbel=True), batch_of(random_tokens())
-    quiet = model(batch, 0)[0]
-    noisy = model.train()(batch, 0)[0]
+    quiet, noisy = model(batch, 0)[0], model.train()(batch, 0)[0]
     torch.manual_seed(5)
     assert model(batch, 0)[0] == noisy
     assert quiet != noisy != model(batch_of(random_tokens(), seed=2), 0)[0] != quiet
@@ -292,16 +292,15 @@ def test_noise_is_for_training_and_comes_from_the_batch():
 
 
 def test_the_loss_reaches_the_scores():
-    """The gradient of what enters only the scores is that of finite differences."""
+    """The gradient of what enters scores is that of finite differences."""
     model, batch = small(groups=1), batch_of(random_tokens())
     model(batch, 0)[0].backward()
     assert all(p.grad.isfinite().all() and p.grad.abs().max() > 1e-7 for p in model.parameters())
-    gain, losses = model.landmark_norms[0].gain, []
+    gain, losses = model.encoder.norm.gain, []
     for step in (1e-6, -2e-6):
         gain.data[7] += step
         losses.append(model(batch, 0)[0].item())
-    slope = (losses[0] - losses[1]) / 2e-6
-    assert slope == pytest.approx(gain.grad[7].item(), rel=1e-4, abs=1e-8)
+    assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(gain.grad[7].item(), rel=1e-4, abs=1e-8)
 
 
 def test_the_loss_scores_each_target_once():
@@ -335,13 +334,13 @@ def test_mlm():
 
 
 def test_scores_are_fp32_under_autocast():
-    model = small(n_neighbors=3, compare_means=False).float()
+    model, allowed = small(n_neighbors=3).float(), torch.ones(1, 6, 40, dtype=torch.bool)
     h, landmarks = torch.randn(1, 6, 16).bfloat16(), 8 * torch.randn(1, 40, 16).bfloat16()
     with torch.autocast('cpu', torch.bfloat16):
-        w, idx = model.retrieve(h, landmarks, torch.ones(1, 6, 40, dtype=torch.bool), 0)
-        log_probs = model.log_probs(random_tokens())
-    top = (h.double() @ landmarks.double().mT).topk(3).indices
-    assert w.dtype == log_probs.dtype == torch.float32 and torch.equal(idx.long(), top)
+        w, idx = model.retrieve(h, landmarks, allowed, 0)
+        assert w.dtype == model.log_probs(random_tokens()).dtype == torch.float32
+    wanted = model.retrieve(h.double(), landmarks.double(), allowed, 0)
+    torch.testing.assert_close((w.double(), idx), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_initial_weights():
@@ -371,8 +370,9 @@ def test_the_preset_is_the_papers(more, millions):
     with torch.device('meta'):
         model = DRT(DRTConfig(**{**paper, **more}))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
-    names = 'window chunk_size n_neighbors slope gumbel shift_values next_chunk compare_means'
-    assert [paper[x] for x in names.split()] == [512, 64, 8, 2 ** (-8 / 12), True] + 3 * [False]
+    names = 'window chunk_size n_neighbors slope gumbel sink shift_values next_chunk compare_means'
+    has = [vars(model.config)[x] for x in names.split()]
+    assert has == [512, 64, 8, 2 ** (-8 / 12), True, True, False, False, False]
     assert 'slope nan' in str(pytest.raises(ValueError, DRTConfig, slope=math.nan).value)
 
 
