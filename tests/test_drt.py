@@ -25,11 +25,6 @@ def small(**settings):
     return model
 
 
-def text_logits(model, f):
-    """f (..., C) -> logits of the text's ids (..., V)"""
-    return f @ model.embedding.weight[:model.config.vocab_size].T
-
-
 def random_tokens(seed=0, t=T, b=B):
     return torch.randint(V, (b, t), generator=torch.Generator().manual_seed(seed))
 
@@ -137,7 +132,7 @@ def by_definition(model, tokens, corpus=(), own=True):
             x = x + self_attention(block, x, c.window)
             x = x + cross_attention(model, block, x, every, reads[g])
             x = x + mlp(block.mlp, block.norm2(x))
-    return text_logits(model, model.norm(x)[text]).log_softmax(-1), reads
+    return (model.norm(x)[text] @ model.embedding.weight[:V].T).log_softmax(-1), reads
 
 
 SETTINGS = [{}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(n_encoder=0),
@@ -229,9 +224,11 @@ def test_ways():
     assert min((log_probs[0] - other).abs().max() for other in log_probs[1:]) > 0.01
     model.retriever = 'random'                                  # appendix A.5
     assert len(model.encode(tokens)[2][0][1].unique()) > 9
-    args = *torch.randn(2, 1, 6, 16).double(), torch.ones(1, 6, 6, dtype=torch.bool), 0
-    w, model.config.compare_means = model.retrieve(*args)[0], False     # it ignores the text
-    assert torch.equal(model.retrieve(*args)[0], w)
+    for norm in model.landmark_norms:
+        norm.gain.data.zero_()                                  # it ignores the text
+    assert torch.equal(model.log_probs(tokens), log_probs[1])
+    h, l = torch.randn(2, 1, 6, 16).double()                    # and means are not added
+    assert model.retrieve(h, l, torch.ones(1, 6, 6) > 0, 0)[1].equal((h @ l.mT).topk(K)[1].int())
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
 
 
@@ -292,15 +289,17 @@ def test_noise_is_for_training_and_comes_from_the_batch():
 
 
 def test_the_loss_reaches_the_scores():
-    """The gradient of what enters scores is that of finite differences."""
+    """The gradient of what enters scores, h and l, is that of finite differences."""
     model, batch = small(groups=1), batch_of(random_tokens())
     model(batch, 0)[0].backward()
     assert all(p.grad.isfinite().all() and p.grad.abs().max() > 1e-7 for p in model.parameters())
-    gain, losses = model.encoder.norm.gain, []
-    for step in (1e-6, -2e-6):
-        gain.data[7] += step
-        losses.append(model(batch, 0)[0].item())
-    assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(gain.grad[7].item(), rel=1e-4, abs=1e-8)
+    for gain in (model.landmark_norms[0].gain, model.encoder.norm.gain):
+        losses = []
+        for step in (1e-6, -2e-6, 1e-6):
+            gain.data[7] += step
+            losses.append(model(batch, 0)[0].item())
+        slope = (losses[0] - losses[1]) / 2e-6
+        assert slope == pytest.approx(gain.grad[7].item(), rel=1e-4, abs=1e-8)
 
 
 def test_the_loss_scores_each_target_once():
@@ -308,7 +307,8 @@ def test_the_loss_scores_each_target_once():
     model, batch = small(), batch_of(random_tokens(t=351))
     batch.targets[0, 7:21] = -1
     (loss, log), (f, _, reads, _) = model(batch, 0), model.encode(batch.tokens)
-    expected = F.cross_entropy(text_logits(model, f).mT, batch.targets, ignore_index=-1)
+    logits = f @ model.embedding.weight[:V].T
+    expected = F.cross_entropy(logits.mT, batch.targets, ignore_index=-1)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(log['top_weight'], reads[-1][0][:, 2:-1].amax(2).mean())     # of any
     gradients = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected))
@@ -326,7 +326,7 @@ def test_mlm():
     assert 0.15 < masked[..., :-1].float().mean() < 0.45
     ids = F.pad(F.pad(batch.tokens, (0, 1)).view(B, 12, S - 1), (0, 1), value=V)    # landmarks
     chunks = model.encoder(model.embedding(ids.masked_fill(masked, V + 1)))[0]
-    mlm = F.cross_entropy(text_logits(model, chunks[masked]), ids[masked])
+    mlm = F.cross_entropy(chunks[masked] @ model.embedding.weight[:V].T, ids[masked])
     torch.testing.assert_close((log['mlm_loss'], loss), (mlm, log['lm_loss'] + mlm))
     model.retriever = 'off'                                     # then the decoder's input is equal
     losses = model(batch, 0.49)[1]['lm_loss'], model(batch, 0.5)[0], model.eval()(batch, 0.4)[0]
