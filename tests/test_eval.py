@@ -1,6 +1,7 @@
 """eval.py: its numbers by hand, its commands with a stand-in model, three models in one table."""
 import json, math, os, pickle, re, sys, types
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -226,11 +227,12 @@ def test_the_default_tasks_and_those_of_a_model(run, monkeypatch, capsys):
     assert all(f'{row["loss"]:#.5g}' in screen for row in result['table']['rows'])
     assert [x['run'] for x in result['examples']] == ['a', 'c']
     for on, off in zip(result['samples'][::2], result['samples'][1::2], strict=True):
-        assert (on['way'], off['way'], on['prompt']) == ('on', 'off', off['prompt'])
+        assert (on['way'], off['way']) == ('on', 'off')
+        assert on['prompt'] == off['prompt'] == TEXTS[1][1376:2400]         # up to its middle
         assert on['text'] != off['text'] and on['text'] in screen and off['text'] in screen
     scored = [start for _, start, tokens in BIGRAM.made[-1].streamed if len(tokens) > 1]
     assert scored.count(0) == 9 and os.path.exists('a/loss.png')
-    assert max(map(len, screen.splitlines())) <= 160 and 'nan' not in screen
+    assert max(map(len, screen.splitlines())) <= 160
     assert evaluate('a', 'c', '--task', 'count') == dict(tokens=len(''.join(TEXTS).encode()) + 3)
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     evaluation.main(['a', '--max-tokens', '1'])
@@ -240,8 +242,7 @@ def test_the_default_tasks_and_those_of_a_model(run, monkeypatch, capsys):
 def test_generate():
     """Temperature 0: the likeliest; top_k; top_p: the fewest of that mass; the seed decides."""
     model, tokenizer = BIGRAM(BIGRAMConfig()), data.Tokenizer('bytes')
-    table, draw = model.table.data, lambda *args, **more: evaluation.generate(
-        model, tokenizer, *args, **more)
+    table, draw = model.table.data, partial(evaluation.generate, model, tokenizer)
     table[:] = -math.inf
     table[:, 97:101] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     assert draw('x', 400, temperature=0) == 400 * 'a'
@@ -249,8 +250,7 @@ def test_generate():
                                (0, 0.75, 'abc'), (2, 1.0, 'ab'), (2, 0.57, 'a')):   # a: 4/7 of ab
         assert set(draw('x', 400, temperature=1.0, top_k=top_k, top_p=top_p)) == set(kept)
     assert draw('x', 400, temperature=1.0).count('a') == pytest.approx(160, abs=40)     # four sigma
-    half = draw('x', 400, temperature=0.5).count('a')
-    assert half == pytest.approx(400 * 0.16 / 0.30, abs=40)                     # p^2
+    assert draw('x', 400, temperature=0.5).count('a') == pytest.approx(213, abs=40)     # p^2
     assert draw(seed=1) == draw(seed=1) != draw(seed=2)
     ids = [*'né 你!'.encode(), 256]                         # ends with <|endoftext|>
     table[[ord('b'), *ids[:-1]], ids] = 99.0
@@ -296,11 +296,9 @@ def test_the_plot_has_the_losses_by_position(run, monkeypatch):
 def test_speed(run, monkeypatch):
     """MACs of a (w, w) matrix and of attention; medians of the times that the clock gives"""
     run('c/best.pt', width=16, block_size=32)
-    times = [0, 9, 0, 9]                                                # while MACs are counted
-    for a, c in [(1, 8), (4, 3), (2, 6), (9, 9), (3, 1)]:               # medians 3 and 6
-        times += [0, a, 0, c]
-    clock = SimpleNamespace(perf_counter=iter(times).__next__)
-    monkeypatch.setattr(evaluation, 'time', clock)
+    times = [(9, 9), (1, 8), (4, 3), (2, 6), (9, 9), (3, 1)]    # the first while MACs are counted
+    clock = iter([t for a, c in times for t in (0, a, 0, c)])           # medians 3 and 6
+    monkeypatch.setattr(evaluation, 'time', SimpleNamespace(perf_counter=clock.__next__))
     rows = evaluate('a', 'c', '--task', 'speed')
     for row, w, T, seconds in zip(rows, (4, 16), (8, 32), (3, 6), strict=True):
         matrix, attention = w * w, 2 * T * w                    # 2 and 3 times, with gradients
@@ -338,33 +336,31 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     write_splits(Path('more'), texts[:1], texts[1:])                    # TRIME's Table 5, DRT's 4
     names, corpus = ['out/trime', 'out/drt', 'out/base'], ('--retrieve-from', 'more')
     first, again = (evaluate(*names, '--task', 'table', *corpus)['rows'] for _ in 'ab')
-    ways = ['on', 'shuffled', 'off', 'on', 'corpus', 'both', 'shuffled', 'off', 'off']
-    assert first == again and [row['way'] for row in first] == ways
+    assert first == again and ' '.join(row['way'] for row in first) == (
+        'on shuffled off on corpus both shuffled off off')
     found = evaluate(*names, '--task', 'examples', *corpus)
     assert {x['run'] for x in found for y in x['retrieved'] if y['ago'] is None} == {*names[:2]}
     rows = evaluate('out/drt', '--task', 'generate', '--max-tokens', '2', *corpus)
     assert [row['way'] for row in rows] == ['both', 'off']
 
 
-@pytest.mark.parametrize('hops', [1, 2])
-def test_needles_are_found_by_a_model_that_reads_them(run, monkeypatch, hops):
+@pytest.mark.parametrize('task, hops', [('niah', 1), ('niah2', 2)])
+def test_needles_are_found_by_a_model_that_reads_them(run, monkeypatch, task, hops):
     """It continues "Key A opens " by what `seen` bytes of the text say, over so many sentences."""
     def stream(self, tokens, state=None):
         text = bytes(torch.cat([state, tokens], dim=1)[0].clamp(max=255).tolist())
         ids = []
         for n in range(state.numel() + 1, len(text) + 1):
-            question = re.search(rb'Key (\w{4}) opens ([\w, ]*)\Z', text[:n])
-            names, done = [question[1]] if question else [], len(question[2]) if question else 0
-            for _ in range(known if question else 0):
+            question = re.search(rb'Key (\w{4}) opens ([\w, ]*)\Z', text[:n]) or 3 * [b'']
+            names = [question[1]]
+            for _ in range(known):
                 names += re.findall(rb'Key %s opens (\w{4})\.' % names[-1], text[:seen])[:1]
-            ids.append((b', '.join(names[1:]) + b'?' * 99)[done])
+            ids.append((b', '.join(names[1:]) + b'?' * 99)[len(question[2])])
         return F.one_hot(torch.tensor([ids]), 257).float().log(), None
 
     monkeypatch.setattr(BIGRAM, 'read', lambda self, x, state=None: x)
-    flags = ['a', '--task', 'niah', '--lengths', '512,1k', '--depths', '0,50,100', '--data']
-    flags.append(f'niah{hops}:texts'.replace('1', ''))
-    assert evaluate(*flags)[0]['right'] == 0                    # of the bigrams
     monkeypatch.setattr(BIGRAM, 'stream', stream)
+    flags = f'a --task niah --lengths 512,1k --depths 0,50,100 --data {task}:texts'.split()
     seen, known = None, hops
     rows = evaluate(*flags)
     assert [(row['tokens'], row['needles']) for row in rows] == [('512', 30), ('1k', 30)]
