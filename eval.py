@@ -5,8 +5,8 @@ Evaluates trained models: any mixture of them in one table, on the same tokens.
     $ python eval.py out/drt --task examples        what is retrieved where it helps most
     $ python eval.py out/trime --help               all tasks and flags, those of its model too
 
-A run is a folder (its best.pt, else its ckpt.pt) or a .pt file. Each token of a document but its
-first is scored once, given all tokens before it, in fp32.
+A run is a folder, for its best.pt or else its ckpt.pt, or a .pt file. Each token of a document but
+its first is scored once, in fp32, given all tokens before it.
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
@@ -59,6 +59,7 @@ class Run:
             assert model in train.MODELS, model
             self.module = importlib.import_module(model)
             config = getattr(self.module, model.upper() + 'Config')(**self.checkpoint['config'])
+            assert self.checkpoint['config'].keys() == vars(config).keys(), 'of another version'
             self.model = getattr(self.module, model.upper())(config).eval()
             self.model.load_state_dict(self.checkpoint['model'])
             self.tokenizer = data.Tokenizer.from_dict(self.checkpoint['tokenizer'])
@@ -74,7 +75,7 @@ class Run:
             raise SystemExit(f'{name} has no split {args.split}')
         if not args.data and self.corpus.fingerprint != self.checkpoint['corpus']:
             print(f'{self.name} was trained on another version of {name}', file=sys.stderr)
-        tokens = torch.tensor(self.split.tokens.astype(np.int64), device=args.device)
+        tokens = torch.tensor(self.split.tokens.astype(int), device=args.device)
         documents = tokens.tensor_split(self.split.offsets[1:-1].tolist())
         self.documents = [tokens for tokens in documents if len(tokens) > 1]
         self.text = dict(data=self.corpus.name, text=self.corpus.fingerprint[:8], split=args.split,
@@ -221,21 +222,28 @@ def generate(model, tokenizer, prompt='', n=200, temperature=0.8, top_k=0, top_p
     return tokenizer.decode(new)
 
 
+def repeated(ids, n=8):
+    """The share of the n-grams of ids, a list, that occur earlier in it"""
+    grams = list(zip(*(ids[i:] for i in range(n))))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
 def samples(runs, args):
     """Continues --prompt, or 1,024 tokens amid the longest document, with and without memory."""
     rows, sampling = [], (args.max_tokens, args.temperature, args.top_k, args.top_p, args.seed)
     for run in runs:
-        text = max(run.documents, key=len)
-        prompt = args.prompt or run.tokenizer.decode(text[:len(text) // 2][-1024:].tolist())
-        print(f'\n{run.name} continues\n\n{prompt[-300:]}')
+        ids = max(run.documents, key=len).tolist()
+        before, after = ids[:len(ids) // 2][-1024:], ids[len(ids) // 2:][:args.max_tokens]
+        prompt = args.prompt or run.tokenizer.decode(before)
+        texts = {} if args.prompt else {'the document': run.tokenizer.decode(after)}
         for way in [way for way in run.ways if way in (run.on, 'off')]:
             vars(run.model).update(run.ways[way])
-            text = generate(run.model, run.tokenizer, prompt, *sampling)
-            ids = run.tokenizer.encode(text).tolist()
-            grams = [tuple(ids[i:i + 8]) for i in range(len(ids) - 7)]
-            repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
-            print(f'\n[{way}: {repeated:.0%} of the 8-grams are repeated]\n{text}')
-            rows.append(dict(run=run.name, way=way, prompt=prompt, text=text, repeated=repeated))
+            texts[way] = generate(run.model, run.tokenizer, prompt, *sampling)
+        print(f'\n{run.name} continues\n\n{prompt[-300:]}')
+        for way, text in texts.items():
+            share = repeated(run.tokenizer.encode(text).tolist())
+            print(f'\n[{way}: {share:.0%} of the 8-grams are repeated]\n{text}')
+            rows.append(dict(run=run.name, way=way, prompt=prompt, text=text, repeated=share))
     return rows
 
 
@@ -371,7 +379,9 @@ def main(argv):
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
     try:
-        open(args.json or os.devnull, 'a').close()      # fails now rather than after hours
+        file = Path(args.json or 'metrics.json').absolute()
+        if file.is_dir() or args.json and not os.access(file.parent, os.W_OK):     # now, not later
+            parser.error(f'--json {args.json!r} cannot be written')
         args.prompt = Path(args.context or os.devnull).read_text('utf-8', 'replace') + args.prompt
         for run in runs:
             if args.retrieve_from and not hasattr(run.model, 'prepare_eval'):
