@@ -25,7 +25,7 @@ Letters in the shape comments
 
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); a chunk without neighbors gets 0 from cross-attention; s_t is a
-    mean over tokens, L_ret over the ranked chunks of a step; |Δ NDCG| is of 1 / log2(1 + rank).
+    mean over tokens, L_ret over the chunks with a positive; |Δ NDCG| is of 1 / log2(1 + rank).
     With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
     Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
@@ -41,7 +41,6 @@ Where we differ from the paper, and why
 import hashlib, math, os, zlib
 from collections import namedtuple
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -50,7 +49,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bm25 import BM25, idf_lucene
+from bm25 import idf_lucene
 
 
 @dataclass
@@ -61,7 +60,7 @@ class RPTConfig:
     n_layer: int = 4              # layers; the upper half retrieves (ours; paper: 12)
     n_head: int = 4               # attention heads, H (ours; paper: 8)
     n_embd: int = 128             # width, C (ours; paper: 1,024)
-    n_inner: int = 0              # hidden width of the MLP; 0 is 4 C (paper)
+    n_inner: int = 0              # hidden width of the MLP; 0: 4 C (paper)
     dropout: float = 0.0          # on embeddings and what layers add (ours; paper: 0.05)
     window: int = 128             # two attention blocks (ours; paper: 2,048)
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
@@ -81,21 +80,14 @@ class RPTConfig:
     reference_cache: float = 0.2  # weight of its continuous cache, λ (ours; paper: 0)
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            least = 0 if name in ('n_inner', 'n_cca') else 1
-            if type(value) is int and value < least:
-                raise ValueError(f'{name} {value} is below {least}')
-            if name in ('dropout', 'eta', 'reference_cache') and not 0 <= value < 1:
-                raise ValueError(f'{name} {value} is not from 0 to below 1')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
-        unit = 2 if self.retriever == 'none' else 2 * self.chunk_size
-        if self.window % unit:
-            raise ValueError(f'window {self.window} is no multiple of {unit}')
+        if self.window % (2 * self.chunk_size):
+            raise ValueError(f'window {self.window} is no multiple of 2 x {self.chunk_size}')
         if self.retriever != 'none' and self.block_size < self.window + 2 * self.chunk_size:
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
-        if self.reference and self.retriever != 'sem':
-            raise ValueError('a reference is for retriever sem')
+        if not max(self.dropout, self.eta, self.reference_cache) < 1:
+            raise ValueError('dropout, eta and reference_cache are below 1')
 
 
 PRESETS = {         # §3.4, App. A, B; tokenizer, optimizer with its settings, reference LM: ours
@@ -298,7 +290,8 @@ class Retriever(nn.Module):
         """x (B, c, m, C) -> the tokens (B, c, m, C), queries and keys (B, c, C)"""
         y = self.norm(x).flatten(0, 1)[:, None]                             # (B c, 1, m, C)
         x = x + self.attention(y, y).view_as(x)
-        return x, self.query(self.norm_q(x.mean(2))), self.key(self.norm_k(x.mean(2)))
+        mean = x.mean(2)                                                    # (B, c, C)
+        return x, self.query(self.norm_q(mean)), self.key(self.norm_k(mean))
 
 
 class NeighborEncoder(nn.Module):
@@ -325,18 +318,19 @@ class NeighborEncoder(nn.Module):
         the better neighbors of its chunk and to those of the w - 1 chunks before, of one document.
         neighbors (B, n, K, 2m, C) of n chunks, chosen (B, n, K) their numbers -> (B, n, K)
         """
-        (B, n, K), w = chosen.shape, self.config.window // self.config.chunk_size
-        if not self.config.gate:
+        (B, n, K), config = chosen.shape, self.config
+        if not config.gate:
             return torch.ones(B, n, K, device=chosen.device)
-        j, c = torch.arange(n * K, device=chosen.device), neighbors.mean(3).view(B, 1, n * K, -1)
         # a chunk with neighbors is at least w chunks into its document: the w - 1 before are of it
-        recent = (j <= j[:, None]) & (j // K > j[:, None] // K - w)
-        mask = recent & (chosen >= 0).view(B, 1, -1) | (j == j[:, None])            # (B, n K, n K)
-        y = self.norm3(c)                                                   # (B, 1, n K, C)
+        j = torch.arange(n * K, device=chosen.device)
+        age = j[:, None] // K - j // K                                      # in chunks
+        recent = (j <= j[:, None]) & (age < config.window // config.chunk_size)
+        mask = recent & (chosen >= 0).view(B, 1, n * K) | (age == 0) & (j == j[:, None])
+        c = neighbors.mean(3).view(B, 1, n * K, -1)                         # (B, 1, n K, C)
+        y = self.norm3(c)
         c = c + self.gate_attention(y, y, mask=mask[:, None])
-        with torch.autocast(c.device.type, enabled=False):
-            z = self.gate(self.norm_gate(fp32(c))) / self.config.n_embd
-        return z.sigmoid().clamp(min=self.config.eta).view(B, n, K)
+        z = self.gate(self.norm_gate(c)) / config.n_embd                    # (B, 1, n K, 1)
+        return z.sigmoid().clamp(min=config.eta).view(B, n, K)
 
 
 class ChunkedCrossAttention(nn.Module):
@@ -401,6 +395,16 @@ def permitted(doc, c, w):
     return (k <= i - w) & (doc[:, None] == doc_i) & (doc_i >= 0)
 
 
+def best(scores, K):
+    """
+    The places of the K highest scores, of equal ones the first; -1: none, scores of -inf do not
+    count. scores (..., n) -> (..., K)
+    """
+    padded = F.pad(scores, (0, K), value=-math.inf)
+    values, order = padded.sort(dim=-1, descending=True, stable=True)
+    return order.masked_fill(values == -math.inf, -1)[..., :K]
+
+
 def ranking_loss(scores, candidates, target_scores, tau):
     """
     LambdaRank with a margin (§3.3), over positives l (s_t(l) > 0) and permitted j that help less;
@@ -411,37 +415,38 @@ def ranking_loss(scores, candidates, target_scores, tau):
 
     scores      (B, N, N)  s_q of chunk i for chunk k, -inf where i may not retrieve k
     candidates  (B, N, J)  -1: none      target_scores (B, N, J)  s_t
-    returns     sums over the ranked chunks, those with a positive: of L_ret, NDCG@20 and 1
+    returns     (B, N)     L_ret and NDCG@20 of chunk i; 0 if it has no positive
     """
     B, N, _ = scores.shape
     column = candidates.where(candidates >= 0, N)                           # N: of no chunk
     s_t = scores.new_full((B, N, N + 1), -math.inf)
     s_t = s_t.scatter(2, column, target_scores.to(scores))[..., :N]
     gain = torch.exp2(s_t.clamp(min=0)) - 1                                 # (B, N, N)
-    order = scores.argsort(dim=2, descending=True, stable=True)
-    rank = 1 + order.argsort(dim=2)
+    rank = 1 + scores.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
     discount = 1 / torch.log2(1 + rank)
     ideal = gain.sort(dim=2, descending=True).values * discount.sort(dim=2, descending=True).values
 
-    pairs = lambda x: x[..., None] - x[:, :, None]                          # x_l - x_j (B, N, N, N)
+    def pairs(x):
+        return x[..., None] - x[:, :, None]                                 # x_l - x_j (B, N, N, N)
+
     lam = pairs(gain).clamp(min=0) * pairs(discount).abs()                  # 0: l helps no more
     hinge = (tau - pairs(scores.clamp(min=-1e9))).clamp(min=0)              # 0: j not permitted
     loss = (lam * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
-    ndcg = (gain * discount * (rank <= 20)).sum(2) / ideal[..., :20].sum(2).clamp(min=1e-9)
-    return loss.sum(), ndcg.sum(), (s_t > 0).any(2).sum()
+    dcg = (gain * discount * (rank <= 20)).sum(2)
+    return loss, dcg / ideal[..., :20].sum(2).clamp(min=1e-9)
 
 
 def corpus_idf(tokens, m, V):
-    """idf (V,) of all chunks of m tokens, as in bm25.py"""
+    """idf (V,) fp64 of all chunks of m tokens, as in bm25.py"""
     n, df = len(tokens) // m, np.zeros(V)
     for i in range(n):
         df[tokens[i * m:(i + 1) * m]] += 1                                  # a repeated id: once
-    return torch.from_numpy(idf_lucene(n, df)).float()
+    return torch.from_numpy(idf_lucene(n, df))
 
 
 def bm25_vectors(tokens, idf):
     """
-    RETRO's queries and keys: <q, k> is bm25.py's score, as all lengths are equal. Weights are
+    Queries and keys: <q, k> is bm25.py's score, as all chunks are equally long. Weights are
     multiples of 2^-10, so that ties remain ties. tokens (..., m), idf (V,) -> 2 x (..., V)
     """
     q = idf.new_zeros(*tokens.shape[:-1], len(idf))
@@ -454,74 +459,78 @@ def bm25_candidates(chunks, doc, w, J, idf):
     §3.2: the J best permitted chunks by BM25 for the query (c_i, c_{i+1}), which has the target.
     chunks (N, m), doc (N,) of chunks, idf (V,) -> (N, J), -1: none
     """
-    candidates = torch.full((len(chunks), J), -1)
-    for d in doc[doc >= 0].unique():
-        i, = (doc == d).nonzero(as_tuple=True)                              # consecutive
-        text = chunks[i].numpy()
-        queries = np.concatenate([text[:-1], text[1:]], axis=1)
-        limit = np.maximum(0, np.arange(len(queries)) - w + 1)
-        ids, _ = BM25(list(text), idf=idf.numpy()).search_many(list(queries), J, limit)
-        candidates[i[:-1]] = torch.from_numpy(np.where(ids >= 0, ids + int(i[0]), -1))
-    return candidates
+    q, keys = bm25_vectors(chunks, idf)                                     # (N, V)
+    scores = (q + q.roll(-1, 0)) @ keys.T
+    has_target = F.pad(doc[1:] == doc[:-1], (0, 1))                         # c_{i+1} is of its text
+    allowed = permitted(doc[None], len(doc), w)[0] & has_target[:, None] & (scores > 0)
+    return best(scores.masked_fill(~allowed, -math.inf), J)
+
+
+def log_p_with_cache(reference, f, tokens, cache):
+    """
+    Mean log P of the last m of the tokens (n, 4m), which have the states f (n, 4m, C). As small LMs
+    hardly copy, P is (1 - λ) P_LM + λ P_cache with a continuous cache (Grave et al. 2017):
+
+        P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows
+    """
+    m = tokens.size(1) // 4
+    x, followers = tokens[:, -m:, None], tokens[:, None, 1:]                # (n, m, 1), (n, 1, 4m-1)
+    f_t, f_u = f[:, -m - 1:-1], f[:, :-1]                                   # of x; of followers
+    s = fp32(f_t @ f_u.mT) / f.size(2) ** 0.5                               # (n, m, 4m - 1)
+    earlier = torch.ones_like(s[0], dtype=torch.bool).tril(3 * m - 2)       # u < t
+    p_cache = (s.masked_fill(~earlier, -math.inf).softmax(2) * (followers == x)).sum(2)
+    log_p_lm = reference.logits(f_t).log_softmax(2).gather(2, x)[..., 0]    # (n, m)
+    return (log_p_lm + math.log(1 - cache)).logaddexp((cache * p_cache).log()).mean(1)
 
 
 @torch.no_grad()
-def target_scores(reference, chunks, candidates):
+def target_scores(reference, chunks, candidates, cache):
     """
     §3.2: how much candidate j of chunk i helps the reference LM to predict the target c_{i+1}:
 
         s_t(c_j) = (log P(c_{i+1} | c_j, c_{j+1}, c_i) - log P(c_{i+1} | c_{i-2}, c_{i-1}, c_i)) / m
 
     The keys and values of a prefix (c_j, c_{j+1}) serve all i. The baseline is prefix j = i - 2.
-    As small LMs hardly copy, P is (1 - λ) P_LM + λ P_cache with a continuous cache (Grave et al.
-    2017): P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows.
-
     chunks (N, m), candidates (N, J), -1: none -> (N, J), nan where there is none
     """
-    (N, m), size = chunks.shape, max(1, 2048 // chunks.size(1))
+    N, m = chunks.shape
     baseline = (torch.arange(N, device=chunks.device) - 2).where((candidates >= 0).any(1), -1)
     prefixes = torch.cat([baseline[:, None], candidates], dim=1)            # (N, 1 + J)
     log_p = torch.full(prefixes.shape, math.nan, device=chunks.device)
     i, slot = (prefixes >= 0).nonzero(as_tuple=True)                        # (n,) all pairs
-    j, rows = prefixes[i, slot].unique(return_inverse=True)
-    texts = torch.cat([chunks[j], chunks[j + 1]], dim=1)
-    before, state, _ = reference.encode(texts)                              # before: (n, 2m, C)
-    earlier = torch.ones(m, 4 * m - 1, dtype=torch.bool, device=chunks.device).tril(3 * m - 2)
-    cache = reference.config.reference_cache                                # λ
-    for i, slot, rows in zip(i.split(size), slot.split(size), rows.split(size)):
-        past = [(k[rows], v[rows]) for k, v in state.past]
-        prefix = state._replace(past=past, rest=state.rest[rows])
+    j, row = prefixes[i, slot].unique(return_inverse=True)
+    prefix = torch.cat([chunks[j], chunks[j + 1]], dim=1)                   # (prefixes, 2m)
+    f_prefix, state, _ = reference.encode(prefix)
+    size = max(1, 2048 // m)                                                # pairs at once
+    for i, slot, row in zip(i.split(size), slot.split(size), row.split(size)):
         tokens = torch.cat([chunks[i], chunks[i + 1]], dim=1)               # (size, 2m)
-        f, _, _ = reference.encode(tokens, state=prefix)
-        f_u = torch.cat([before[rows], f], dim=1)[:, :-1]                   # (size, 4m - 1, C)
-        x_u = torch.cat([texts[rows], tokens], dim=1)[:, None, 1:]          # what follows u
-        f, x = f[:, m - 1:-1], tokens[:, m:, None]                          # of the targets
-        s = fp32(f @ f_u.transpose(1, 2)) / f.size(-1) ** 0.5               # (size, m, 4m - 1)
-        p_cache = (s.masked_fill(~earlier, -math.inf).softmax(-1) * (x_u == x)).sum(-1)
-        log_lm = reference.logits(f).log_softmax(-1).gather(2, x)[..., 0] + math.log(1 - cache)
-        log_p[i, slot] = log_lm.logaddexp((cache * p_cache).log()).mean(1)  # (size, m) -> (size,)
+        past = [(k[row], v[row]) for k, v in state.past]
+        after = state._replace(past=past, rest=state.rest[row])
+        f, _, _ = reference.encode(tokens, state=after)
+        f, tokens = torch.cat([f_prefix[row], f], 1), torch.cat([prefix[row], tokens], 1)
+        log_p[i, slot] = log_p_with_cache(reference, f, tokens, cache)
     return log_p[:, 1:] - log_p[:, :1]
 
 
-# data.Batch; candidates (B, N, J), -1: none; target_scores (B, N, J); ranked: mean number, over the
-# micro-batches of the step, of chunks that have a positive
-TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed candidates target_scores ranked')
+# data.Batch with candidates (B, N, J), -1: none, and their target_scores (B, N, J)
+TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed candidates target_scores')
 
 
 def load_reference(c, config, corpus, train_reference):
     """The reference LM, of --reference or trained first"""
-    window = 4 * c.chunk_size                                               # see target_scores
-    path = Path(c.reference or train_reference(
-        replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), window=max(c.window, window)),
-        replace(config, init='', max_steps=min(c.reference_steps, config.max_steps)),
-        'reference'))
+    path, window = c.reference, 4 * c.chunk_size                            # see target_scores
+    if not path:
+        steps = min(c.reference_steps, config.max_steps)
+        path = train_reference(
+            replace(c, retriever='none', n_layer=max(1, c.n_layer // 2),
+                    window=max(c.window, window)),
+            replace(config, init='', max_steps=steps), 'reference')
     try:
-        file = torch.load(path / 'ckpt.pt' if path.is_dir() else path, 'cpu', weights_only=True)
+        file = torch.load(path, map_location='cpu', weights_only=True)
         reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
         reference.load_state_dict(file['model'])
         assert reference.config.retriever == 'none' and reference.config.window >= window
         assert file['tokenizer'] == corpus.tokenizer.to_dict()
-        reference.config.reference_cache = c.reference_cache
     except Exception as e:                              # a broken file can raise anything
         raise SystemExit(f'--reference {path}: a checkpoint of retriever none, window >= {window} '
                          f'and the same tokenizer is needed ({e!r:.99})')
@@ -538,11 +547,11 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     N, m, J = c.block_size // c.chunk_size, c.chunk_size, c.n_candidates
     if c.retriever == 'none':
         return lambda batch, g: batch
-    idf = corpus_idf(corpus.train.tokens, m, c.vocab_size)
-    facts = [corpus.fingerprint, c.retriever, c.block_size, c.window, m, J]
-    facts += [corpus.hops, config.seed] if corpus.hops else []
     if config.grow_context:
         raise SystemExit('--grow-context: the scores are of sequences of one length')
+    idf = corpus_idf(corpus.train.tokens, m, c.vocab_size)
+    facts = [corpus.fingerprint, corpus.hops and (corpus.hops, config.seed), c.retriever,
+             c.block_size, c.window, m, J]
     if c.retriever == 'bm25':
         model.idf.copy_(idf)
     if c.retriever == 'sem':
@@ -566,7 +575,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
                 scored = (torch.arange(N) % c.score_every == 0)[:, None]
                 to_score = candidates.where(scored, -1).to(device)
                 with autocast():
-                    s_t = target_scores(reference, chunks.to(device), to_score)
+                    s_t = target_scores(reference, chunks.to(device), to_score, c.reference_cache)
                 scores = s_t.cpu().where(scored, scores)
             scores = scores.where(candidates >= 0, 0)
             temporary = folder / f'{row}-{os.getpid()}.tmp.npy'
@@ -574,24 +583,17 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
             os.replace(temporary, path)
         return torch.from_numpy(np.load(path))
 
-    n = config.tokens_per_step // (batches.B * batches.T)               # micro-batches of a step
-    used = np.unique(np.concatenate([batches.rows(g) for g in range(n * config.max_steps)]))
-    if reference:                                       # candidate i of chunk i holds the target
-        chunks = batches.take(used[:1], seed=0).tokens[0, :N * m].view(N, m).to(device)
-        itself = F.pad(torch.arange(N - 1, device=device), (0, 1), value=-1)
-        gain = target_scores(reference, chunks, itself[:, None]).nanmean()
-        print(f'a copy of the target is worth {gain:.3f} nats a token to the reference LM')
+    n = config.max_steps * config.tokens_per_step // (batches.B * batches.T)    # micro-batches
+    used = np.unique(np.concatenate([batches.rows(g) for g in range(n)]))
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     for row in progress(used[rank::world], f'candidates and scores in {folder}', quiet=rank):
         load(row)
 
     def attach(batch, g):
-        first = g - g % n                                               # of the step
-        step = [[load(row) for row in batches.rows(i)] for i in range(first, first + n)]
-        ranked = sum((scores > 0).any(1).sum().item() for rows in step for _, scores in rows)
-        padding = [torch.full((2, N, J), -1.0)] * (len(batch.tokens) - len(step[g - first]))
-        candidates, scores = torch.stack(step[g - first] + padding, dim=1)      # (B, N, J)
-        return TaughtBatch(*batch, candidates.long(), scores, max(1, ranked) / n)
+        taught = torch.full((len(batch.tokens), 2, N, J), -1.0)             # -1: rows of padding
+        for b, row in enumerate(batches.rows(g)):
+            taught[b] = load(row)
+        return TaughtBatch(*batch, taught[:, 0].long(), taught[:, 1])
 
     return attach
 
@@ -621,7 +623,7 @@ class RPT(nn.Module):
         C, upper = config.n_embd, config.n_layer - config.n_layer // 2
         n_cca = 0 if config.retriever == 'none' else config.n_cca or upper
         self.config, self.w = config, config.window // config.chunk_size
-        self.retrieval, self.corpus = 'on' if n_cca else 'off', None        # see ways, index
+        self.retrieval = 'on' if n_cca else 'off'                           # see ways
         self.embedding = nn.Embedding(config.vocab_size, C)                 # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - upper))
         self.upper = nn.ModuleList(Block(config, i >= upper - n_cca) for i in range(upper))
@@ -639,54 +641,61 @@ class RPT(nn.Module):
                 nn.init.zeros_(p)
 
     def empty_state(self, tokens):
-        c, B, w, zeros = self.config, len(tokens), self.w, self.embedding.weight.new_zeros
-        m, K, C = c.chunk_size, c.n_neighbors, c.n_embd
-        keys = zeros(B, 0, C if self.idf is None else c.vocab_size)
-        chosen, gates = zeros(B, w, K).long() - 1, zeros(B, w, K)
-        E = zeros(B, 0, m, C)
-        if self.retrieval in ('corpus', 'both'):                            # B = 1
-            E, keys = (x.to(keys) for x in self.corpus[1:])
-        return State([None] * c.n_layer, tokens[:, :0], E, keys, chosen,
-                     zeros(B, w, K, 2 * m, C), gates)
+        c, zeros = self.config, self.embedding.weight.new_zeros
+        B, w, m, K, C = len(tokens), self.w, c.chunk_size, c.n_neighbors, c.n_embd
+        keys = zeros(B, 0, c.vocab_size if c.retriever == 'bm25' else C)
+        return State([None] * c.n_layer, tokens[:, :0], zeros(B, 0, m, C), keys,
+                     zeros(B, w, K).long() - 1, zeros(B, w, K, 2 * m, C), zeros(B, w, K))
 
     def retrieve(self, x, tokens, doc, teacher, state):
         """
-        §3.1 for c chunks: x (B, t, C) lower states, tokens (B, t), doc (B, c) of the chunks
-        -> the state with the neighbors of these chunks; s_q (B, c, M), -inf: not permitted
+        §3.1 for c chunks: lower states x (B, c, m, C), tokens (B, c, m), documents doc (B, c)
+        -> the state with these chunks and their neighbors; s_q (B, c, M), -inf: not permitted
         """
-        (B, c), m, K = doc.shape, self.config.chunk_size, self.config.n_neighbors
-        x, tokens = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
+        B, c, m, C = x.shape
+        K = self.config.n_neighbors
         E, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
         E, keys = torch.cat([state.E, E], dim=1), torch.cat([state.keys, keys], dim=1)
-        with torch.autocast(x.device.type, enabled=False):                  # bf16 has ties
-            scores = fp32(q) @ fp32(keys).transpose(1, 2) / q.size(-1) ** 0.5
         M = E.size(1)
-        allowed = permitted(F.pad(doc, (M - c, 0)), c, self.w)              # (B, c, M)
-        if self.retrieval in ('corpus', 'both'):
-            n = self.corpus[1].size(1)                                      # they come first
-            allowed[..., n - 1] = False                                     # it has no next one
-            allowed[..., n:] &= self.retrieval == 'both'
-        if self.retriever is None:
+        with torch.autocast(x.device.type, enabled=False):                  # bf16 has ties
+            scores = fp32(q) @ fp32(keys).mT / q.size(2) ** 0.5             # (B, c, M)
+        allowed = permitted(F.pad(doc, (M - c, 0)), c, self.w)
+        if self.config.retriever == 'bm25':
             allowed = allowed & (scores > 0)                                # a term in common
-        order = scores = scores.masked_fill(~allowed, -math.inf)
-        if self.retrieval == 'shuffled':                                    # a hash of i and k
-            k = torch.arange(M, device=x.device)
-            order = ((7919 * k[-c:, None] + k) % 1_000_037) ** 3 % 1_000_037
-            order = order.where(allowed, -math.inf)
-        values, chosen = order.detach().sort(dim=2, descending=True, stable=True)
-        chosen = chosen.masked_fill(values == -math.inf, -1)
-        chosen = F.pad(chosen, (0, K - M), value=-1)                        # (B, c, K), or cut
+        scores = scores.masked_fill(~allowed, -math.inf)
+        chosen = best(self.shuffled(scores) if self.retrieval == 'shuffled' else scores, K)
         if teacher is not None:
-            chosen = chosen.where(teacher == -2, teacher)
+            chosen = chosen.where(teacher == -2, teacher)                   # (B, c, K)
 
-        k = torch.stack([chosen, chosen + 1], dim=-1).clamp(min=0)          # (B, c, K, 2)
-        new = torch.stack([e.index_select(0, i.flatten()) for e, i in zip(E, k)])
-        new = new.view(B * c, K, 2 * m, -1)
+        k = torch.stack([chosen, chosen + 1], dim=3).clamp(min=0)           # (B, c, K, 2)
+        b = torch.arange(B, device=x.device)[:, None, None, None]
+        new = E[b, k].view(B * c, K, 2 * m, C)
         new = self.neighbor_encoder(new, x.flatten(0, 1)).unflatten(0, (B, c))
         neighbors = torch.cat([state.neighbors[:, -self.w:], new], dim=1)
         chosen = torch.cat([state.chosen[:, -self.w:], chosen], dim=1)
         gates = self.neighbor_encoder.gates(neighbors, chosen)
         return State(state.past, state.rest, E, keys, chosen, neighbors, gates), scores
+
+    def shuffled(self, scores):
+        """Scores (B, c, M) in a random order of the permitted chunks: hashes of i and k"""
+        k = torch.arange(scores.size(2), device=scores.device)
+        i = k[-scores.size(1):, None]
+        hashes = ((7919 * i + k) % 1_000_037) ** 3 % 1_000_037
+        return hashes.where(scores > -math.inf, -math.inf)
+
+    def cross_attention_inputs(self, state, doc, chunk_doc):
+        """
+        Of the G groups of tokens with documents doc (B, t), chunks with chunk_doc (B, c): neighbors
+        (B, G, K, 2m, C), gated, mask and attends for ChunkedCrossAttention
+        """
+        t, G, m = doc.size(1), chunk_doc.size(1) + 1, self.config.chunk_size
+        valid = state.chosen[:, -G:] >= 0                                   # (B, G, K)
+        any_valid = valid.any(2)                                            # (B, G)
+        mask = (valid | ~any_valid[..., None]).flatten(0, 1)                # all, rather than none
+        mask = mask[:, None, None].repeat_interleave(2 * m, dim=3)
+        group_doc = F.pad(chunk_doc, (1, 0)).where(any_valid, -2)           # -2: of no token
+        attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
+        return state.neighbors[:, -G:] * state.gates[:, -G:, :, None, None], mask, attends
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
         """
@@ -697,6 +706,7 @@ class RPT(nn.Module):
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
         t, m, scores, cross = tokens.size(1), self.config.chunk_size, None, None
+        c = t // m                                                          # whole chunks
         cached = past[0][0].size(1) if past[0] else 0
         positions = torch.arange(cached + t, device=tokens.device)
         angles = rotary(positions, self.config.n_embd // self.config.n_head)
@@ -706,18 +716,13 @@ class RPT(nn.Module):
         if self.retrieval != 'off':
             doc = torch.zeros_like(tokens) if doc is None else doc
             chunk_doc = doc_of_chunks(doc, m)                               # (B, c)
-            if t >= m:
-                state, scores = self.retrieve(x, tokens, chunk_doc, teacher, state)
-            chosen, neighbors, gates = (y[:, -1 - t // m:] for y in state[-3:])     # (B, G, K, ...)
-            valid = chosen >= 0
-            any_valid = valid.any(2, keepdim=True)                          # (B, G, 1)
-            mask = (valid | ~any_valid).flatten(0, 1)[:, None, None].repeat_interleave(2 * m, dim=3)
-            group_doc = F.pad(chunk_doc, (1, 0)).where(any_valid[..., 0], -2)   # -2: none
-            attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
-            cross = neighbors * gates[..., None, None].to(neighbors), mask, attends
+            if c:
+                chunks = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
+                state, scores = self.retrieve(*chunks, chunk_doc, teacher, state)
+            cross = self.cross_attention_inputs(state, doc, chunk_doc)
         for i, block in enumerate(self.upper, len(self.lower)):
             x, past[i] = block(x, angles, past[i], cross)
-        state = state._replace(past=past, rest=tokens[:, t // m * m:])
+        state = state._replace(past=past, rest=tokens[:, c * m:])
         return self.norm(x[:, -n:]), state, scores
 
     def logits(self, f):
@@ -737,10 +742,9 @@ class RPT(nn.Module):
         The K candidates that help most, or as many as help; with a retriever, scheduled sampling
         -> (B, N, K), -1: none, -2: those retrieved
         """
-        s_t = batch.target_scores
-        order = s_t.argsort(dim=2, descending=True, stable=True)
-        teacher = batch.candidates.masked_fill(s_t <= 0, -1).gather(2, order)
-        teacher = F.pad(teacher, (0, self.config.n_neighbors - s_t.size(2)), value=-1)  # or cut
+        s_t = batch.target_scores.masked_fill(batch.target_scores <= 0, -math.inf)
+        slots = best(s_t, self.config.n_neighbors)                          # (B, N, K)
+        teacher = batch.candidates.gather(2, slots.clamp(min=0)).where(slots >= 0, -1)
         if self.retriever:
             student = torch.rand(s_t.shape[:2], device=s_t.device) >= chance
             teacher = teacher.masked_fill(student[..., None], -2)
@@ -760,9 +764,10 @@ class RPT(nn.Module):
         loss = cross_entropy(f, self.embedding.weight, batch.targets)
         if not (taught and self.retriever):
             return loss, {}
-        ranking, ndcg, ranked = ranking_loss(scores, batch.candidates, batch.target_scores, tau)
-        ranking = ranking / batch.ranked
-        log = dict(lm_loss=loss, ret_loss=ranking, ndcg=ndcg / batch.ranked, ranked=ranked)
+        ranking, ndcg = ranking_loss(scores, batch.candidates, batch.target_scores, tau)
+        ranked = (batch.target_scores > 0).any(2).sum()     # chunks with a positive
+        ranking, ndcg = (x.sum() / ranked.clamp(min=1) for x in (ranking, ndcg))
+        log = dict(lm_loss=loss, ret_loss=ranking, ndcg=ndcg, ranked=ranked)
         return loss + alpha * ranking, log
 
     def log_probs(self, tokens):
@@ -783,30 +788,17 @@ class RPT(nn.Module):
         return state
 
     def ways(self):
-        """shuffled: permitted chunks, chosen by a hash of their numbers; corpus, both: see index"""
-        names = 'on', *['corpus', 'both'] * (self.corpus is not None), 'shuffled', 'off'
-        names = names if self.neighbor_encoder else ('off',)
+        """shuffled: permitted chunks, chosen by a hash of their numbers"""
+        names = ('on', 'shuffled', 'off') if self.neighbor_encoder else ('off',)
         return {name: {'retrieval': name} for name in names}
 
     def trace(self, tokens, t):
-        """Chunks read for token t + 1: [(gate, where, start, end)], where: a text or corpus"""
-        state, m, spans = self.read(tokens[None, :t + 1]), self.config.chunk_size, []
-        n = self.empty_state(tokens[None]).E.size(1)                        # of the corpus
-        used = zip(state.gates[0, -1].tolist(), state.chosen[0, -1].tolist())
-        for gate, k in [(gate, k) for gate, k in used if k >= 0]:
-            where, i = (tokens, k - n) if k >= n else (self.corpus[0], k)
-            spans.append((gate, where, i * m, (i + 2) * m))
+        """Chunks read for token t + 1: [(gate, tokens, start, end)], largest gate first"""
+        state, m = self.read(tokens[None, :t + 1]), self.config.chunk_size
+        spans = [(gate, tokens, k * m, (k + 2) * m)
+                 for gate, k in zip(state.gates[0, -1].tolist(), state.chosen[0, -1].tolist())
+                 if k >= 0]
         return sorted(spans, key=lambda span: span[0], reverse=True)
-
-    def index(self, tokens, progress):
-        """
-        Of a corpus (n,), a text before any other: E (1, M, m, C), keys (1, M, C), RETRO (1, M, V).
-        It is read in parts, as the time of one is quadratic.
-        """
-        m = self.config.chunk_size
-        parts = progress(tokens.split(64 * self.PIECE // m * m), 'reading the corpus')
-        states = [self.read(part[None]) for part in parts]
-        return torch.cat([x.E for x in states], dim=1), torch.cat([x.keys for x in states], dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -818,43 +810,44 @@ def ranks(runs, args):
     Table 3: of chance, recency, BM25 and the runs, for chunks that have a positive. The last run,
     with retriever none, is the reference LM, which scores all permitted chunks.
     """
-    c, corpus, documents = runs[0].model.config, runs[0].corpus, runs[0].documents
-    m, N, device = c.chunk_size, c.block_size // c.chunk_size, documents[0].device
     *runs, reference = runs
-    kinds = {(run.model.neighbor_encoder is None, run.corpus.fingerprint, run.model.config.window,
-              run.model.config.chunk_size) for run in runs}
-    r = reference.model.config
-    if kinds != {(False, reference.corpus.fingerprint, c.window, m)} or r.retriever != 'none' \
-            or r.window < 4 * m:
-        raise SystemExit('ranks: runs that retrieve, alike in tokenizer, window and chunks, then a '
-                         'reference LM with a window of 4 chunks, as out/rpt-reference')
-    idf = corpus_idf(corpus.train.tokens, m, c.vocab_size).to(device)
-    k = torch.arange(N, device=device)
-    allowed = torch.ones(N, N, dtype=torch.bool, device=device).tril(-runs[0].model.w)
-    allowed[-1] = False                                                 # it has no target
-    candidates = k.where(allowed, -1)
-    texts = [text.view(N, m) for tokens in documents for text in tokens.split(N * m)
+    kinds = {(run.corpus.fingerprint, run.model.config.window, run.model.config.chunk_size)
+             for run in runs}
+    if len(kinds) != 1 or reference.corpus.fingerprint != runs[0].corpus.fingerprint \
+            or [run for run in (*runs, reference) if 'on' not in run.model.ways()] != [reference]:
+        raise SystemExit('ranks: runs that retrieve, alike in tokenizer, window and chunks, then '
+                         'their reference LM, as out/rpt-reference')
+    c, corpus, device = runs[0].model.config, runs[0].corpus, runs[0].documents[0].device
+    m, N = c.chunk_size, c.block_size // c.chunk_size
+    texts = [text.view(N, m) for tokens in runs[0].documents for text in tokens.split(N * m)
              if len(text) == N * m]
     if not texts:
         raise SystemExit(f'ranks: no document of the split has {N * m} tokens')
+    idf = corpus_idf(corpus.train.tokens, m, c.vocab_size).float().to(device)
+    k = torch.arange(N, device=device)
+    allowed = permitted(torch.zeros_like(k)[None], N, runs[0].model.w)[0]
+    allowed[-1] = False                                                 # it has no target
+    candidates = k.where(allowed, -1)
     torch.manual_seed(args.seed)                                        # of chance
-    totals, result = {}, {}                                             # sums of the measures and 1
+    measures = {}                                                       # name: [(chunks, 3)]
     for chunks in texts[::-(-len(texts) // 16)]:                        # at most 16, evenly spread
+        s_t = target_scores(reference.model, chunks, candidates, c.reference_cache)
         q, keys = bm25_vectors(chunks, idf)
         scores = dict(chance=torch.rand(N, N, device=device), recency=k.float().expand(N, N),
                       BM25=q @ keys.T)
-        scores.update((run.name, run.model.encode(chunks.view(1, -1))[2][0]) for run in runs)
-        s_t = target_scores(reference.model, chunks, candidates)
+        for run in runs:
+            scores[run.name] = run.model.encode(chunks.view(1, -1))[2][0]
         for name, s_q in scores.items():
             s_q = s_q.masked_fill(~allowed, -math.inf)
-            _, ndcg, n = ranking_loss(s_q[None], candidates[None], s_t[None], tau=1)
-            order = s_q.argsort(dim=1, descending=True, stable=True)
-            positive = (s_t > 0).gather(1, order)                           # best s_q first
-            precision = positive[:, :2].sum() / 2
-            recall = (positive[:, :10].sum(1) / positive.sum(1).clamp(min=1)).sum()
-            totals[name] = totals.get(name, 0) + torch.tensor([precision, recall, ndcg, n])
-    for name, (*sums, n) in totals.items():
-        means = ((x / n).item() for x in sums)
+            _, ndcg = ranking_loss(s_q[None], candidates[None], s_t[None], tau=1)
+            order = s_q.argsort(dim=1, descending=True, stable=True)    # best s_q first
+            positive = (s_t > 0).gather(1, order)
+            n = positive.sum(1)
+            rows = [positive[:, :2].sum(1) / 2, positive[:, :10].sum(1) / n, ndcg[0]]
+            measures.setdefault(name, []).append(torch.stack(rows, dim=1)[n > 0])
+    result = {}
+    for name, rows in measures.items():
+        means = torch.cat(rows).mean(0).tolist()
         result[name] = dict(zip(('precision@2', 'recall@10', 'ndcg@20'), means))
         print(f'{name:24}', *(f'{key} {value:.4f}' for key, value in result[name].items()))
     return result
