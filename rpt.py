@@ -21,7 +21,7 @@ Where the paper is in this file (its equations have no numbers)
 Letters in the shape comments
     B sequences    T tokens (t of a piece)    C width    H heads    D head size    V vocabulary
     N chunks    m tokens of a chunk    w chunks of a window    c of a piece    M so far
-    K neighbors of a chunk    J candidates    G = c + 1 groups of m tokens    n items of any kind
+    K neighbors of a chunk    G = c + 1 groups of m tokens    n, a, b, s items of any kind
 
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); a chunk without neighbors gets 0 from cross-attention; s_t is a
@@ -30,9 +30,8 @@ Where we differ from the paper, and why
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
     Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
-    the same documents and scores every n-th chunk. The others are taught as in RPT-Lex, where the
-    candidate of rank r = 0, 1, ... has s_t = 1 - r / J. To a chunk without positives the teacher
-    gives no neighbors.
+    the same documents and scores every n-th chunk. The others are taught as in RPT-Lex. To a chunk
+    without positives the teacher gives no neighbors.
     In joined short documents self-attention alone crosses them, as in Transformer-XL.
 
     $ python rpt.py                         a demo, on a CPU
@@ -226,11 +225,7 @@ def cross_entropy(f, E, targets):
 # what is new in RPT
 
 class SelfAttention(nn.Module):
-    """
-    §3.4: causal attention in blocks of half a window; a token attends to its block and the one
-    before. Cached keys are not rotated: positions count from the first of them and remain small.
-    """
-
+    """§3.4: causal, in blocks of half a window; a token attends to its block and the one before."""
     def __init__(self, config):
         super().__init__()
         self.n_head, self.block, self.m = config.n_head, config.window // 2, config.chunk_size
@@ -238,23 +233,24 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, rotary, past=None):
+        t = x.size(1)
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
         if past is not None:
-            k, v = (torch.cat(pair, dim=1) for pair in zip(past, (k, v)))   # (B, P + t, H, D)
-        q_rotary = [angles[-x.size(1):] for angles in rotary]
+            k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
+        # cached keys are not rotated: positions count from the first of them and remain small
+        q_rotary = [angles[-t:] for angles in rotary]
         y = attend(rotate(q, q_rotary), rotate(k, rotary), v, self.block, 2 * self.block)
-        end = k.size(1) - x.size(1) % self.m                                # of whole chunks
+        end = k.size(1) - t % self.m                                        # of whole chunks
         start = max(0, end // self.block - 1) * self.block                  # of the last two blocks
         return self.proj(y.flatten(2)), (k[:, start:end], v[:, start:end])
 
 
 class Attention(nn.Module):
     """
-    Multi-head attention of a texts x (n, a, t, C) to all tokens of b texts y (n, b, s, C), where
-    mask, broadcast to (n, H, a t, b s), is True. Positions count from 0 in a text, in x from
-    `first`. With shift, the key of a token has the value of the next one, the last's of the first.
+    Attention of a texts x (n, a, t, C) to all tokens of b texts y (n, b, s, C), where mask, broadcast
+    to (n, H, a t, b s), is True. Positions begin at 0 in each text, at `first` in x. With shift, the
+    key of a token has the value of the next one, that of a text's last token the first one's.
     """
-
     def __init__(self, config, shift=False):
         super().__init__()
         self.n_head, self.shift = config.n_head, shift
@@ -265,7 +261,8 @@ class Attention(nn.Module):
     def forward(self, x, y, first=0, mask=None):
         q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, a, t, H, D)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (n, b, s, H, D)
-        v = v.roll(-1, dims=2) if self.shift else v
+        if self.shift:
+            v = v.roll(-1, dims=2)
         q = rotate(q, rotary(torch.arange(first, first + x.size(2), device=x.device), q.size(-1)))
         k = rotate(k, rotary(torch.arange(y.size(2), device=x.device), k.size(-1)))
         q, k, v = (z.flatten(1, 2).transpose(1, 2) for z in (q, k, v))      # (n, H, tokens, D)
@@ -274,11 +271,7 @@ class Attention(nn.Module):
 
 
 class Retriever(nn.Module):
-    """
-    §3.1: the tokens of a chunk attend to each other, their mean is the chunk's vector c, and
-    s_q(c) = <W_Q c_q, W_K c> / sqrt(C). These tokens are what is retrieved later.
-    """
-
+    """§3.1: s_q(c) = <W_Q c_q, W_K c> / sqrt(C), c the mean of a chunk's tokens after attention."""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
@@ -287,7 +280,7 @@ class Retriever(nn.Module):
         self.query, self.key = nn.Linear(C, C), nn.Linear(C, C)             # W_Q, W_K
 
     def forward(self, x):
-        """x (B, c, m, C) -> the tokens (B, c, m, C), queries and keys (B, c, C)"""
+        """x (B, c, m, C) -> tokens (B, c, m, C) to be retrieved, queries and keys (B, c, C)"""
         y = self.norm(x).flatten(0, 1)[:, None]                             # (B c, 1, m, C)
         x = x + self.attention(y, y).view_as(x)
         mean = x.mean(2)                                                    # (B, c, C)
@@ -296,7 +289,6 @@ class Retriever(nn.Module):
 
 class NeighborEncoder(nn.Module):
     """§3.1: a neighbor, a retrieved chunk and its next one, before it is attended to."""
-
     def __init__(self, config):
         super().__init__()
         C, self.config = config.n_embd, config
@@ -315,18 +307,18 @@ class NeighborEncoder(nn.Module):
     def gates(self, neighbors, chosen):
         """
         max(η, σ((w · norm(ĉ) + b) / C)): ĉ is the mean of a neighbor's tokens after attention to
-        the better neighbors of its chunk and to those of the w - 1 chunks before, of one document.
+        the better neighbors of its chunk and those of the w - 1 chunks before, of one document.
         neighbors (B, n, K, 2m, C) of n chunks, chosen (B, n, K) their numbers -> (B, n, K)
         """
         (B, n, K), config = chosen.shape, self.config
         if not config.gate:
             return torch.ones(B, n, K, device=chosen.device)
         # a chunk with neighbors is at least w chunks into its document: the w - 1 before are of it
-        j = torch.arange(n * K, device=chosen.device)
-        age = j[:, None] // K - j // K                                      # in chunks
-        recent = (j <= j[:, None]) & (age < config.window // config.chunk_size)
-        mask = recent & (chosen >= 0).view(B, 1, n * K) | (age == 0) & (j == j[:, None])
         c = neighbors.mean(3).view(B, 1, n * K, -1)                         # (B, 1, n K, C)
+        j = torch.arange(n * K, device=chosen.device)
+        i, w = j[:, None], config.window // config.chunk_size
+        recent = (j <= i) & (j // K > i // K - w) & (chosen >= 0).view(B, 1, n * K)
+        mask = recent | (j == i)                                            # (B, n K, n K)
         y = self.norm3(c)
         c = c + self.gate_attention(y, y, mask=mask[:, None])
         z = self.gate(self.norm_gate(c)) / config.n_embd                    # (B, 1, n K, 1)
@@ -339,7 +331,6 @@ class ChunkedCrossAttention(nn.Module):
     of chunk i, the first that may depend on them, and the first m - 1 tokens of chunk i + 1, at
     positions m - 1 to 2m - 2; those of a neighbor are 0 to 2m - 1. No norm: it would undo the gate.
     """
-
     def __init__(self, config):
         super().__init__()
         self.norm, self.m = RMSNorm(config.n_embd), config.chunk_size
@@ -347,8 +338,8 @@ class ChunkedCrossAttention(nn.Module):
 
     def forward(self, x, neighbors, mask, attends):
         """
-        x (B, t, C) begins with a chunk; neighbors (B, G, K, 2m, C); mask (B G, 1, 1, K 2m): which
-        of their tokens; attends (B, t): the token does -> as x, 0 where it does not
+        x (B, t, C) from the first token of a chunk on, neighbors (B, G, K, 2m, C), mask of their
+        tokens (B G, 1, 1, K 2m), attends (B, t) -> as x, 0 where a token does not attend
         """
         (B, t, C), G, m = x.shape, neighbors.size(1), self.m
         groups = F.pad(x, (0, 0, 1, G * m - 1 - t)).view(B * G, 1, m, C)
@@ -357,11 +348,7 @@ class ChunkedCrossAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """
-    One pre-norm Transformer layer; returns its keys and values too, for streaming. Layers of the
-    upper half cross-attend to neighbors between self-attention and MLP.
-    """
-
+    """One pre-norm Transformer layer; returns its keys and values too, for streaming."""
     def __init__(self, config, cross_attends=False):
         super().__init__()
         self.norm1, self.attention = RMSNorm(config.n_embd), SelfAttention(config)
@@ -386,51 +373,38 @@ def doc_of_chunks(doc, m):
 
 
 def permitted(doc, c, w):
-    """
-    Which chunks k the last c chunks i may retrieve: those of their document that have left the
-    window, k <= i - w. doc (B, M), -1: chunk of no document -> (B, c, M)
-    """
+    """(B, c, M): may chunk i of the last c retrieve k? doc (B, M) of chunks, -1: of no document"""
     k = torch.arange(doc.size(1), device=doc.device)
-    i, doc_i = k[-c:, None], doc[:, -c:, None]
+    i, doc_i = k[-c:, None], doc[:, -c:, None]                              # k has left i's window
     return (k <= i - w) & (doc[:, None] == doc_i) & (doc_i >= 0)
 
 
-def best(scores, K):
-    """
-    The places of the K highest scores, of equal ones the first; -1: none, scores of -inf do not
-    count. scores (..., n) -> (..., K)
-    """
-    padded = F.pad(scores, (0, K), value=-math.inf)
-    values, order = padded.sort(dim=-1, descending=True, stable=True)
-    return order.masked_fill(values == -math.inf, -1)[..., :K]
+def top(scores, K):
+    """scores (..., n) -> the places (..., K) of the highest; -1 where too few are above -inf"""
+    scores = F.pad(scores, (0, K), value=-math.inf)
+    values, places = scores.sort(dim=-1, descending=True, stable=True)
+    return places.masked_fill(values == -math.inf, -1)[..., :K]
 
 
-def ranking_loss(scores, candidates, target_scores, tau):
+def ranking_loss(s_q, s_t, tau):
     """
-    LambdaRank with a margin (§3.3), over positives l (s_t(l) > 0) and permitted j that help less;
-    chunks that are not candidates help less than all that are. r is the rank by s_q:
+    §3.3, LambdaRank with a margin, over positives l (s_t(l) > 0) and permitted j that help less, of
+    ranks r by s_q. s_q, s_t (B, N, N) of chunk i for chunk k; s_q is -inf where k is not permitted
 
         L_ret = Σ_{l, j: s_t(l) > s_t(j)} λ_lj max(0, τ - (s_q(l) - s_q(j)))
         λ_lj  = |2^s_t(l) - 2^max(s_t(j), 0)| |1 / log2(1 + r_l) - 1 / log2(1 + r_j)| / IDCG
 
-    scores      (B, N, N)  s_q of chunk i for chunk k, -inf where i may not retrieve k
-    candidates  (B, N, J)  -1: none      target_scores (B, N, J)  s_t
-    returns     (B, N)     L_ret and NDCG@20 of chunk i; 0 if it has no positive
+    -> L_ret and NDCG@20 of chunk i, (B, N), 0 without positives
     """
-    B, N, _ = scores.shape
-    column = candidates.where(candidates >= 0, N)                           # N: of no chunk
-    s_t = scores.new_full((B, N, N + 1), -math.inf)
-    s_t = s_t.scatter(2, column, target_scores.to(scores))[..., :N]
-    gain = torch.exp2(s_t.clamp(min=0)) - 1                                 # (B, N, N)
-    rank = 1 + scores.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
-    discount = 1 / torch.log2(1 + rank)
-    ideal = gain.sort(dim=2, descending=True).values * discount.sort(dim=2, descending=True).values
-
     def pairs(x):
         return x[..., None] - x[:, :, None]                                 # x_l - x_j (B, N, N, N)
 
+    gain = torch.exp2(s_t.clamp(min=0)) - 1                                 # (B, N, N)
+    rank = 1 + s_q.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
+    discount = 1 / torch.log2(1 + rank)
+    ideal = gain.sort(dim=2, descending=True).values * discount.sort(dim=2, descending=True).values
     lam = pairs(gain).clamp(min=0) * pairs(discount).abs()                  # 0: l helps no more
-    hinge = (tau - pairs(scores.clamp(min=-1e9))).clamp(min=0)              # 0: j not permitted
+    hinge = (tau - pairs(s_q.clamp(min=-1e9))).clamp(min=0)                 # 0: j not permitted
     loss = (lam * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
     dcg = (gain * discount * (rank <= 20)).sum(2)
     return loss, dcg / ideal[..., :20].sum(2).clamp(min=1e-9)
@@ -445,42 +419,25 @@ def corpus_idf(tokens, m, V):
 
 
 def bm25_vectors(tokens, idf):
-    """
-    Queries and keys: <q, k> is bm25.py's score, as all chunks are equally long. Weights are
-    multiples of 2^-10, so that ties remain ties. tokens (..., m), idf (V,) -> 2 x (..., V)
-    """
+    """tokens (..., m), idf (V,) -> q and k (..., V): <q, k> is BM25, as all chunks have m tokens."""
     q = idf.new_zeros(*tokens.shape[:-1], len(idf))
     q = q.scatter_add(-1, tokens, q.new_ones(tokens.shape))                 # occurrences
-    return q, (2 ** 10 * idf * q / (q + 1.2)).round() / 2 ** 10
+    k = idf * q / (q + 1.2)
+    return q, (2 ** 10 * k).round() / 2 ** 10                               # so ties remain ties
 
 
 def bm25_candidates(chunks, doc, w, J, idf):
     """
     §3.2: the J best permitted chunks by BM25 for the query (c_i, c_{i+1}), which has the target.
-    chunks (N, m), doc (N,) of chunks, idf (V,) -> (N, J), -1: none
+    chunks (N, m), doc (N,) of chunks, idf (V,) -> s_t (N, N) of RPT-Lex: 1 - r / J for the
+    candidate of rank r = 0, 1, ..., 0 for other chunks
     """
     q, keys = bm25_vectors(chunks, idf)                                     # (N, V)
     scores = (q + q.roll(-1, 0)) @ keys.T
-    has_target = F.pad(doc[1:] == doc[:-1], (0, 1))                         # c_{i+1} is of its text
+    has_target = F.pad(doc[1:] == doc[:-1], (0, 1))                         # (N,)
     allowed = permitted(doc[None], len(doc), w)[0] & has_target[:, None] & (scores > 0)
-    return best(scores.masked_fill(~allowed, -math.inf), J)
-
-
-def log_p_with_cache(reference, f, tokens, cache):
-    """
-    Mean log P of the last m of the tokens (n, 4m), which have the states f (n, 4m, C). As small LMs
-    hardly copy, P is (1 - λ) P_LM + λ P_cache with a continuous cache (Grave et al. 2017):
-
-        P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows
-    """
-    m = tokens.size(1) // 4
-    x, followers = tokens[:, -m:, None], tokens[:, None, 1:]                # (n, m, 1), (n, 1, 4m-1)
-    f_t, f_u = f[:, -m - 1:-1], f[:, :-1]                                   # of x; of followers
-    s = fp32(f_t @ f_u.mT) / f.size(2) ** 0.5                               # (n, m, 4m - 1)
-    earlier = torch.ones_like(s[0], dtype=torch.bool).tril(3 * m - 2)       # u < t
-    p_cache = (s.masked_fill(~earlier, -math.inf).softmax(2) * (followers == x)).sum(2)
-    log_p_lm = reference.logits(f_t).log_softmax(2).gather(2, x)[..., 0]    # (n, m)
-    return (log_p_lm + math.log(1 - cache)).logaddexp((cache * p_cache).log()).mean(1)
+    order = scores.masked_fill(~allowed, -math.inf).argsort(dim=1, descending=True, stable=True)
+    return (1 - order.argsort(dim=1).float() / J).clamp(min=0) * allowed
 
 
 @torch.no_grad()
@@ -490,110 +447,93 @@ def target_scores(reference, chunks, candidates, cache):
 
         s_t(c_j) = (log P(c_{i+1} | c_j, c_{j+1}, c_i) - log P(c_{i+1} | c_{i-2}, c_{i-1}, c_i)) / m
 
-    The keys and values of a prefix (c_j, c_{j+1}) serve all i. The baseline is prefix j = i - 2.
-    chunks (N, m), candidates (N, J), -1: none -> (N, J), nan where there is none
+    As small LMs hardly copy, P is (1 - λ) P_LM + λ P_cache, with a continuous cache (Grave et al.
+    2017): P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows.
+
+    chunks (N, m), candidates (N, N): is j one of i?, cache λ -> s_t (N, N), 0: no candidate
     """
     N, m = chunks.shape
-    baseline = (torch.arange(N, device=chunks.device) - 2).where((candidates >= 0).any(1), -1)
-    prefixes = torch.cat([baseline[:, None], candidates], dim=1)            # (N, 1 + J)
-    log_p = torch.full(prefixes.shape, math.nan, device=chunks.device)
-    i, slot = (prefixes >= 0).nonzero(as_tuple=True)                        # (n,) all pairs
-    j, row = prefixes[i, slot].unique(return_inverse=True)
-    prefix = torch.cat([chunks[j], chunks[j + 1]], dim=1)                   # (prefixes, 2m)
-    f_prefix, state, _ = reference.encode(prefix)
-    size = max(1, 2048 // m)                                                # pairs at once
-    for i, slot, row in zip(i.split(size), slot.split(size), row.split(size)):
-        tokens = torch.cat([chunks[i], chunks[i + 1]], dim=1)               # (size, 2m)
-        past = [(k[row], v[row]) for k, v in state.past]
-        after = state._replace(past=past, rest=state.rest[row])
-        f, _, _ = reference.encode(tokens, state=after)
-        f, tokens = torch.cat([f_prefix[row], f], 1), torch.cat([prefix[row], tokens], 1)
-        log_p[i, slot] = log_p_with_cache(reference, f, tokens, cache)
-    return log_p[:, 1:] - log_p[:, :1]
-
-
-# data.Batch with candidates (B, N, J), -1: none, and their target_scores (B, N, J)
-TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed candidates target_scores')
+    k = torch.arange(N, device=chunks.device)
+    baseline = candidates.any(1)[:, None] & (k == k[:, None] - 2)           # j = i - 2
+    log_p = torch.zeros(N, N, device=chunks.device)
+    for pairs in (candidates | baseline).nonzero().split(max(1, 1024 // m)):
+        i, j = pairs.unbind(1)                                              # (n,)
+        tokens = torch.cat([chunks[j], chunks[j + 1], chunks[i], chunks[i + 1]], dim=1)
+        f = reference.encode(tokens)[0]                                     # (n, 4m, C)
+        f_t, x = f[:, -m - 1:-1], tokens[:, -m:, None]                      # x follows t
+        s = fp32(f_t @ f[:, :-1].mT) / f.size(2) ** 0.5                     # (n, m, 4m - 1)
+        earlier = torch.ones_like(s[0], dtype=torch.bool).tril(3 * m - 2)   # u < t
+        followed = tokens[:, None, 1:] == x                                 # x follows u
+        p_cache = (s.masked_fill(~earlier, -math.inf).softmax(2) * followed).sum(2)
+        log_lm = reference.logits(f_t).log_softmax(2).gather(2, x)[..., 0] + math.log(1 - cache)
+        log_p[i, j] = log_lm.logaddexp((cache * p_cache).log()).mean(1)     # over m tokens
+    return (log_p - (log_p * baseline).sum(1, keepdim=True)) * candidates
 
 
 def load_reference(c, config, corpus, train_reference):
-    """The reference LM, of --reference or trained first"""
-    path, window = c.reference, 4 * c.chunk_size                            # see target_scores
-    if not path:
-        steps = min(c.reference_steps, config.max_steps)
-        path = train_reference(
-            replace(c, retriever='none', n_layer=max(1, c.n_layer // 2),
-                    window=max(c.window, window)),
-            replace(config, init='', max_steps=steps), 'reference')
+    """The reference LM, of --reference or trained first; its window has the four chunks of s_t."""
+    window = 4 * c.chunk_size
+    path = c.reference or train_reference(
+        replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), window=max(c.window, window)),
+        replace(config, init='', max_steps=min(c.reference_steps, config.max_steps)), 'reference')
     try:
         file = torch.load(path, map_location='cpu', weights_only=True)
         reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
         reference.load_state_dict(file['model'])
-        assert reference.config.retriever == 'none' and reference.config.window >= window
-        assert file['tokenizer'] == corpus.tokenizer.to_dict()
+        assert reference.config.window >= window, reference.config.window
+        assert file['tokenizer'] == corpus.tokenizer.to_dict(), 'tokenizer'
     except Exception as e:                              # a broken file can raise anything
-        raise SystemExit(f'--reference {path}: a checkpoint of retriever none, window >= {window} '
-                         f'and the same tokenizer is needed ({e!r:.99})')
+        raise SystemExit(f'--reference {path}: an RPT with a window of {window} tokens or more and '
+                         f'the same tokenizer is needed: {e!r:.99}')
     return reference
 
 
-def setup(model, corpus, batches, config, autocast, train_reference, progress):
+# data.Batch with target_scores (B, N, N), s_t of chunk i for chunk k, 0: no candidate
+TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores')
+
+
+def setup(model, corpus, batches, config, autocast, train_reference, *_):
     """
-    Stores candidates and scores of the sequences that the run will use, a file each, in a folder
-    whose name is a hash of all that they depend on; an interrupted run resumes, and each process
-    does its share. -> attach(batch, g): TaughtBatch of micro-batch g
+    -> attach(batch, g): TaughtBatch of micro-batch g. Scores of a sequence are computed once for all
+    epochs, processes and runs, in a folder whose name is a hash of what they depend on.
     """
-    c, device, reference = model.config, model.embedding.weight.device, None
-    N, m, J = c.block_size // c.chunk_size, c.chunk_size, c.n_candidates
+    c, m, device = model.config, model.config.chunk_size, model.embedding.weight.device
     if c.retriever == 'none':
         return lambda batch, g: batch
-    if config.grow_context:
-        raise SystemExit('--grow-context: the scores are of sequences of one length')
-    idf = corpus_idf(corpus.train.tokens, m, c.vocab_size)
-    facts = [corpus.fingerprint, corpus.hops and (corpus.hops, config.seed), c.retriever,
-             c.block_size, c.window, m, J]
+    idf, reference, weights = corpus_idf(corpus.train.tokens, m, c.vocab_size), None, b''
     if c.retriever == 'bm25':
         model.idf.copy_(idf)
     if c.retriever == 'sem':
         reference = load_reference(c, config, corpus, train_reference)
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
-        facts += [hashlib.sha256(weights).hexdigest(), c.score_every, c.reference_cache,
-                  config.dtype]
         reference.to(device)
-    folder = corpus.folder / f'scores-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}'
+    facts = [corpus.fingerprint, corpus.hops, corpus.hops * config.seed, config.dtype, m, model.w,
+             c.n_candidates, c.score_every, c.reference_cache]
+    name = hashlib.sha256(repr(facts).encode() + weights).hexdigest()[:16]
+    folder = corpus.folder / f'scores-{name}'
     folder.mkdir(exist_ok=True)
 
-    def load(row):
-        """candidates and scores of a sequence, (2, N, J) fp32"""
-        path = folder / f'{row}.npy'
-        if not path.exists():
-            batch = batches.take(np.array([row]), seed=0)
-            chunks, doc = batch.tokens[0, :N * m].view(N, m), doc_of_chunks(batch.doc[:1], m)[0]
-            candidates = bm25_candidates(chunks, doc, model.w, J, idf)
-            scores = (1 - torch.arange(J) / J).expand(N, J)                 # RPT-Lex
-            if reference:
-                scored = (torch.arange(N) % c.score_every == 0)[:, None]
-                to_score = candidates.where(scored, -1).to(device)
-                with autocast():
-                    s_t = target_scores(reference, chunks.to(device), to_score, c.reference_cache)
-                scores = s_t.cpu().where(scored, scores)
-            scores = scores.where(candidates >= 0, 0)
-            temporary = folder / f'{row}-{os.getpid()}.tmp.npy'
-            np.save(temporary, torch.stack([candidates, scores]).float().numpy())
-            os.replace(temporary, path)
-        return torch.from_numpy(np.load(path))
-
-    n = config.max_steps * config.tokens_per_step // (batches.B * batches.T)    # micro-batches
-    used = np.unique(np.concatenate([batches.rows(g) for g in range(n)]))
-    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    for row in progress(used[rank::world], f'candidates and scores in {folder}', quiet=rank):
-        load(row)
+    def score(chunks, doc):
+        s_t = bm25_candidates(chunks, doc, model.w, c.n_candidates, idf)    # (N, N)
+        if reference:
+            scored = (torch.arange(len(doc)) % c.score_every == 0)[:, None]
+            to_score = ((s_t > 0) & scored).to(device)
+            with autocast():
+                s_lm = target_scores(reference, chunks.to(device), to_score, c.reference_cache)
+            s_t = s_lm.cpu().where(scored, s_t)
+        return s_t
 
     def attach(batch, g):
-        taught = torch.full((len(batch.tokens), 2, N, J), -1.0)             # -1: rows of padding
+        (B, T), doc = batch.tokens.shape, doc_of_chunks(batch.doc, m)       # doc (B, N)
+        chunks = batch.tokens[:, :T // m * m].view(B, -1, m)
+        s_t = torch.zeros(B, T // m, T // m)                                # 0 in rows of padding
         for b, row in enumerate(batches.rows(g)):
-            taught[b] = load(row)
-        return TaughtBatch(*batch, taught[:, 0].long(), taught[:, 1])
+            path, temporary = folder / f'{T}-{row}.npy', folder / f'{row}-{os.getpid()}.npy'
+            if not path.exists():
+                np.save(temporary, score(chunks[b], doc[b]).numpy())
+                temporary.replace(path)
+            s_t[b] = torch.from_numpy(np.load(path))
+        return TaughtBatch(*batch, s_t)
 
     return attach
 
@@ -622,16 +562,17 @@ class RPT(nn.Module):
         seed = torch.randint(2 ** 48, (), device='cpu').item()
         C, upper = config.n_embd, config.n_layer - config.n_layer // 2
         n_cca = 0 if config.retriever == 'none' else config.n_cca or upper
+        learned = config.retriever in ('sem', 'lex')
         self.config, self.w = config, config.window // config.chunk_size
         self.retrieval = 'on' if n_cca else 'off'                           # see ways
         self.embedding = nn.Embedding(config.vocab_size, C)                 # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - upper))
         self.upper = nn.ModuleList(Block(config, i >= upper - n_cca) for i in range(upper))
-        self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
+        self.retriever = Retriever(config) if learned else None
         self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
         self.norm = RMSNorm(C)
-        idf = torch.zeros(config.vocab_size) if config.retriever == 'bm25' else None
-        self.register_buffer('idf', idf)                                    # see setup
+        if config.retriever == 'bm25':
+            self.register_buffer('idf', torch.zeros(config.vocab_size))     # see setup
         for name, p in self.named_parameters():     # GPT-2's, for width C; by name, so that equal
             if p.dim() == 2:                        # parts of different models begin equal
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
@@ -649,51 +590,45 @@ class RPT(nn.Module):
 
     def retrieve(self, x, tokens, doc, teacher, state):
         """
-        §3.1 for c chunks: lower states x (B, c, m, C), tokens (B, c, m), documents doc (B, c)
-        -> the state with these chunks and their neighbors; s_q (B, c, M), -inf: not permitted
+        §3.1: c chunks, of lower states x (B, t, C), tokens (B, t) and doc (B, c), get neighbors
+        -> the new state; s_q (B, c, M), -inf: not permitted
         """
-        B, c, m, C = x.shape
-        K = self.config.n_neighbors
+        (B, c), m, K, w = doc.shape, self.config.chunk_size, self.config.n_neighbors, self.w
+        x, tokens = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
         E, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
         E, keys = torch.cat([state.E, E], dim=1), torch.cat([state.keys, keys], dim=1)
-        M = E.size(1)
         with torch.autocast(x.device.type, enabled=False):                  # bf16 has ties
-            scores = fp32(q) @ fp32(keys).mT / q.size(2) ** 0.5             # (B, c, M)
-        allowed = permitted(F.pad(doc, (M - c, 0)), c, self.w)
+            s_q = fp32(q) @ fp32(keys).mT / q.size(2) ** 0.5                # (B, c, M)
+        k = torch.arange(E.size(1), device=x.device)
+        allowed = permitted(F.pad(doc, (len(k) - c, 0)), c, w)
         if self.config.retriever == 'bm25':
-            allowed = allowed & (scores > 0)                                # a term in common
-        scores = scores.masked_fill(~allowed, -math.inf)
-        chosen = best(self.shuffled(scores) if self.retrieval == 'shuffled' else scores, K)
+            allowed = allowed & (s_q > 0)                                   # a term in common
+        order = s_q = s_q.masked_fill(~allowed, -math.inf)
+        if self.retrieval == 'shuffled':                                    # a hash of i and k
+            order = ((7919 * k[-c:, None] + k) % 1_000_037) ** 3 % 1_000_037
+            order = order.where(allowed, -math.inf)
+        chosen = top(order, K)                                              # (B, c, K)
         if teacher is not None:
-            chosen = chosen.where(teacher == -2, teacher)                   # (B, c, K)
+            chosen = chosen.where(teacher == -2, teacher)
 
-        k = torch.stack([chosen, chosen + 1], dim=3).clamp(min=0)           # (B, c, K, 2)
-        b = torch.arange(B, device=x.device)[:, None, None, None]
-        new = E[b, k].view(B * c, K, 2 * m, C)
-        new = self.neighbor_encoder(new, x.flatten(0, 1)).unflatten(0, (B, c))
-        neighbors = torch.cat([state.neighbors[:, -self.w:], new], dim=1)
-        chosen = torch.cat([state.chosen[:, -self.w:], chosen], dim=1)
+        pairs = torch.stack([chosen, chosen + 1], dim=3).clamp(min=0)       # (B, c, K, 2)
+        new = torch.stack([e[pair] for e, pair in zip(E, pairs)])           # (B, c, K, 2, m, C)
+        new = self.neighbor_encoder(new.view(B * c, K, 2 * m, -1), x.flatten(0, 1))
+        neighbors = torch.cat([state.neighbors[:, -w:], new.unflatten(0, (B, c))], dim=1)
+        chosen = torch.cat([state.chosen[:, -w:], chosen], dim=1)
         gates = self.neighbor_encoder.gates(neighbors, chosen)
-        return State(state.past, state.rest, E, keys, chosen, neighbors, gates), scores
+        return State(state.past, state.rest, E, keys, chosen, neighbors, gates), s_q
 
-    def shuffled(self, scores):
-        """Scores (B, c, M) in a random order of the permitted chunks: hashes of i and k"""
-        k = torch.arange(scores.size(2), device=scores.device)
-        i = k[-scores.size(1):, None]
-        hashes = ((7919 * i + k) % 1_000_037) ** 3 % 1_000_037
-        return hashes.where(scores > -math.inf, -math.inf)
-
-    def cross_attention_inputs(self, state, doc, chunk_doc):
+    def cross_inputs(self, state, doc, chunk_doc):
         """
-        Of the G groups of tokens with documents doc (B, t), chunks with chunk_doc (B, c): neighbors
-        (B, G, K, 2m, C), gated, mask and attends for ChunkedCrossAttention
+        Neighbors of the last G groups, gated, mask and attends, as in ChunkedCrossAttention, for
+        tokens of documents doc (B, t) and chunk_doc (B, c)
         """
         t, G, m = doc.size(1), chunk_doc.size(1) + 1, self.config.chunk_size
         valid = state.chosen[:, -G:] >= 0                                   # (B, G, K)
-        any_valid = valid.any(2)                                            # (B, G)
-        mask = (valid | ~any_valid[..., None]).flatten(0, 1)                # all, rather than none
-        mask = mask[:, None, None].repeat_interleave(2 * m, dim=3)
-        group_doc = F.pad(chunk_doc, (1, 0)).where(any_valid, -2)           # -2: of no token
+        empty = ~valid.any(2, keepdim=True)                                 # (B, G, 1)
+        mask = (valid | empty).view(-1, 1, 1, valid.size(2)).repeat_interleave(2 * m, dim=3)
+        group_doc = F.pad(chunk_doc, (1, 0)).masked_fill(empty[..., 0], -2)     # of no token
         attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
         return state.neighbors[:, -G:] * state.gates[:, -G:, :, None, None], mask, attends
 
@@ -705,8 +640,7 @@ class RPT(nn.Module):
         """
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
-        t, m, scores, cross = tokens.size(1), self.config.chunk_size, None, None
-        c = t // m                                                          # whole chunks
+        t, m, s_q, cross = tokens.size(1), self.config.chunk_size, None, None
         cached = past[0][0].size(1) if past[0] else 0
         positions = torch.arange(cached + t, device=tokens.device)
         angles = rotary(positions, self.config.n_embd // self.config.n_head)
@@ -716,14 +650,12 @@ class RPT(nn.Module):
         if self.retrieval != 'off':
             doc = torch.zeros_like(tokens) if doc is None else doc
             chunk_doc = doc_of_chunks(doc, m)                               # (B, c)
-            if c:
-                chunks = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
-                state, scores = self.retrieve(*chunks, chunk_doc, teacher, state)
-            cross = self.cross_attention_inputs(state, doc, chunk_doc)
+            if t >= m:
+                state, s_q = self.retrieve(x, tokens, chunk_doc, teacher, state)
+            cross = self.cross_inputs(state, doc, chunk_doc)
         for i, block in enumerate(self.upper, len(self.lower)):
             x, past[i] = block(x, angles, past[i], cross)
-        state = state._replace(past=past, rest=tokens[:, c * m:])
-        return self.norm(x[:, -n:]), state, scores
+        return self.norm(x[:, -n:]), state._replace(past=past, rest=tokens[:, t // m * m:]), s_q
 
     def logits(self, f):
         """f (..., C) -> (..., V) fp32"""
@@ -737,38 +669,28 @@ class RPT(nn.Module):
         alpha = self.config.alpha * min(1, progress / 0.2)
         return chance, alpha, 1 + (self.config.tau - 1) * progress
 
-    def taught_neighbors(self, batch, chance):
-        """
-        The K candidates that help most, or as many as help; with a retriever, scheduled sampling
-        -> (B, N, K), -1: none, -2: those retrieved
-        """
-        s_t = batch.target_scores.masked_fill(batch.target_scores <= 0, -math.inf)
-        slots = best(s_t, self.config.n_neighbors)                          # (B, N, K)
-        teacher = batch.candidates.gather(2, slots.clamp(min=0)).where(slots >= 0, -1)
-        if self.retriever:
-            student = torch.rand(s_t.shape[:2], device=s_t.device) >= chance
-            teacher = teacher.masked_fill(student[..., None], -2)
-        return teacher
-
     def forward(self, batch, progress):
         """
-        TaughtBatch (target -1: not predicted), step / max_steps -> loss () in nats per token, dict
-        of what to log. In eval mode or without candidates, the LM loss.
+        data.Batch (target -1: not predicted), in training TaughtBatch; progress: step / max_steps
+        -> loss () in nats per token, dict of what to log
         """
-        chance, alpha, tau = self.schedule(progress)
-        taught = self.training and hasattr(batch, 'candidates')
+        s_t = getattr(batch, 'target_scores', None) if self.training else None      # (B, N, N)
+        teacher, (chance, alpha, tau) = None, self.schedule(progress)
         if self.training:
             torch.manual_seed(batch.seed)                   # of scheduled sampling and dropout
-        teacher = self.taught_neighbors(batch, chance) if taught else None
-        f, _, scores = self.encode(batch.tokens, batch.doc, teacher)
+        if s_t is not None:                                 # the K chunks that help most
+            teacher = top(s_t.masked_fill(s_t <= 0, -math.inf), self.config.n_neighbors)
+            if self.retriever:                              # scheduled sampling
+                student = torch.rand(s_t.shape[:2], device=s_t.device) >= chance
+                teacher = teacher.masked_fill(student[..., None], -2)
+        f, _, s_q = self.encode(batch.tokens, batch.doc, teacher)
         loss = cross_entropy(f, self.embedding.weight, batch.targets)
-        if not (taught and self.retriever):
+        if s_t is None or self.retriever is None:
             return loss, {}
-        ranking, ndcg = ranking_loss(scores, batch.candidates, batch.target_scores, tau)
-        ranked = (batch.target_scores > 0).any(2).sum()     # chunks with a positive
-        ranking, ndcg = (x.sum() / ranked.clamp(min=1) for x in (ranking, ndcg))
-        log = dict(lm_loss=loss, ret_loss=ranking, ndcg=ndcg, ranked=ranked)
-        return loss + alpha * ranking, log
+        ranked = (s_t > 0).any(2).sum()                     # chunks with a positive
+        ret_loss, ndcg = (x.sum() / ranked.clamp(min=1) for x in ranking_loss(s_q, s_t, tau))
+        log = dict(lm_loss=loss, ret_loss=ret_loss, ndcg=ndcg, ranked=ranked)
+        return loss + alpha * ret_loss, log
 
     def log_probs(self, tokens):
         """log P (B, t, V) fp32 of the next token; tokens (B, t) are of one document."""
@@ -795,9 +717,8 @@ class RPT(nn.Module):
     def trace(self, tokens, t):
         """Chunks read for token t + 1: [(gate, tokens, start, end)], largest gate first"""
         state, m = self.read(tokens[None, :t + 1]), self.config.chunk_size
-        spans = [(gate, tokens, k * m, (k + 2) * m)
-                 for gate, k in zip(state.gates[0, -1].tolist(), state.chosen[0, -1].tolist())
-                 if k >= 0]
+        gates, chosen = state.gates[0, -1].tolist(), state.chosen[0, -1].tolist()
+        spans = [(gate, tokens, k * m, (k + 2) * m) for gate, k in zip(gates, chosen) if k >= 0]
         return sorted(spans, key=lambda span: span[0], reverse=True)
 
 
@@ -807,48 +728,34 @@ class RPT(nn.Module):
 @torch.no_grad()
 def ranks(runs, args):
     """
-    Table 3: of chance, recency, BM25 and the runs, for chunks that have a positive. The last run,
-    with retriever none, is the reference LM, which scores all permitted chunks.
+    Table 3, for the chunks that have a positive in at most 16 sequences of the split. The last run
+    is the reference LM, which scores all permitted chunks; `positive` is their share of positives.
     """
     *runs, reference = runs
-    kinds = {(run.corpus.fingerprint, run.model.config.window, run.model.config.chunk_size)
-             for run in runs}
-    if len(kinds) != 1 or reference.corpus.fingerprint != runs[0].corpus.fingerprint \
-            or [run for run in (*runs, reference) if 'on' not in run.model.ways()] != [reference]:
-        raise SystemExit('ranks: runs that retrieve, alike in tokenizer, window and chunks, then '
-                         'their reference LM, as out/rpt-reference')
-    c, corpus, device = runs[0].model.config, runs[0].corpus, runs[0].documents[0].device
+    kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in (*runs, reference)}
+    retrieve = ['on' in run.model.ways() for run in (*runs, reference)]
+    if not runs or len(kinds) > 1 or retrieve != [True] * len(runs) + [False]:
+        raise SystemExit('ranks: runs that retrieve and then a reference LM, as out/rpt-reference, '
+                         'all with the same tokenizer and chunks')
+    c, documents = runs[0].model.config, runs[0].documents
     m, N = c.chunk_size, c.block_size // c.chunk_size
-    texts = [text.view(N, m) for tokens in runs[0].documents for text in tokens.split(N * m)
-             if len(text) == N * m]
-    if not texts:
-        raise SystemExit(f'ranks: no document of the split has {N * m} tokens')
-    idf = corpus_idf(corpus.train.tokens, m, c.vocab_size).float().to(device)
-    k = torch.arange(N, device=device)
-    allowed = permitted(torch.zeros_like(k)[None], N, runs[0].model.w)[0]
-    allowed[-1] = False                                                 # it has no target
-    candidates = k.where(allowed, -1)
-    torch.manual_seed(args.seed)                                        # of chance
-    measures = {}                                                       # name: [(chunks, 3)]
-    for chunks in texts[::-(-len(texts) // 16)]:                        # at most 16, evenly spread
-        s_t = target_scores(reference.model, chunks, candidates, c.reference_cache)
-        q, keys = bm25_vectors(chunks, idf)
-        scores = dict(chance=torch.rand(N, N, device=device), recency=k.float().expand(N, N),
-                      BM25=q @ keys.T)
+    texts = [x for tokens in documents for x in tokens.split(N * m) if len(x) == N * m]
+    k = torch.arange(N, device=documents[0].device)
+    allowed = (k <= k[:, None] - runs[0].model.w) & (k[:, None] < N - 1)    # the last: no target
+    rows, result = {run.name: [] for run in runs}, {}
+    for tokens in texts[::-(-len(texts) // 16)]:                        # evenly spread
+        s_t = target_scores(reference.model, tokens.view(N, m), allowed, c.reference_cache)
+        n = (s_t > 0).sum(1)                                            # (N,) positives
         for run in runs:
-            scores[run.name] = run.model.encode(chunks.view(1, -1))[2][0]
-        for name, s_q in scores.items():
-            s_q = s_q.masked_fill(~allowed, -math.inf)
-            _, ndcg = ranking_loss(s_q[None], candidates[None], s_t[None], tau=1)
-            order = s_q.argsort(dim=1, descending=True, stable=True)    # best s_q first
-            positive = (s_t > 0).gather(1, order)
-            n = positive.sum(1)
-            rows = [positive[:, :2].sum(1) / 2, positive[:, :10].sum(1) / n, ndcg[0]]
-            measures.setdefault(name, []).append(torch.stack(rows, dim=1)[n > 0])
-    result = {}
-    for name, rows in measures.items():
-        means = torch.cat(rows).mean(0).tolist()
-        result[name] = dict(zip(('precision@2', 'recall@10', 'ndcg@20'), means))
+            s_q = run.model.encode(tokens[None])[2]                     # (1, N, N)
+            order = s_q[0].argsort(dim=1, descending=True, stable=True)
+            positive = (s_t > 0).gather(1, order)                       # in the order of s_q
+            measures = (n / allowed.sum(1), positive[:, :2].sum(1) / 2,
+                        positive[:, :10].sum(1) / n, ranking_loss(s_q, s_t[None], tau=1)[1][0])
+            rows[run.name].append(torch.stack(measures, dim=1)[n > 0])
+    for name, row in rows.items():
+        means = torch.cat(row).mean(0).tolist()
+        result[name] = dict(zip(('positive', 'precision@2', 'recall@10', 'ndcg@20'), means))
         print(f'{name:24}', *(f'{key} {value:.4f}' for key, value in result[name].items()))
     return result
 
