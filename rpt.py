@@ -247,9 +247,9 @@ class SelfAttention(nn.Module):
 
 class Attention(nn.Module):
     """
-    Attention of a texts x (n, a, t, C) to all tokens of b texts y (n, b, s, C), where mask, broadcast
-    to (n, H, a t, b s), is True. Positions begin at 0 in each text, at `first` in x. With shift, the
-    key of a token has the value of the next one, that of a text's last token the first one's.
+    Of a texts x (n, a, t, C) to all tokens of b texts y (n, b, s, C) that mask, broadcast to (n, H,
+    a t, b s), permits. Positions begin at 0 in each text, in x at `first`. With shift, a token's key
+    has the value of the next token, the last one's that of the first.
     """
     def __init__(self, config, shift=False):
         super().__init__()
@@ -337,10 +337,7 @@ class ChunkedCrossAttention(nn.Module):
         self.attention = Attention(config, config.shift_values)
 
     def forward(self, x, neighbors, mask, attends):
-        """
-        x (B, t, C) from the first token of a chunk on, neighbors (B, G, K, 2m, C), mask of their
-        tokens (B G, 1, 1, K 2m), attends (B, t) -> as x, 0 where a token does not attend
-        """
+        """x (B, t, C) of G groups; neighbors (B, G, K, 2m, C) and their mask; attends (B, t)"""
         (B, t, C), G, m = x.shape, neighbors.size(1), self.m
         groups = F.pad(x, (0, 0, 1, G * m - 1 - t)).view(B * G, 1, m, C)
         y = self.attention(self.norm(groups), neighbors.flatten(0, 1), m - 1, mask)
@@ -413,13 +410,13 @@ def ranking_loss(s_q, s_t, tau):
 def corpus_idf(tokens, m, V):
     """idf (V,) fp64 of all chunks of m tokens, as in bm25.py"""
     n, df = len(tokens) // m, np.zeros(V)
-    for i in range(n):
-        df[tokens[i * m:(i + 1) * m]] += 1                                  # a repeated id: once
+    for chunk in tokens[:n * m].reshape(n, m):
+        df[chunk] += 1                                                      # a repeated id: once
     return torch.from_numpy(idf_lucene(n, df))
 
 
 def bm25_vectors(tokens, idf):
-    """tokens (..., m), idf (V,) -> q and k (..., V): <q, k> is BM25, as all chunks have m tokens."""
+    """tokens (..., m), idf (V,) -> q, k (..., V): <q, k> is BM25, as all chunks are equally long."""
     q = idf.new_zeros(*tokens.shape[:-1], len(idf))
     q = q.scatter_add(-1, tokens, q.new_ones(tokens.shape))                 # occurrences
     k = idf * q / (q + 1.2)
@@ -429,15 +426,15 @@ def bm25_vectors(tokens, idf):
 def bm25_candidates(chunks, doc, w, J, idf):
     """
     §3.2: the J best permitted chunks by BM25 for the query (c_i, c_{i+1}), which has the target.
-    chunks (N, m), doc (N,) of chunks, idf (V,) -> s_t (N, N) of RPT-Lex: 1 - r / J for the
-    candidate of rank r = 0, 1, ..., 0 for other chunks
+    chunks (N, m), doc (N,) -> s_t (N, N) of RPT-Lex: 1 - r / J for candidates of rank r, 0 for others
     """
     q, keys = bm25_vectors(chunks, idf)                                     # (N, V)
     scores = (q + q.roll(-1, 0)) @ keys.T
-    has_target = F.pad(doc[1:] == doc[:-1], (0, 1))                         # (N,)
-    allowed = permitted(doc[None], len(doc), w)[0] & has_target[:, None] & (scores > 0)
+    has_target = F.pad(doc[1:] == doc[:-1], (0, 1))[:, None]
+    allowed = permitted(doc[None], len(doc), w)[0] & has_target & (scores > 0)
     order = scores.masked_fill(~allowed, -math.inf).argsort(dim=1, descending=True, stable=True)
-    return (1 - order.argsort(dim=1).float() / J).clamp(min=0) * allowed
+    rank = order.argsort(dim=1).float()                                     # from 0
+    return (1 - rank / J).clamp(min=0) * allowed
 
 
 @torch.no_grad()
@@ -554,7 +551,6 @@ class State(NamedTuple):
 
 class RPT(nn.Module):
     """A sliding-window LM whose upper layers attend to chunks that its lower layers retrieve."""
-
     PIECE = 2048                        # tokens of a text that are encoded at once
 
     def __init__(self, config):
@@ -589,10 +585,7 @@ class RPT(nn.Module):
                      zeros(B, w, K).long() - 1, zeros(B, w, K, 2 * m, C), zeros(B, w, K))
 
     def retrieve(self, x, tokens, doc, teacher, state):
-        """
-        §3.1: c chunks, of lower states x (B, t, C), tokens (B, t) and doc (B, c), get neighbors
-        -> the new state; s_q (B, c, M), -inf: not permitted
-        """
+        """§3.1, for c chunks: x (B, t, C), doc (B, c) -> the new state; s_q (B, c, M), -inf: no"""
         (B, c), m, K, w = doc.shape, self.config.chunk_size, self.config.n_neighbors, self.w
         x, tokens = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
         E, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
@@ -619,19 +612,6 @@ class RPT(nn.Module):
         gates = self.neighbor_encoder.gates(neighbors, chosen)
         return State(state.past, state.rest, E, keys, chosen, neighbors, gates), s_q
 
-    def cross_inputs(self, state, doc, chunk_doc):
-        """
-        Neighbors of the last G groups, gated, mask and attends, as in ChunkedCrossAttention, for
-        tokens of documents doc (B, t) and chunk_doc (B, c)
-        """
-        t, G, m = doc.size(1), chunk_doc.size(1) + 1, self.config.chunk_size
-        valid = state.chosen[:, -G:] >= 0                                   # (B, G, K)
-        empty = ~valid.any(2, keepdim=True)                                 # (B, G, 1)
-        mask = (valid | empty).view(-1, 1, 1, valid.size(2)).repeat_interleave(2 * m, dim=3)
-        group_doc = F.pad(chunk_doc, (1, 0)).masked_fill(empty[..., 0], -2)     # of no token
-        attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
-        return state.neighbors[:, -G:] * state.gates[:, -G:, :, None, None], mask, attends
-
     def encode(self, tokens, doc=None, teacher=None, state=None):
         """
         tokens (B, t) that continue the text of `state`, None: begin one. In training doc (B, t) and
@@ -641,6 +621,7 @@ class RPT(nn.Module):
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
         t, m, s_q, cross = tokens.size(1), self.config.chunk_size, None, None
+        c = t // m                                                          # whole chunks
         cached = past[0][0].size(1) if past[0] else 0
         positions = torch.arange(cached + t, device=tokens.device)
         angles = rotary(positions, self.config.n_embd // self.config.n_head)
@@ -650,12 +631,18 @@ class RPT(nn.Module):
         if self.retrieval != 'off':
             doc = torch.zeros_like(tokens) if doc is None else doc
             chunk_doc = doc_of_chunks(doc, m)                               # (B, c)
-            if t >= m:
+            if c:
                 state, s_q = self.retrieve(x, tokens, chunk_doc, teacher, state)
-            cross = self.cross_inputs(state, doc, chunk_doc)
+            chosen, neighbors, gates = (y[:, -1 - c:] for y in state[-3:])  # of G = c + 1 groups
+            empty = (chosen < 0).all(2, keepdim=True)                       # (B, G, 1)
+            mask = ((chosen >= 0) | empty).repeat_interleave(2 * m, dim=2)  # a softmax needs a key
+            mask = mask.flatten(0, 1)[:, None, None]                        # (B G, 1, 1, K 2m)
+            group_doc = F.pad(chunk_doc, (1, 0)).masked_fill(empty[..., 0], -2)     # of no token
+            attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
+            cross = neighbors * gates[..., None, None], mask, attends
         for i, block in enumerate(self.upper, len(self.lower)):
             x, past[i] = block(x, angles, past[i], cross)
-        return self.norm(x[:, -n:]), state._replace(past=past, rest=tokens[:, t // m * m:]), s_q
+        return self.norm(x[:, -n:]), state._replace(past=past, rest=tokens[:, c * m:]), s_q
 
     def logits(self, f):
         """f (..., C) -> (..., V) fp32"""
@@ -670,10 +657,7 @@ class RPT(nn.Module):
         return chance, alpha, 1 + (self.config.tau - 1) * progress
 
     def forward(self, batch, progress):
-        """
-        data.Batch (target -1: not predicted), in training TaughtBatch; progress: step / max_steps
-        -> loss () in nats per token, dict of what to log
-        """
+        """data.Batch or TaughtBatch, step / max_steps -> loss () in nats per token, what to log"""
         s_t = getattr(batch, 'target_scores', None) if self.training else None      # (B, N, N)
         teacher, (chance, alpha, tau) = None, self.schedule(progress)
         if self.training:
@@ -731,25 +715,24 @@ def ranks(runs, args):
     Table 3, for the chunks that have a positive in at most 16 sequences of the split. The last run
     is the reference LM, which scores all permitted chunks; `positive` is their share of positives.
     """
-    *runs, reference = runs
-    kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in (*runs, reference)}
-    retrieve = ['on' in run.model.ways() for run in (*runs, reference)]
-    if not runs or len(kinds) > 1 or retrieve != [True] * len(runs) + [False]:
-        raise SystemExit('ranks: runs that retrieve and then a reference LM, as out/rpt-reference, '
-                         'all with the same tokenizer and chunks')
-    c, documents = runs[0].model.config, runs[0].documents
+    c, w, documents = runs[0].model.config, runs[0].model.w, runs[0].documents
     m, N = c.chunk_size, c.block_size // c.chunk_size
     texts = [x for tokens in documents for x in tokens.split(N * m) if len(x) == N * m]
+    kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
+    retrieve = ['on' in run.model.ways() for run in runs]
+    if len(kinds) > 1 or retrieve != [True] * (len(runs) - 1) + [False] or not texts:
+        raise SystemExit('ranks: runs that retrieve, then a reference LM (out/rpt-reference), with '
+                         f'the same tokenizer and chunks, and documents of {N * m} tokens or more')
     k = torch.arange(N, device=documents[0].device)
-    allowed = (k <= k[:, None] - runs[0].model.w) & (k[:, None] < N - 1)    # the last: no target
+    allowed = (k <= k[:, None] - w) & (k[:, None] < N - 1)              # the last has no target
+    *runs, reference = runs
     rows, result = {run.name: [] for run in runs}, {}
     for tokens in texts[::-(-len(texts) // 16)]:                        # evenly spread
         s_t = target_scores(reference.model, tokens.view(N, m), allowed, c.reference_cache)
         n = (s_t > 0).sum(1)                                            # (N,) positives
         for run in runs:
             s_q = run.model.encode(tokens[None])[2]                     # (1, N, N)
-            order = s_q[0].argsort(dim=1, descending=True, stable=True)
-            positive = (s_t > 0).gather(1, order)                       # in the order of s_q
+            positive = (s_t > 0).gather(1, s_q[0].argsort(dim=1, descending=True, stable=True))
             measures = (n / allowed.sum(1), positive[:, :2].sum(1) / 2,
                         positive[:, :10].sum(1) / n, ranking_loss(s_q, s_t[None], tau=1)[1][0])
             rows[run.name].append(torch.stack(measures, dim=1)[n > 0])
