@@ -28,14 +28,14 @@ Where we differ from the paper, and why
     mean over tokens, L_ret over the chunks with a positive; |Δ NDCG| is of 1 / log2(1 + rank).
     With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
-    Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
-    the same documents and scores every n-th chunk. The others are taught as in RPT-Lex. To a chunk
-    without positives the teacher gives no neighbors.
-    In joined short documents self-attention alone crosses them, as in Transformer-XL.
+    the same documents and scores every n-th chunk; the others are taught as in RPT-Lex. A chunk
+    without positives gets no neighbors from the teacher. Scheduled sampling draws for each chunk.
+    Muon. BM25's idf is the corpus's. Dropout in layers. In joined short documents self-attention
+    alone crosses them, as in Transformer-XL.
 
     $ python rpt.py                         a demo, on a CPU
-    $ python train.py --model rpt           reference LM, scores and RPT, one after the other
+    $ python train.py --model rpt           a reference LM, then RPT, which it teaches
 """
 import hashlib, math, os, zlib
 from collections import namedtuple
@@ -246,11 +246,7 @@ class SelfAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """
-    Of a texts x (n, a, t, C) to all tokens of b texts y (n, b, s, C) that mask, broadcast to (n, H,
-    a t, b s), permits. Positions begin at 0 in each text, in x at `first`. With shift, a token's key
-    has the value of the next token, the last one's that of the first.
-    """
+    """Texts x attend to texts y, where mask is True; positions are from 0 on, in x from `first`."""
     def __init__(self, config, shift=False):
         super().__init__()
         self.n_head, self.shift = config.n_head, shift
@@ -259,10 +255,10 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, y, first=0, mask=None):
+        """x (n, a, t, C), y (n, b, s, C), mask broadcast to (n, H, a t, b s) -> as x"""
         q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, a, t, H, D)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (n, b, s, H, D)
-        if self.shift:
-            v = v.roll(-1, dims=2)
+        v = v.roll(-1, dims=2) if self.shift else v                         # of the next token
         q = rotate(q, rotary(torch.arange(first, first + x.size(2), device=x.device), q.size(-1)))
         k = rotate(k, rotary(torch.arange(y.size(2), device=x.device), k.size(-1)))
         q, k, v = (z.flatten(1, 2).transpose(1, 2) for z in (q, k, v))      # (n, H, tokens, D)
@@ -327,9 +323,9 @@ class NeighborEncoder(nn.Module):
 
 class ChunkedCrossAttention(nn.Module):
     """
-    Borgeaud et al. 2022, §2.4: the group that attends to the neighbors of chunk i is the last token
-    of chunk i, the first that may depend on them, and the first m - 1 tokens of chunk i + 1, at
-    positions m - 1 to 2m - 2; those of a neighbor are 0 to 2m - 1. No norm: it would undo the gate.
+    Borgeaud et al. 2022, §2.4: to the neighbors of chunk i attends a group of m tokens, the last of
+    chunk i, which is the first that may depend on them, and all but the last of chunk i + 1. Their
+    positions are m - 1 to 2m - 2, a neighbor's 0 to 2m - 1. No norm: it would undo the gate.
     """
     def __init__(self, config):
         super().__init__()
@@ -337,10 +333,11 @@ class ChunkedCrossAttention(nn.Module):
         self.attention = Attention(config, config.shift_values)
 
     def forward(self, x, neighbors, mask, attends):
-        """x (B, t, C) of G groups; neighbors (B, G, K, 2m, C) and their mask; attends (B, t)"""
+        """x (B, t, C) of G groups; neighbors (B, G, K, 2m, C), mask (B, G, K 2m); attends (B, t)"""
         (B, t, C), G, m = x.shape, neighbors.size(1), self.m
         groups = F.pad(x, (0, 0, 1, G * m - 1 - t)).view(B * G, 1, m, C)
-        y = self.attention(self.norm(groups), neighbors.flatten(0, 1), m - 1, mask)
+        y = self.attention(self.norm(groups), neighbors.flatten(0, 1), m - 1,
+                           mask.view(B * G, 1, 1, -1))
         return y.view(B, G * m, C)[:, 1:t + 1] * attends[..., None]
 
 
@@ -351,22 +348,22 @@ class Block(nn.Module):
         self.norm1, self.attention = RMSNorm(config.n_embd), SelfAttention(config)
         self.norm2, self.mlp = RMSNorm(config.n_embd), MLP(config)
         self.cca = ChunkedCrossAttention(config) if cross_attends else None
-        self.dropout = config.dropout
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rotary, past, cross=None):
         y, kv = self.attention(self.norm1(x), rotary, past)
-        x = x + F.dropout(y, self.dropout, self.training)
+        x = x + self.dropout(y)
         if self.cca and cross:
-            x = x + F.dropout(self.cca(x, *cross), self.dropout, self.training)
-        x = x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+            x = x + self.dropout(self.cca(x, *cross))
+        x = x + self.dropout(self.mlp(self.norm2(x)))
         return x, kv
 
 
 def doc_of_chunks(doc, m):
-    """doc (B, T) -> (B, N): the document of a chunk; -1 if it has tokens of two or padding"""
-    N = doc.size(1) // m
-    doc = doc[:, :N * m].unflatten(1, (N, m))
-    return doc[..., 0].where((doc == doc[..., :1]).all(2), -1)
+    """doc (B, T) of tokens -> (B, N) of chunks, -1 if the tokens are of two documents or padding"""
+    last = doc[:, m - 1::m]
+    first = doc[:, ::m][:, :last.size(1)]
+    return first.where(first == last, -1)
 
 
 def permitted(doc, c, w):
@@ -385,13 +382,12 @@ def top(scores, K):
 
 def ranking_loss(s_q, s_t, tau):
     """
-    §3.3, LambdaRank with a margin, over positives l (s_t(l) > 0) and permitted j that help less, of
-    ranks r by s_q. s_q, s_t (B, N, N) of chunk i for chunk k; s_q is -inf where k is not permitted
+    §3.3, LambdaRank with a margin, over positives l and permitted j; r is the rank by s_q:
 
         L_ret = Σ_{l, j: s_t(l) > s_t(j)} λ_lj max(0, τ - (s_q(l) - s_q(j)))
         λ_lj  = |2^s_t(l) - 2^max(s_t(j), 0)| |1 / log2(1 + r_l) - 1 / log2(1 + r_j)| / IDCG
 
-    -> L_ret and NDCG@20 of chunk i, (B, N), 0 without positives
+    s_q, s_t (B, N, N); s_q is -inf where not permitted -> L_ret and NDCG@20 of chunks i, (B, N)
     """
     def pairs(x):
         return x[..., None] - x[:, :, None]                                 # x_l - x_j (B, N, N, N)
@@ -403,8 +399,8 @@ def ranking_loss(s_q, s_t, tau):
     lam = pairs(gain).clamp(min=0) * pairs(discount).abs()                  # 0: l helps no more
     hinge = (tau - pairs(s_q.clamp(min=-1e9))).clamp(min=0)                 # 0: j not permitted
     loss = (lam * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
-    dcg = (gain * discount * (rank <= 20)).sum(2)
-    return loss, dcg / ideal[..., :20].sum(2).clamp(min=1e-9)
+    ndcg = (gain * discount * (rank <= 20)).sum(2) / ideal[..., :20].sum(2).clamp(min=1e-9)
+    return loss, ndcg
 
 
 def corpus_idf(tokens, m, V):
@@ -416,7 +412,7 @@ def corpus_idf(tokens, m, V):
 
 
 def bm25_vectors(tokens, idf):
-    """tokens (..., m), idf (V,) -> q, k (..., V): <q, k> is BM25, as all chunks are equally long."""
+    """tokens (..., m), idf (V,) -> q, k (..., V); <q, k> is BM25, as chunks are equally long."""
     q = idf.new_zeros(*tokens.shape[:-1], len(idf))
     q = q.scatter_add(-1, tokens, q.new_ones(tokens.shape))                 # occurrences
     k = idf * q / (q + 1.2)
@@ -424,16 +420,13 @@ def bm25_vectors(tokens, idf):
 
 
 def bm25_candidates(chunks, doc, w, J, idf):
-    """
-    §3.2: the J best permitted chunks by BM25 for the query (c_i, c_{i+1}), which has the target.
-    chunks (N, m), doc (N,) -> s_t (N, N) of RPT-Lex: 1 - r / J for candidates of rank r, 0 for others
-    """
+    """§3.2: s_t of RPT-Lex (N, N): 1 - r / J for the J best, of ranks r = 0, 1, ..., else 0"""
     q, keys = bm25_vectors(chunks, idf)                                     # (N, V)
-    scores = (q + q.roll(-1, 0)) @ keys.T
-    has_target = F.pad(doc[1:] == doc[:-1], (0, 1))[:, None]
+    scores = (q + q.roll(-1, 0)) @ keys.T                                   # of (c_i, c_{i+1})
+    has_target = F.pad(doc[1:] == doc[:-1], (0, 1))[:, None]                # c_{i+1}
     allowed = permitted(doc[None], len(doc), w)[0] & has_target & (scores > 0)
     order = scores.masked_fill(~allowed, -math.inf).argsort(dim=1, descending=True, stable=True)
-    rank = order.argsort(dim=1).float()                                     # from 0
+    rank = order.argsort(dim=1).float()
     return (1 - rank / J).clamp(min=0) * allowed
 
 
@@ -444,10 +437,9 @@ def target_scores(reference, chunks, candidates, cache):
 
         s_t(c_j) = (log P(c_{i+1} | c_j, c_{j+1}, c_i) - log P(c_{i+1} | c_{i-2}, c_{i-1}, c_i)) / m
 
-    As small LMs hardly copy, P is (1 - λ) P_LM + λ P_cache, with a continuous cache (Grave et al.
-    2017): P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows.
-
-    chunks (N, m), candidates (N, N): is j one of i?, cache λ -> s_t (N, N), 0: no candidate
+    P is (1 - λ) P_LM + λ P_cache, as small LMs hardly copy. Continuous cache (Grave et al. 2017):
+    P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows.
+    chunks (N, m), candidates (N, N): True or not -> s_t (N, N), 0 where not
     """
     N, m = chunks.shape
     k = torch.arange(N, device=chunks.device)
@@ -459,41 +451,32 @@ def target_scores(reference, chunks, candidates, cache):
         f = reference.encode(tokens)[0]                                     # (n, 4m, C)
         f_t, x = f[:, -m - 1:-1], tokens[:, -m:, None]                      # x follows t
         s = fp32(f_t @ f[:, :-1].mT) / f.size(2) ** 0.5                     # (n, m, 4m - 1)
-        earlier = torch.ones_like(s[0], dtype=torch.bool).tril(3 * m - 2)   # u < t
-        followed = tokens[:, None, 1:] == x                                 # x follows u
-        p_cache = (s.masked_fill(~earlier, -math.inf).softmax(2) * followed).sum(2)
+        later = torch.ones(m, 4 * m - 1, dtype=torch.bool, device=s.device).triu(3 * m - 1)
+        p_u = s.masked_fill(later, -math.inf).softmax(2)                    # u < t
+        p_cache = (p_u * (tokens[:, None, 1:] == x)).sum(2)                 # x follows u
         log_lm = reference.logits(f_t).log_softmax(2).gather(2, x)[..., 0] + math.log(1 - cache)
         log_p[i, j] = log_lm.logaddexp((cache * p_cache).log()).mean(1)     # over m tokens
     return (log_p - (log_p * baseline).sum(1, keepdim=True)) * candidates
 
 
 def load_reference(c, config, corpus, train_reference):
-    """The reference LM, of --reference or trained first; its window has the four chunks of s_t."""
+    """The reference LM, of --reference or trained first; its window has the four chunks of s_t"""
     window = 4 * c.chunk_size
     path = c.reference or train_reference(
         replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), window=max(c.window, window)),
         replace(config, init='', max_steps=min(c.reference_steps, config.max_steps)), 'reference')
-    try:
-        file = torch.load(path, map_location='cpu', weights_only=True)
-        reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
-        reference.load_state_dict(file['model'])
-        assert reference.config.window >= window, reference.config.window
-        assert file['tokenizer'] == corpus.tokenizer.to_dict(), 'tokenizer'
-    except Exception as e:                              # a broken file can raise anything
-        raise SystemExit(f'--reference {path}: an RPT with a window of {window} tokens or more and '
-                         f'the same tokenizer is needed: {e!r:.99}')
+    file = torch.load(path, map_location='cpu', weights_only=True)
+    same = file['tokenizer'] == corpus.tokenizer.to_dict() and file['model_name'] == 'rpt'
+    if not same or file['config']['window'] < window:
+        raise SystemExit(f'--reference {path}: an RPT with the tokenizer of this run and a window '
+                         f'of {window} tokens or more is needed')
+    reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
+    reference.load_state_dict(file['model'])
     return reference
 
 
-# data.Batch with target_scores (B, N, N), s_t of chunk i for chunk k, 0: no candidate
-TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores')
-
-
 def setup(model, corpus, batches, config, autocast, train_reference, *_):
-    """
-    -> attach(batch, g): TaughtBatch of micro-batch g. Scores of a sequence are computed once for all
-    epochs, processes and runs, in a folder whose name is a hash of what they depend on.
-    """
+    """-> attach(batch, g): micro-batch g with s_t. A sequence is scored once, s_t kept on disk"""
     c, m, device = model.config, model.config.chunk_size, model.embedding.weight.device
     if c.retriever == 'none':
         return lambda batch, g: batch
@@ -505,29 +488,31 @@ def setup(model, corpus, batches, config, autocast, train_reference, *_):
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
         reference.to(device)
     facts = [corpus.fingerprint, corpus.hops, corpus.hops * config.seed, config.dtype, m, model.w,
-             c.n_candidates, c.score_every, c.reference_cache]
+             c.n_candidates, c.score_every, c.reference_cache]              # what s_t depends on
     name = hashlib.sha256(repr(facts).encode() + weights).hexdigest()[:16]
     folder = corpus.folder / f'scores-{name}'
     folder.mkdir(exist_ok=True)
+    TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores')
 
     def score(chunks, doc):
         s_t = bm25_candidates(chunks, doc, model.w, c.n_candidates, idf)    # (N, N)
         if reference:
-            scored = (torch.arange(len(doc)) % c.score_every == 0)[:, None]
-            to_score = ((s_t > 0) & scored).to(device)
+            candidates = s_t > 0
+            candidates[torch.arange(len(doc)) % c.score_every > 0] = False
             with autocast():
-                s_lm = target_scores(reference, chunks.to(device), to_score, c.reference_cache)
-            s_t = s_lm.cpu().where(scored, s_t)
+                s_lm = target_scores(reference, chunks.to(device), candidates.to(device),
+                                     c.reference_cache)
+            s_t = s_lm.cpu().where(candidates, s_t)
         return s_t
 
     def attach(batch, g):
-        (B, T), doc = batch.tokens.shape, doc_of_chunks(batch.doc, m)       # doc (B, N)
-        chunks = batch.tokens[:, :T // m * m].view(B, -1, m)
-        s_t = torch.zeros(B, T // m, T // m)                                # 0 in rows of padding
+        doc, T = doc_of_chunks(batch.doc, m), batch.tokens.size(1)
+        B, N = doc.shape
+        s_t = torch.zeros(B, N, N)                                          # 0: no candidate
         for b, row in enumerate(batches.rows(g)):
             path, temporary = folder / f'{T}-{row}.npy', folder / f'{row}-{os.getpid()}.npy'
             if not path.exists():
-                np.save(temporary, score(chunks[b], doc[b]).numpy())
+                np.save(temporary, score(batch.tokens[b, :N * m].view(N, m), doc[b]).numpy())
                 temporary.replace(path)
             s_t[b] = torch.from_numpy(np.load(path))
         return TaughtBatch(*batch, s_t)
@@ -556,19 +541,17 @@ class RPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         seed = torch.randint(2 ** 48, (), device='cpu').item()
-        C, upper = config.n_embd, config.n_layer - config.n_layer // 2
-        n_cca = 0 if config.retriever == 'none' else config.n_cca or upper
-        learned = config.retriever in ('sem', 'lex')
+        C, kind, upper = config.n_embd, config.retriever, config.n_layer - config.n_layer // 2
+        n_cca = 0 if kind == 'none' else config.n_cca or upper
         self.config, self.w = config, config.window // config.chunk_size
         self.retrieval = 'on' if n_cca else 'off'                           # see ways
         self.embedding = nn.Embedding(config.vocab_size, C)                 # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - upper))
         self.upper = nn.ModuleList(Block(config, i >= upper - n_cca) for i in range(upper))
-        self.retriever = Retriever(config) if learned else None
+        self.retriever = Retriever(config) if kind in ('sem', 'lex') else None
         self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
         self.norm = RMSNorm(C)
-        if config.retriever == 'bm25':
-            self.register_buffer('idf', torch.zeros(config.vocab_size))     # see setup
+        self.register_buffer('idf', torch.zeros(config.vocab_size) if kind == 'bm25' else None)
         for name, p in self.named_parameters():     # GPT-2's, for width C; by name, so that equal
             if p.dim() == 2:                        # parts of different models begin equal
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
@@ -594,7 +577,7 @@ class RPT(nn.Module):
             s_q = fp32(q) @ fp32(keys).mT / q.size(2) ** 0.5                # (B, c, M)
         k = torch.arange(E.size(1), device=x.device)
         allowed = permitted(F.pad(doc, (len(k) - c, 0)), c, w)
-        if self.config.retriever == 'bm25':
+        if self.retriever is None:
             allowed = allowed & (s_q > 0)                                   # a term in common
         order = s_q = s_q.masked_fill(~allowed, -math.inf)
         if self.retrieval == 'shuffled':                                    # a hash of i and k
@@ -603,7 +586,6 @@ class RPT(nn.Module):
         chosen = top(order, K)                                              # (B, c, K)
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
-
         pairs = torch.stack([chosen, chosen + 1], dim=3).clamp(min=0)       # (B, c, K, 2)
         new = torch.stack([e[pair] for e, pair in zip(E, pairs)])           # (B, c, K, 2, m, C)
         new = self.neighbor_encoder(new.view(B * c, K, 2 * m, -1), x.flatten(0, 1))
@@ -620,9 +602,8 @@ class RPT(nn.Module):
         """
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
-        t, m, s_q, cross = tokens.size(1), self.config.chunk_size, None, None
-        c = t // m                                                          # whole chunks
-        cached = past[0][0].size(1) if past[0] else 0
+        t, m, cached = tokens.size(1), self.config.chunk_size, past[0][0].size(1) if past[0] else 0
+        c, s_q, cross = t // m, None, None
         positions = torch.arange(cached + t, device=tokens.device)
         angles = rotary(positions, self.config.n_embd // self.config.n_head)
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
@@ -636,7 +617,6 @@ class RPT(nn.Module):
             chosen, neighbors, gates = (y[:, -1 - c:] for y in state[-3:])  # of G = c + 1 groups
             empty = (chosen < 0).all(2, keepdim=True)                       # (B, G, 1)
             mask = ((chosen >= 0) | empty).repeat_interleave(2 * m, dim=2)  # a softmax needs a key
-            mask = mask.flatten(0, 1)[:, None, None]                        # (B G, 1, 1, K 2m)
             group_doc = F.pad(chunk_doc, (1, 0)).masked_fill(empty[..., 0], -2)     # of no token
             attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
             cross = neighbors * gates[..., None, None], mask, attends
@@ -657,7 +637,7 @@ class RPT(nn.Module):
         return chance, alpha, 1 + (self.config.tau - 1) * progress
 
     def forward(self, batch, progress):
-        """data.Batch or TaughtBatch, step / max_steps -> loss () in nats per token, what to log"""
+        """A batch (target -1: not scored), step / max_steps -> loss () in nats per token, a log"""
         s_t = getattr(batch, 'target_scores', None) if self.training else None      # (B, N, N)
         teacher, (chance, alpha, tau) = None, self.schedule(progress)
         if self.training:
@@ -711,23 +691,19 @@ class RPT(nn.Module):
 
 @torch.no_grad()
 def ranks(runs, args):
-    """
-    Table 3, for the chunks that have a positive in at most 16 sequences of the split. The last run
-    is the reference LM, which scores all permitted chunks; `positive` is their share of positives.
-    """
+    """Table 3. The last run is the reference LM; it scores all permitted chunks."""
     c, w, documents = runs[0].model.config, runs[0].model.w, runs[0].documents
     m, N = c.chunk_size, c.block_size // c.chunk_size
     texts = [x for tokens in documents for x in tokens.split(N * m) if len(x) == N * m]
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
-    retrieve = ['on' in run.model.ways() for run in runs]
-    if len(kinds) > 1 or retrieve != [True] * (len(runs) - 1) + [False] or not texts:
-        raise SystemExit('ranks: runs that retrieve, then a reference LM (out/rpt-reference), with '
-                         f'the same tokenizer and chunks, and documents of {N * m} tokens or more')
+    *runs, reference = runs
+    if not (runs and texts and all(run.model.neighbor_encoder for run in runs)) or len(kinds) > 1:
+        raise SystemExit('ranks: runs that retrieve, then their reference LM (out/rpt-reference), '
+                         f'of one tokenizer and chunk size; a document of {N * m} tokens')
     k = torch.arange(N, device=documents[0].device)
     allowed = (k <= k[:, None] - w) & (k[:, None] < N - 1)              # the last has no target
-    *runs, reference = runs
     rows, result = {run.name: [] for run in runs}, {}
-    for tokens in texts[::-(-len(texts) // 16)]:                        # evenly spread
+    for tokens in texts[::-(-len(texts) // 16)]:                        # at most 16, evenly spread
         s_t = target_scores(reference.model, tokens.view(N, m), allowed, c.reference_cache)
         n = (s_t > 0).sum(1)                                            # (N,) positives
         for run in runs:
@@ -736,7 +712,7 @@ def ranks(runs, args):
             measures = (n / allowed.sum(1), positive[:, :2].sum(1) / 2,
                         positive[:, :10].sum(1) / n, ranking_loss(s_q, s_t[None], tau=1)[1][0])
             rows[run.name].append(torch.stack(measures, dim=1)[n > 0])
-    for name, row in rows.items():
+    for name, row in rows.items():                                      # positive: of all permitted
         means = torch.cat(row).mean(0).tolist()
         result[name] = dict(zip(('positive', 'precision@2', 'recall@10', 'ndcg@20'), means))
         print(f'{name:24}', *(f'{key} {value:.4f}' for key, value in result[name].items()))
@@ -749,6 +725,5 @@ TASKS = {'ranks': ranks}
 # --------------------------------------------------------------------------------------------------
 # a demo
 if __name__ == '__main__':
-    f, state, scores = RPT(RPTConfig()).encode(torch.randint(4096, (1, 1024)))
-    print(f'states {tuple(f.shape)}, scores {tuple(scores.shape)}; the last chunk has neighbors',
-          state.chosen[0, -1].tolist())
+    f, state, s_q = RPT(RPTConfig()).encode(torch.randint(4096, (1, 1024)))
+    print(f'f {tuple(f.shape)}, s_q {tuple(s_q.shape)}; retrieved', state.chosen[0, -1].tolist())
