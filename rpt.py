@@ -7,8 +7,7 @@ RPT, the Retrieval-Pretrained Transformer: a language model that retrieves from 
 A document is cut into chunks. The lower half of the layers encodes it with sliding-window
 attention. From these states each chunk computes a query, scores the chunks that have left its
 window and retrieves the best few. The upper half attends to them while it predicts the next chunk.
-In training, a frozen reference LM measures which earlier chunks help, and a ranking loss trains the
-retriever to agree with it.
+A ranking loss trains the retriever to agree with a reference LM on which chunks help.
 
 Where the paper is in this file (its equations have no numbers)
     §3.1  chunks, s_q, the top K; neighbors, gate   Retriever, RPT.retrieve; NeighborEncoder
@@ -24,15 +23,14 @@ Letters in the shape comments
     K neighbors of a chunk    G = c + 1 groups of m tokens    n, a, b, s items of any kind
 
 Where we differ from the paper, and why
-    Scores are divided by sqrt(C); a chunk without neighbors gets 0 from cross-attention; s_t is a
-    mean over tokens, L_ret over the chunks with a positive; |Δ NDCG| is of 1 / log2(1 + rank).
-    With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
+    Scores are divided by sqrt(C); s_t is a mean over tokens, L_ret over the chunks with a positive;
+    |Δ NDCG| is of 1 / log2(1 + rank). A chunk without neighbors gets 0 from cross-attention, one
+    without positives no neighbors from the teacher. Scheduled sampling draws for each chunk.
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
+    With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
-    the same documents and scores every n-th chunk; the others are taught as in RPT-Lex. A chunk
-    without positives gets no neighbors from the teacher. Scheduled sampling draws for each chunk.
-    Muon. BM25's idf is the corpus's. Dropout in layers. In joined short documents self-attention
-    alone crosses them, as in Transformer-XL.
+    the same documents and scores every n-th chunk; the others are taught as in RPT-Lex. Muon.
+    Dropout in layers. BM25 has the corpus's idf. Self-attention crosses joined short documents.
 
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           a reference LM, then RPT, which it teaches
@@ -100,8 +98,7 @@ PRESETS = {         # §3.4, App. A, B; tokenizer, optimizer with its settings, 
 
 
 def batches(config):
-    """Arguments of data.Batches."""
-    return dict(kind='documents', chunk=config.chunk_size)
+    return dict(kind='documents', chunk=config.chunk_size)      # of data.Batches
 
 
 # --------------------------------------------------------------------------------------------------
@@ -233,14 +230,12 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, rotary, past=None):
-        t = x.size(1)
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
-        # cached keys are not rotated: positions count from the first of them and remain small
-        q_rotary = [angles[-t:] for angles in rotary]
+        q_rotary = [angles[-x.size(1):] for angles in rotary]               # cached k: not rotated
         y = attend(rotate(q, q_rotary), rotate(k, rotary), v, self.block, 2 * self.block)
-        end = k.size(1) - t % self.m                                        # of whole chunks
+        end = k.size(1) - x.size(1) % self.m                                # of whole chunks
         start = max(0, end // self.block - 1) * self.block                  # of the last two blocks
         return self.proj(y.flatten(2)), (k[:, start:end], v[:, start:end])
 
@@ -279,8 +274,7 @@ class Retriever(nn.Module):
         """x (B, c, m, C) -> tokens (B, c, m, C) to be retrieved, queries and keys (B, c, C)"""
         y = self.norm(x).flatten(0, 1)[:, None]                             # (B c, 1, m, C)
         x = x + self.attention(y, y).view_as(x)
-        mean = x.mean(2)                                                    # (B, c, C)
-        return x, self.query(self.norm_q(mean)), self.key(self.norm_k(mean))
+        return x, self.query(self.norm_q(x.mean(2))), self.key(self.norm_k(x.mean(2)))
 
 
 class NeighborEncoder(nn.Module):
@@ -302,9 +296,8 @@ class NeighborEncoder(nn.Module):
 
     def gates(self, neighbors, chosen):
         """
-        max(η, σ((w · norm(ĉ) + b) / C)): ĉ is the mean of a neighbor's tokens after attention to
-        the better neighbors of its chunk and those of the w - 1 chunks before, of one document.
-        neighbors (B, n, K, 2m, C) of n chunks, chosen (B, n, K) their numbers -> (B, n, K)
+        max(η, σ((w · norm(ĉ) + b) / C)), (B, n, K): ĉ is the mean of a neighbor (B, n, K, 2m, C)
+        after attention to the better ones of its chunk and to those of the w - 1 chunks before.
         """
         (B, n, K), config = chosen.shape, self.config
         if not config.gate:
@@ -373,21 +366,21 @@ def permitted(doc, c, w):
     return (k <= i - w) & (doc[:, None] == doc_i) & (doc_i >= 0)
 
 
-def top(scores, K):
-    """scores (..., n) -> the places (..., K) of the highest; -1 where too few are above -inf"""
-    scores = F.pad(scores, (0, K), value=-math.inf)
+def top(scores, allowed, K):
+    """The places (..., K) of the highest allowed of scores (..., n), -1 where there are fewer"""
+    scores = F.pad(scores.where(allowed, -math.inf), (0, K), value=-math.inf)
     values, places = scores.sort(dim=-1, descending=True, stable=True)
     return places.masked_fill(values == -math.inf, -1)[..., :K]
 
 
 def ranking_loss(s_q, s_t, tau):
     """
-    §3.3, LambdaRank with a margin, over positives l and permitted j; r is the rank by s_q:
+    §3.3: LambdaRank with a margin, over positives l (s_t > 0) and permitted j; r: rank by s_q
 
         L_ret = Σ_{l, j: s_t(l) > s_t(j)} λ_lj max(0, τ - (s_q(l) - s_q(j)))
         λ_lj  = |2^s_t(l) - 2^max(s_t(j), 0)| |1 / log2(1 + r_l) - 1 / log2(1 + r_j)| / IDCG
 
-    s_q, s_t (B, N, N); s_q is -inf where not permitted -> L_ret and NDCG@20 of chunks i, (B, N)
+    s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret and NDCG@20 of each chunk, (B, N)
     """
     def pairs(x):
         return x[..., None] - x[:, :, None]                                 # x_l - x_j (B, N, N, N)
@@ -401,14 +394,6 @@ def ranking_loss(s_q, s_t, tau):
     loss = (lam * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
     ndcg = (gain * discount * (rank <= 20)).sum(2) / ideal[..., :20].sum(2).clamp(min=1e-9)
     return loss, ndcg
-
-
-def corpus_idf(tokens, m, V):
-    """idf (V,) fp64 of all chunks of m tokens, as in bm25.py"""
-    n, df = len(tokens) // m, np.zeros(V)
-    for chunk in tokens[:n * m].reshape(n, m):
-        df[chunk] += 1                                                      # a repeated id: once
-    return torch.from_numpy(idf_lucene(n, df))
 
 
 def bm25_vectors(tokens, idf):
@@ -459,32 +444,28 @@ def target_scores(reference, chunks, candidates, cache):
     return (log_p - (log_p * baseline).sum(1, keepdim=True)) * candidates
 
 
-def load_reference(c, config, corpus, train_reference):
-    """The reference LM, of --reference or trained first; its window has the four chunks of s_t"""
-    window = 4 * c.chunk_size
-    path = c.reference or train_reference(
-        replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), window=max(c.window, window)),
-        replace(config, init='', max_steps=min(c.reference_steps, config.max_steps)), 'reference')
-    file = torch.load(path, map_location='cpu', weights_only=True)
-    same = file['tokenizer'] == corpus.tokenizer.to_dict() and file['model_name'] == 'rpt'
-    if not same or file['config']['window'] < window:
-        raise SystemExit(f'--reference {path}: an RPT with the tokenizer of this run and a window '
-                         f'of {window} tokens or more is needed')
-    reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
-    reference.load_state_dict(file['model'])
-    return reference
-
-
 def setup(model, corpus, batches, config, autocast, train_reference, *_):
-    """-> attach(batch, g): micro-batch g with s_t. A sequence is scored once, s_t kept on disk"""
+    """-> attach(batch, g): micro-batch g with target scores, each sequence's computed only once"""
     c, m, device = model.config, model.config.chunk_size, model.embedding.weight.device
     if c.retriever == 'none':
         return lambda batch, g: batch
-    idf, reference, weights = corpus_idf(corpus.train.tokens, m, c.vocab_size), None, b''
+    n, df = len(corpus.train.tokens) // m, np.zeros(c.vocab_size)
+    for chunk in corpus.train.tokens[:n * m].reshape(n, m):
+        df[chunk] += 1                                                      # a repeated id: once
+    idf, reference, weights = torch.from_numpy(idf_lucene(n, df)), None, b''
     if c.retriever == 'bm25':
         model.idf.copy_(idf)
-    if c.retriever == 'sem':
-        reference = load_reference(c, config, corpus, train_reference)
+    if c.retriever == 'sem':                            # its window has the four chunks of s_t
+        sizes = dict(n_layer=max(1, c.n_layer // 2), window=max(c.window, 4 * m))
+        training = dict(init='', max_steps=min(c.reference_steps, config.max_steps))
+        path = c.reference or train_reference(replace(c, retriever='none', **sizes),
+                                              replace(config, **training), 'reference')
+        file = torch.load(path, map_location='cpu', weights_only=True)
+        same = file['tokenizer'] == corpus.tokenizer.to_dict() and file['model_name'] == 'rpt'
+        if not same or file['config']['window'] < 4 * m:
+            raise SystemExit(f'--reference {path}: no RPT with this tokenizer, window >= {4 * m}')
+        reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
+        reference.load_state_dict(file['model'])
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
         reference.to(device)
     facts = [corpus.fingerprint, corpus.hops, corpus.hops * config.seed, config.dtype, m, model.w,
@@ -497,12 +478,11 @@ def setup(model, corpus, batches, config, autocast, train_reference, *_):
     def score(chunks, doc):
         s_t = bm25_candidates(chunks, doc, model.w, c.n_candidates, idf)    # (N, N)
         if reference:
-            candidates = s_t > 0
-            candidates[torch.arange(len(doc)) % c.score_every > 0] = False
+            pairs = (s_t > 0) & (torch.arange(len(doc)) % c.score_every == 0)[:, None]
             with autocast():
-                s_lm = target_scores(reference, chunks.to(device), candidates.to(device),
+                s_lm = target_scores(reference, chunks.to(device), pairs.to(device),
                                      c.reference_cache)
-            s_t = s_lm.cpu().where(candidates, s_t)
+            s_t = s_lm.cpu().where(pairs, s_t)
         return s_t
 
     def attach(batch, g):
@@ -524,7 +504,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, *_):
 # the model
 
 class State(NamedTuple):
-    """What is kept of a text: M whole chunks, of the last n >= w of them the neighbors, and rest"""
+    """What is kept of a text of M whole chunks and a rest; n >= w: of the last chunks"""
     past: list                  # of each layer, keys and values of the last two blocks
     rest: torch.Tensor          # (B, fewer than m) tokens of the unfinished chunk
     E: torch.Tensor             # (B, M, m, C) tokens of all chunks, to be retrieved
@@ -579,11 +559,10 @@ class RPT(nn.Module):
         allowed = permitted(F.pad(doc, (len(k) - c, 0)), c, w)
         if self.retriever is None:
             allowed = allowed & (s_q > 0)                                   # a term in common
-        order = s_q = s_q.masked_fill(~allowed, -math.inf)
+        order = s_q
         if self.retrieval == 'shuffled':                                    # a hash of i and k
             order = ((7919 * k[-c:, None] + k) % 1_000_037) ** 3 % 1_000_037
-            order = order.where(allowed, -math.inf)
-        chosen = top(order, K)                                              # (B, c, K)
+        chosen = top(order, allowed, K)                                     # (B, c, K)
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
         pairs = torch.stack([chosen, chosen + 1], dim=3).clamp(min=0)       # (B, c, K, 2)
@@ -592,13 +571,13 @@ class RPT(nn.Module):
         neighbors = torch.cat([state.neighbors[:, -w:], new.unflatten(0, (B, c))], dim=1)
         chosen = torch.cat([state.chosen[:, -w:], chosen], dim=1)
         gates = self.neighbor_encoder.gates(neighbors, chosen)
-        return State(state.past, state.rest, E, keys, chosen, neighbors, gates), s_q
+        state = State(state.past, state.rest, E, keys, chosen, neighbors, gates)
+        return state, s_q.masked_fill(~allowed, -math.inf)
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
         """
-        tokens (B, t) that continue the text of `state`, None: begin one. In training doc (B, t) and
-        teacher (B, N, K), neighbors in place of those retrieved, -1: none, -2: those retrieved
-        -> f (B, t, C), the new state, s_q (B, c, M) or None
+        Tokens (B, t) continue the text of state. In training doc (B, t) and neighbors by the teacher
+        (B, N, K), -1: none, -2: those retrieved -> f (B, t, C), the new state, s_q (B, c, M) or None
         """
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
@@ -615,9 +594,9 @@ class RPT(nn.Module):
             if c:
                 state, s_q = self.retrieve(x, tokens, chunk_doc, teacher, state)
             chosen, neighbors, gates = (y[:, -1 - c:] for y in state[-3:])  # of G = c + 1 groups
-            empty = (chosen < 0).all(2, keepdim=True)                       # (B, G, 1)
-            mask = ((chosen >= 0) | empty).repeat_interleave(2 * m, dim=2)  # a softmax needs a key
-            group_doc = F.pad(chunk_doc, (1, 0)).masked_fill(empty[..., 0], -2)     # of no token
+            mask = F.pad(chosen[:, :, 1:] >= 0, (1, 0), value=True)         # a softmax needs a key
+            mask = mask.repeat_interleave(2 * m, dim=2)                     # (B, G, K 2m)
+            group_doc = F.pad(chunk_doc, (1, 0)).where(chosen[:, :, 0] >= 0, -2)    # -2: none
             attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
             cross = neighbors * gates[..., None, None], mask, attends
         for i, block in enumerate(self.upper, len(self.lower)):
@@ -643,7 +622,7 @@ class RPT(nn.Module):
         if self.training:
             torch.manual_seed(batch.seed)                   # of scheduled sampling and dropout
         if s_t is not None:                                 # the K chunks that help most
-            teacher = top(s_t.masked_fill(s_t <= 0, -math.inf), self.config.n_neighbors)
+            teacher = top(s_t, s_t > 0, self.config.n_neighbors)
             if self.retriever:                              # scheduled sampling
                 student = torch.rand(s_t.shape[:2], device=s_t.device) >= chance
                 teacher = teacher.masked_fill(student[..., None], -2)
@@ -674,7 +653,6 @@ class RPT(nn.Module):
         return state
 
     def ways(self):
-        """shuffled: permitted chunks, chosen by a hash of their numbers"""
         names = ('on', 'shuffled', 'off') if self.neighbor_encoder else ('off',)
         return {name: {'retrieval': name} for name in names}
 
@@ -691,7 +669,7 @@ class RPT(nn.Module):
 
 @torch.no_grad()
 def ranks(runs, args):
-    """Table 3. The last run is the reference LM; it scores all permitted chunks."""
+    """Table 3. The last run is the reference LM, which scores all permitted chunks."""
     c, w, documents = runs[0].model.config, runs[0].model.w, runs[0].documents
     m, N = c.chunk_size, c.block_size // c.chunk_size
     texts = [x for tokens in documents for x in tokens.split(N * m) if len(x) == N * m]
@@ -699,23 +677,21 @@ def ranks(runs, args):
     *runs, reference = runs
     if not (runs and texts and all(run.model.neighbor_encoder for run in runs)) or len(kinds) > 1:
         raise SystemExit('ranks: runs that retrieve, then their reference LM (out/rpt-reference), '
-                         f'of one tokenizer and chunk size; a document of {N * m} tokens')
-    k = torch.arange(N, device=documents[0].device)
+                         f'with the same tokenizer and chunks; a document of {N * m} tokens')
+    texts = torch.stack(texts[::-(-len(texts) // 16)])                  # (n, T), at most 16
+    k = torch.arange(N, device=texts.device)
     allowed = (k <= k[:, None] - w) & (k[:, None] < N - 1)              # the last has no target
-    rows, result = {run.name: [] for run in runs}, {}
-    for tokens in texts[::-(-len(texts) // 16)]:                        # at most 16, evenly spread
-        s_t = target_scores(reference.model, tokens.view(N, m), allowed, c.reference_cache)
-        n = (s_t > 0).sum(1)                                            # (N,) positives
-        for run in runs:
-            s_q = run.model.encode(tokens[None])[2]                     # (1, N, N)
-            positive = (s_t > 0).gather(1, s_q[0].argsort(dim=1, descending=True, stable=True))
-            measures = (n / allowed.sum(1), positive[:, :2].sum(1) / 2,
-                        positive[:, :10].sum(1) / n, ranking_loss(s_q, s_t[None], tau=1)[1][0])
-            rows[run.name].append(torch.stack(measures, dim=1)[n > 0])
-    for name, row in rows.items():                                      # positive: of all permitted
-        means = torch.cat(row).mean(0).tolist()
-        result[name] = dict(zip(('positive', 'precision@2', 'recall@10', 'ndcg@20'), means))
-        print(f'{name:24}', *(f'{key} {value:.4f}' for key, value in result[name].items()))
+    s_t = torch.stack([target_scores(reference.model, chunks, allowed, c.reference_cache)
+                       for chunks in texts.view(-1, N, m)])             # (n, N, N)
+    n, result = (s_t > 0).sum(2), {}                                    # (n, N) positives
+    for run in runs:
+        s_q = run.model.encode(texts)[2]                                # (n, N, N)
+        positive = (s_t > 0).gather(2, s_q.argsort(dim=2, descending=True, stable=True))
+        measures = {'positive': n / allowed.sum(1), 'precision@2': positive[..., :2].sum(2) / 2,
+                    'recall@10': positive[..., :10].sum(2) / n,
+                    'ndcg@20': ranking_loss(s_q, s_t, tau=1)[1]}        # (n, N) each
+        result[run.name] = {name: x[n > 0].mean().item() for name, x in measures.items()}
+        print(f'{run.name:24}', *(f'{key} {x:.4f}' for key, x in result[run.name].items()))
     return result
 
 
