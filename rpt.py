@@ -576,8 +576,8 @@ class RPT(nn.Module):
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
         """
-        Tokens (B, t) continue the text of state. In training doc (B, t) and neighbors by the teacher
-        (B, N, K), -1: none, -2: those retrieved -> f (B, t, C), the new state, s_q (B, c, M) or None
+        Tokens (B, t) continue the text of state; in training doc (B, t) and the teacher's neighbors
+        (B, N, K), -1: none, -2: retrieved ones -> f (B, t, C), the new state, s_q (B, c, M) or None
         """
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
