@@ -7,8 +7,7 @@ RPT, the Retrieval-Pretrained Transformer: a language model that retrieves from 
 A document is cut into chunks. The lower half of the layers encodes it with sliding-window
 attention. From these states each chunk computes a query, scores the chunks that have left its
 window and retrieves the best few. The upper half attends to them while it predicts the next chunk.
-In training, a frozen reference LM measures which earlier chunks help, and a ranking loss trains the
-retriever to agree with it.
+A ranking loss trains the retriever to agree with a reference LM on which chunks help.
 
 Where the paper is in this file (its equations have no numbers)
     §3.1  chunks, s_q, the top K; neighbors, gate   Retriever, RPT.retrieve; NeighborEncoder
@@ -21,27 +20,24 @@ Where the paper is in this file (its equations have no numbers)
 Letters in the shape comments
     B sequences    T tokens (t of a piece)    C width    H heads    D head size    V vocabulary
     N chunks    m tokens of a chunk    w chunks of a window    c of a piece    M so far
-    K neighbors of a chunk    J candidates    G = c + 1 groups of m tokens    n items of any kind
+    K neighbors of a chunk    G = c + 1 groups of m tokens    n, a, b, s items of any kind
 
 Where we differ from the paper, and why
-    Scores are divided by sqrt(C); a chunk without neighbors gets 0 from cross-attention; s_t is a
-    mean over tokens, L_ret over the ranked chunks of a step; |Δ NDCG| is of 1 / log2(1 + rank).
-    With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
+    Scores are divided by sqrt(C); s_t is a mean over tokens, L_ret over the chunks with a positive;
+    |Δ NDCG| is of 1 / log2(1 + rank). A chunk without neighbors gets 0 from cross-attention, one
+    without positives no neighbors from the teacher. Scheduled sampling draws for each chunk.
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
-    Scheduled sampling draws for each chunk. Muon. BM25's idf is the corpus's. Dropout in layers.
+    With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
-    the same documents and scores every n-th chunk. The others are taught as in RPT-Lex, where the
-    candidate of rank r = 0, 1, ... has s_t = 1 - r / J. To a chunk without positives the teacher
-    gives no neighbors.
-    In joined short documents self-attention alone crosses them, as in Transformer-XL.
+    the same documents and scores every n-th chunk; the others are taught as in RPT-Lex. Muon.
+    Dropout in layers. BM25 has the corpus's idf. Self-attention crosses joined short documents.
 
     $ python rpt.py                         a demo, on a CPU
-    $ python train.py --model rpt           reference LM, scores and RPT, one after the other
+    $ python train.py --model rpt           a reference LM, then RPT, which it teaches
 """
 import hashlib, math, os, zlib
 from collections import namedtuple
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -50,7 +46,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bm25 import BM25, idf_lucene
+from bm25 import idf_lucene
 
 
 @dataclass
@@ -61,7 +57,7 @@ class RPTConfig:
     n_layer: int = 4              # layers; the upper half retrieves (ours; paper: 12)
     n_head: int = 4               # attention heads, H (ours; paper: 8)
     n_embd: int = 128             # width, C (ours; paper: 1,024)
-    n_inner: int = 0              # hidden width of the MLP; 0 is 4 C (paper)
+    n_inner: int = 0              # hidden width of the MLP; 0: 4 C (paper)
     dropout: float = 0.0          # on embeddings and what layers add (ours; paper: 0.05)
     window: int = 128             # two attention blocks (ours; paper: 2,048)
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
@@ -81,21 +77,14 @@ class RPTConfig:
     reference_cache: float = 0.2  # weight of its continuous cache, λ (ours; paper: 0)
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            least = 0 if name in ('n_inner', 'n_cca') else 1
-            if type(value) is int and value < least:
-                raise ValueError(f'{name} {value} is below {least}')
-            if name in ('dropout', 'eta', 'reference_cache') and not 0 <= value < 1:
-                raise ValueError(f'{name} {value} is not from 0 to below 1')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
-        unit = 2 if self.retriever == 'none' else 2 * self.chunk_size
-        if self.window % unit:
-            raise ValueError(f'window {self.window} is no multiple of {unit}')
+        if self.window % (2 * self.chunk_size):
+            raise ValueError(f'window {self.window} is no multiple of 2 x {self.chunk_size}')
         if self.retriever != 'none' and self.block_size < self.window + 2 * self.chunk_size:
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
-        if self.reference and self.retriever != 'sem':
-            raise ValueError('a reference is for retriever sem')
+        if not max(self.dropout, self.eta, self.reference_cache) < 1:
+            raise ValueError('dropout, eta and reference_cache are below 1')
 
 
 PRESETS = {         # §3.4, App. A, B; tokenizer, optimizer with its settings, reference LM: ours
@@ -109,8 +98,7 @@ PRESETS = {         # §3.4, App. A, B; tokenizer, optimizer with its settings, 
 
 
 def batches(config):
-    """Arguments of data.Batches."""
-    return dict(kind='documents', chunk=config.chunk_size)
+    return dict(kind='documents', chunk=config.chunk_size)      # of data.Batches
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,11 +222,7 @@ def cross_entropy(f, E, targets):
 # what is new in RPT
 
 class SelfAttention(nn.Module):
-    """
-    §3.4: causal attention in blocks of half a window; a token attends to its block and the one
-    before. Cached keys are not rotated: positions count from the first of them and remain small.
-    """
-
+    """§3.4: causal, in blocks of half a window; a token attends to its block and the one before."""
     def __init__(self, config):
         super().__init__()
         self.n_head, self.block, self.m = config.n_head, config.window // 2, config.chunk_size
@@ -248,8 +232,8 @@ class SelfAttention(nn.Module):
     def forward(self, x, rotary, past=None):
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
         if past is not None:
-            k, v = (torch.cat(pair, dim=1) for pair in zip(past, (k, v)))   # (B, P + t, H, D)
-        q_rotary = [angles[-x.size(1):] for angles in rotary]
+            k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
+        q_rotary = [angles[-x.size(1):] for angles in rotary]               # cached k: not rotated
         y = attend(rotate(q, q_rotary), rotate(k, rotary), v, self.block, 2 * self.block)
         end = k.size(1) - x.size(1) % self.m                                # of whole chunks
         start = max(0, end // self.block - 1) * self.block                  # of the last two blocks
@@ -257,12 +241,7 @@ class SelfAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """
-    Multi-head attention of a texts x (n, a, t, C) to all tokens of b texts y (n, b, s, C), where
-    mask, broadcast to (n, H, a t, b s), is True. Positions count from 0 in a text, in x from
-    `first`. With shift, the key of a token has the value of the next one, the last's of the first.
-    """
-
+    """Texts x attend to texts y, where mask is True; positions are from 0 on, in x from `first`."""
     def __init__(self, config, shift=False):
         super().__init__()
         self.n_head, self.shift = config.n_head, shift
@@ -271,9 +250,10 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, y, first=0, mask=None):
+        """x (n, a, t, C), y (n, b, s, C), mask broadcast to (n, H, a t, b s) -> as x"""
         q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, a, t, H, D)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (n, b, s, H, D)
-        v = v.roll(-1, dims=2) if self.shift else v
+        v = v.roll(-1, dims=2) if self.shift else v                         # of the next token
         q = rotate(q, rotary(torch.arange(first, first + x.size(2), device=x.device), q.size(-1)))
         k = rotate(k, rotary(torch.arange(y.size(2), device=x.device), k.size(-1)))
         q, k, v = (z.flatten(1, 2).transpose(1, 2) for z in (q, k, v))      # (n, H, tokens, D)
@@ -282,11 +262,7 @@ class Attention(nn.Module):
 
 
 class Retriever(nn.Module):
-    """
-    §3.1: the tokens of a chunk attend to each other, their mean is the chunk's vector c, and
-    s_q(c) = <W_Q c_q, W_K c> / sqrt(C). These tokens are what is retrieved later.
-    """
-
+    """§3.1: s_q(c) = <W_Q c_q, W_K c> / sqrt(C), c the mean of a chunk's tokens after attention."""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
@@ -295,7 +271,7 @@ class Retriever(nn.Module):
         self.query, self.key = nn.Linear(C, C), nn.Linear(C, C)             # W_Q, W_K
 
     def forward(self, x):
-        """x (B, c, m, C) -> the tokens (B, c, m, C), queries and keys (B, c, C)"""
+        """x (B, c, m, C) -> tokens (B, c, m, C) to be retrieved, queries and keys (B, c, C)"""
         y = self.norm(x).flatten(0, 1)[:, None]                             # (B c, 1, m, C)
         x = x + self.attention(y, y).view_as(x)
         return x, self.query(self.norm_q(x.mean(2))), self.key(self.norm_k(x.mean(2)))
@@ -303,7 +279,6 @@ class Retriever(nn.Module):
 
 class NeighborEncoder(nn.Module):
     """§3.1: a neighbor, a retrieved chunk and its next one, before it is attended to."""
-
     def __init__(self, config):
         super().__init__()
         C, self.config = config.n_embd, config
@@ -321,277 +296,206 @@ class NeighborEncoder(nn.Module):
 
     def gates(self, neighbors, chosen):
         """
-        max(η, σ((w · norm(ĉ) + b) / C)): ĉ is the mean of a neighbor's tokens after attention to
-        the better neighbors of its chunk and to those of the w - 1 chunks before, of one document.
-        neighbors (B, n, K, 2m, C) of n chunks, chosen (B, n, K) their numbers -> (B, n, K)
+        max(η, σ((w · norm(ĉ) + b) / C)), (B, n, K): ĉ is the mean of a neighbor (B, n, K, 2m, C)
+        after attention to the better ones of its chunk and to those of the w - 1 chunks before.
         """
-        (B, n, K), w = chosen.shape, self.config.window // self.config.chunk_size
-        if not self.config.gate:
+        (B, n, K), config = chosen.shape, self.config
+        if not config.gate:
             return torch.ones(B, n, K, device=chosen.device)
-        j, c = torch.arange(n * K, device=chosen.device), neighbors.mean(3).view(B, 1, n * K, -1)
         # a chunk with neighbors is at least w chunks into its document: the w - 1 before are of it
-        recent = (j <= j[:, None]) & (j // K > j[:, None] // K - w)
-        mask = recent & (chosen >= 0).view(B, 1, -1) | (j == j[:, None])            # (B, n K, n K)
-        y = self.norm3(c)                                                   # (B, 1, n K, C)
+        c = neighbors.mean(3).view(B, 1, n * K, -1)                         # (B, 1, n K, C)
+        j = torch.arange(n * K, device=chosen.device)
+        i, w = j[:, None], config.window // config.chunk_size
+        recent = (j <= i) & (j // K > i // K - w) & (chosen >= 0).view(B, 1, n * K)
+        mask = recent | (j == i)                                            # (B, n K, n K)
+        y = self.norm3(c)
         c = c + self.gate_attention(y, y, mask=mask[:, None])
-        with torch.autocast(c.device.type, enabled=False):
-            z = self.gate(self.norm_gate(fp32(c))) / self.config.n_embd
-        return z.sigmoid().clamp(min=self.config.eta).view(B, n, K)
+        z = self.gate(self.norm_gate(c)) / config.n_embd                    # (B, 1, n K, 1)
+        return z.sigmoid().clamp(min=config.eta).view(B, n, K)
 
 
 class ChunkedCrossAttention(nn.Module):
     """
-    Borgeaud et al. 2022, §2.4: the group that attends to the neighbors of chunk i is the last token
-    of chunk i, the first that may depend on them, and the first m - 1 tokens of chunk i + 1, at
-    positions m - 1 to 2m - 2; those of a neighbor are 0 to 2m - 1. No norm: it would undo the gate.
+    Borgeaud et al. 2022, §2.4: to the neighbors of chunk i attends a group of m tokens, the last of
+    chunk i, which is the first that may depend on them, and all but the last of chunk i + 1. Their
+    positions are m - 1 to 2m - 2, a neighbor's 0 to 2m - 1. No norm: it would undo the gate.
     """
-
     def __init__(self, config):
         super().__init__()
         self.norm, self.m = RMSNorm(config.n_embd), config.chunk_size
         self.attention = Attention(config, config.shift_values)
 
     def forward(self, x, neighbors, mask, attends):
-        """
-        x (B, t, C) begins with a chunk; neighbors (B, G, K, 2m, C); mask (B G, 1, 1, K 2m): which
-        of their tokens; attends (B, t): the token does -> as x, 0 where it does not
-        """
+        """x (B, t, C) of G groups; neighbors (B, G, K, 2m, C), mask (B, G, K 2m); attends (B, t)"""
         (B, t, C), G, m = x.shape, neighbors.size(1), self.m
         groups = F.pad(x, (0, 0, 1, G * m - 1 - t)).view(B * G, 1, m, C)
-        y = self.attention(self.norm(groups), neighbors.flatten(0, 1), m - 1, mask)
+        y = self.attention(self.norm(groups), neighbors.flatten(0, 1), m - 1,
+                           mask.view(B * G, 1, 1, -1))
         return y.view(B, G * m, C)[:, 1:t + 1] * attends[..., None]
 
 
 class Block(nn.Module):
-    """
-    One pre-norm Transformer layer; returns its keys and values too, for streaming. Layers of the
-    upper half cross-attend to neighbors between self-attention and MLP.
-    """
-
+    """One pre-norm Transformer layer; returns its keys and values too, for streaming."""
     def __init__(self, config, cross_attends=False):
         super().__init__()
         self.norm1, self.attention = RMSNorm(config.n_embd), SelfAttention(config)
         self.norm2, self.mlp = RMSNorm(config.n_embd), MLP(config)
         self.cca = ChunkedCrossAttention(config) if cross_attends else None
-        self.dropout = config.dropout
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rotary, past, cross=None):
         y, kv = self.attention(self.norm1(x), rotary, past)
-        x = x + F.dropout(y, self.dropout, self.training)
+        x = x + self.dropout(y)
         if self.cca and cross:
-            x = x + F.dropout(self.cca(x, *cross), self.dropout, self.training)
-        x = x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+            x = x + self.dropout(self.cca(x, *cross))
+        x = x + self.dropout(self.mlp(self.norm2(x)))
         return x, kv
 
 
 def doc_of_chunks(doc, m):
-    """doc (B, T) -> (B, N): the document of a chunk; -1 if it has tokens of two or padding"""
-    N = doc.size(1) // m
-    doc = doc[:, :N * m].unflatten(1, (N, m))
-    return doc[..., 0].where((doc == doc[..., :1]).all(2), -1)
+    """doc (B, T) of tokens -> (B, N) of chunks, -1 if the tokens are of two documents or padding"""
+    last = doc[:, m - 1::m]
+    first = doc[:, ::m][:, :last.size(1)]
+    return first.where(first == last, -1)
 
 
 def permitted(doc, c, w):
-    """
-    Which chunks k the last c chunks i may retrieve: those of their document that have left the
-    window, k <= i - w. doc (B, M), -1: chunk of no document -> (B, c, M)
-    """
+    """(B, c, M): may chunk i of the last c retrieve k? doc (B, M) of chunks, -1: of no document"""
     k = torch.arange(doc.size(1), device=doc.device)
-    i, doc_i = k[-c:, None], doc[:, -c:, None]
+    i, doc_i = k[-c:, None], doc[:, -c:, None]                              # k has left i's window
     return (k <= i - w) & (doc[:, None] == doc_i) & (doc_i >= 0)
 
 
-def ranking_loss(scores, candidates, target_scores, tau):
+def top(scores, allowed, K):
+    """The places (..., K) of the highest allowed of scores (..., n), -1 where there are fewer"""
+    scores = F.pad(scores.where(allowed, -math.inf), (0, K), value=-math.inf)
+    values, places = scores.sort(dim=-1, descending=True, stable=True)
+    return places.masked_fill(values == -math.inf, -1)[..., :K]
+
+
+def ranking_loss(s_q, s_t, tau):
     """
-    LambdaRank with a margin (§3.3), over positives l (s_t(l) > 0) and permitted j that help less;
-    chunks that are not candidates help less than all that are. r is the rank by s_q:
+    §3.3: LambdaRank with a margin, over positives l (s_t > 0) and permitted j; r: rank by s_q
 
         L_ret = Σ_{l, j: s_t(l) > s_t(j)} λ_lj max(0, τ - (s_q(l) - s_q(j)))
         λ_lj  = |2^s_t(l) - 2^max(s_t(j), 0)| |1 / log2(1 + r_l) - 1 / log2(1 + r_j)| / IDCG
 
-    scores      (B, N, N)  s_q of chunk i for chunk k, -inf where i may not retrieve k
-    candidates  (B, N, J)  -1: none      target_scores (B, N, J)  s_t
-    returns     sums over the ranked chunks, those with a positive: of L_ret, NDCG@20 and 1
+    s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret and NDCG@20 of each chunk, (B, N)
     """
-    B, N, _ = scores.shape
-    column = candidates.where(candidates >= 0, N)                           # N: of no chunk
-    s_t = scores.new_full((B, N, N + 1), -math.inf)
-    s_t = s_t.scatter(2, column, target_scores.to(scores))[..., :N]
+    def pairs(x):
+        return x[..., None] - x[:, :, None]                                 # x_l - x_j (B, N, N, N)
+
     gain = torch.exp2(s_t.clamp(min=0)) - 1                                 # (B, N, N)
-    order = scores.argsort(dim=2, descending=True, stable=True)
-    rank = 1 + order.argsort(dim=2)
+    rank = 1 + s_q.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
     discount = 1 / torch.log2(1 + rank)
     ideal = gain.sort(dim=2, descending=True).values * discount.sort(dim=2, descending=True).values
-
-    pairs = lambda x: x[..., None] - x[:, :, None]                          # x_l - x_j (B, N, N, N)
     lam = pairs(gain).clamp(min=0) * pairs(discount).abs()                  # 0: l helps no more
-    hinge = (tau - pairs(scores.clamp(min=-1e9))).clamp(min=0)              # 0: j not permitted
+    hinge = (tau - pairs(s_q.clamp(min=-1e9))).clamp(min=0)                 # 0: j not permitted
     loss = (lam * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
     ndcg = (gain * discount * (rank <= 20)).sum(2) / ideal[..., :20].sum(2).clamp(min=1e-9)
-    return loss.sum(), ndcg.sum(), (s_t > 0).any(2).sum()
-
-
-def corpus_idf(tokens, m, V):
-    """idf (V,) of all chunks of m tokens, as in bm25.py"""
-    n, df = len(tokens) // m, np.zeros(V)
-    for i in range(n):
-        df[tokens[i * m:(i + 1) * m]] += 1                                  # a repeated id: once
-    return torch.from_numpy(idf_lucene(n, df)).float()
+    return loss, ndcg
 
 
 def bm25_vectors(tokens, idf):
-    """
-    RETRO's queries and keys: <q, k> is bm25.py's score, as all lengths are equal. Weights are
-    multiples of 2^-10, so that ties remain ties. tokens (..., m), idf (V,) -> 2 x (..., V)
-    """
+    """tokens (..., m), idf (V,) -> q, k (..., V); <q, k> is BM25, as chunks are equally long."""
     q = idf.new_zeros(*tokens.shape[:-1], len(idf))
     q = q.scatter_add(-1, tokens, q.new_ones(tokens.shape))                 # occurrences
-    return q, (2 ** 10 * idf * q / (q + 1.2)).round() / 2 ** 10
+    k = idf * q / (q + 1.2)
+    return q, (2 ** 10 * k).round() / 2 ** 10                               # so ties remain ties
 
 
 def bm25_candidates(chunks, doc, w, J, idf):
-    """
-    §3.2: the J best permitted chunks by BM25 for the query (c_i, c_{i+1}), which has the target.
-    chunks (N, m), doc (N,) of chunks, idf (V,) -> (N, J), -1: none
-    """
-    candidates = torch.full((len(chunks), J), -1)
-    for d in doc[doc >= 0].unique():
-        i, = (doc == d).nonzero(as_tuple=True)                              # consecutive
-        text = chunks[i].numpy()
-        queries = np.concatenate([text[:-1], text[1:]], axis=1)
-        limit = np.maximum(0, np.arange(len(queries)) - w + 1)
-        ids, _ = BM25(list(text), idf=idf.numpy()).search_many(list(queries), J, limit)
-        candidates[i[:-1]] = torch.from_numpy(np.where(ids >= 0, ids + int(i[0]), -1))
-    return candidates
+    """§3.2: s_t of RPT-Lex (N, N): 1 - r / J for the J best, of ranks r = 0, 1, ..., else 0"""
+    q, keys = bm25_vectors(chunks, idf)                                     # (N, V)
+    scores = (q + q.roll(-1, 0)) @ keys.T                                   # of (c_i, c_{i+1})
+    has_target = F.pad(doc[1:] == doc[:-1], (0, 1))[:, None]                # c_{i+1}
+    allowed = permitted(doc[None], len(doc), w)[0] & has_target & (scores > 0)
+    order = scores.masked_fill(~allowed, -math.inf).argsort(dim=1, descending=True, stable=True)
+    rank = order.argsort(dim=1).float()
+    return (1 - rank / J).clamp(min=0) * allowed
 
 
 @torch.no_grad()
-def target_scores(reference, chunks, candidates):
+def target_scores(reference, chunks, candidates, cache):
     """
     §3.2: how much candidate j of chunk i helps the reference LM to predict the target c_{i+1}:
 
         s_t(c_j) = (log P(c_{i+1} | c_j, c_{j+1}, c_i) - log P(c_{i+1} | c_{i-2}, c_{i-1}, c_i)) / m
 
-    The keys and values of a prefix (c_j, c_{j+1}) serve all i. The baseline is prefix j = i - 2.
-    As small LMs hardly copy, P is (1 - λ) P_LM + λ P_cache with a continuous cache (Grave et al.
-    2017): P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows.
-
-    chunks (N, m), candidates (N, J), -1: none -> (N, J), nan where there is none
+    P is (1 - λ) P_LM + λ P_cache, as small LMs hardly copy. Continuous cache (Grave et al. 2017):
+    P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows.
+    chunks (N, m), candidates (N, N): True or not -> s_t (N, N), 0 where not
     """
-    (N, m), size = chunks.shape, max(1, 2048 // chunks.size(1))
-    baseline = (torch.arange(N, device=chunks.device) - 2).where((candidates >= 0).any(1), -1)
-    prefixes = torch.cat([baseline[:, None], candidates], dim=1)            # (N, 1 + J)
-    log_p = torch.full(prefixes.shape, math.nan, device=chunks.device)
-    i, slot = (prefixes >= 0).nonzero(as_tuple=True)                        # (n,) all pairs
-    j, rows = prefixes[i, slot].unique(return_inverse=True)
-    texts = torch.cat([chunks[j], chunks[j + 1]], dim=1)
-    before, state, _ = reference.encode(texts)                              # before: (n, 2m, C)
-    earlier = torch.ones(m, 4 * m - 1, dtype=torch.bool, device=chunks.device).tril(3 * m - 2)
-    cache = reference.config.reference_cache                                # λ
-    for i, slot, rows in zip(i.split(size), slot.split(size), rows.split(size)):
-        past = [(k[rows], v[rows]) for k, v in state.past]
-        prefix = state._replace(past=past, rest=state.rest[rows])
-        tokens = torch.cat([chunks[i], chunks[i + 1]], dim=1)               # (size, 2m)
-        f, _, _ = reference.encode(tokens, state=prefix)
-        f_u = torch.cat([before[rows], f], dim=1)[:, :-1]                   # (size, 4m - 1, C)
-        x_u = torch.cat([texts[rows], tokens], dim=1)[:, None, 1:]          # what follows u
-        f, x = f[:, m - 1:-1], tokens[:, m:, None]                          # of the targets
-        s = fp32(f @ f_u.transpose(1, 2)) / f.size(-1) ** 0.5               # (size, m, 4m - 1)
-        p_cache = (s.masked_fill(~earlier, -math.inf).softmax(-1) * (x_u == x)).sum(-1)
-        log_lm = reference.logits(f).log_softmax(-1).gather(2, x)[..., 0] + math.log(1 - cache)
-        log_p[i, slot] = log_lm.logaddexp((cache * p_cache).log()).mean(1)  # (size, m) -> (size,)
-    return log_p[:, 1:] - log_p[:, :1]
+    N, m = chunks.shape
+    k = torch.arange(N, device=chunks.device)
+    baseline = candidates.any(1)[:, None] & (k == k[:, None] - 2)           # j = i - 2
+    log_p = torch.zeros(N, N, device=chunks.device)
+    for pairs in (candidates | baseline).nonzero().split(max(1, 1024 // m)):
+        i, j = pairs.unbind(1)                                              # (n,)
+        tokens = torch.cat([chunks[j], chunks[j + 1], chunks[i], chunks[i + 1]], dim=1)
+        f = reference.encode(tokens)[0]                                     # (n, 4m, C)
+        f_t, x = f[:, -m - 1:-1], tokens[:, -m:, None]                      # x follows t
+        s = fp32(f_t @ f[:, :-1].mT) / f.size(2) ** 0.5                     # (n, m, 4m - 1)
+        later = torch.ones(m, 4 * m - 1, dtype=torch.bool, device=s.device).triu(3 * m - 1)
+        p_u = s.masked_fill(later, -math.inf).softmax(2)                    # u < t
+        p_cache = (p_u * (tokens[:, None, 1:] == x)).sum(2)                 # x follows u
+        log_lm = reference.logits(f_t).log_softmax(2).gather(2, x)[..., 0] + math.log(1 - cache)
+        log_p[i, j] = log_lm.logaddexp((cache * p_cache).log()).mean(1)     # over m tokens
+    return (log_p - (log_p * baseline).sum(1, keepdim=True)) * candidates
 
 
-# data.Batch; candidates (B, N, J), -1: none; target_scores (B, N, J); ranked: mean number, over the
-# micro-batches of the step, of chunks that have a positive
-TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed candidates target_scores ranked')
-
-
-def load_reference(c, config, corpus, train_reference):
-    """The reference LM, of --reference or trained first"""
-    window = 4 * c.chunk_size                                               # see target_scores
-    path = Path(c.reference or train_reference(
-        replace(c, retriever='none', n_layer=max(1, c.n_layer // 2), window=max(c.window, window)),
-        replace(config, init='', max_steps=min(c.reference_steps, config.max_steps)),
-        'reference'))
-    try:
-        file = torch.load(path / 'ckpt.pt' if path.is_dir() else path, 'cpu', weights_only=True)
-        reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
-        reference.load_state_dict(file['model'])
-        assert reference.config.retriever == 'none' and reference.config.window >= window
-        assert file['tokenizer'] == corpus.tokenizer.to_dict()
-        reference.config.reference_cache = c.reference_cache
-    except Exception as e:                              # a broken file can raise anything
-        raise SystemExit(f'--reference {path}: a checkpoint of retriever none, window >= {window} '
-                         f'and the same tokenizer is needed ({e!r:.99})')
-    return reference
-
-
-def setup(model, corpus, batches, config, autocast, train_reference, progress):
-    """
-    Stores candidates and scores of the sequences that the run will use, a file each, in a folder
-    whose name is a hash of all that they depend on; an interrupted run resumes, and each process
-    does its share. -> attach(batch, g): TaughtBatch of micro-batch g
-    """
-    c, device, reference = model.config, model.embedding.weight.device, None
-    N, m, J = c.block_size // c.chunk_size, c.chunk_size, c.n_candidates
+def setup(model, corpus, batches, config, autocast, train_reference, *_):
+    """-> attach(batch, g): micro-batch g with target scores, each sequence's computed only once"""
+    c, m, device = model.config, model.config.chunk_size, model.embedding.weight.device
     if c.retriever == 'none':
         return lambda batch, g: batch
-    idf = corpus_idf(corpus.train.tokens, m, c.vocab_size)
-    facts = [corpus.fingerprint, c.retriever, c.block_size, c.window, m, J]
-    facts += [corpus.hops, config.seed] if corpus.hops else []
-    if config.grow_context:
-        raise SystemExit('--grow-context: the scores are of sequences of one length')
+    n, df = len(corpus.train.tokens) // m, np.zeros(c.vocab_size)
+    for chunk in corpus.train.tokens[:n * m].reshape(n, m):
+        df[chunk] += 1                                                      # a repeated id: once
+    idf, reference, weights = torch.from_numpy(idf_lucene(n, df)), None, b''
     if c.retriever == 'bm25':
         model.idf.copy_(idf)
-    if c.retriever == 'sem':
-        reference = load_reference(c, config, corpus, train_reference)
+    if c.retriever == 'sem':                            # its window has the four chunks of s_t
+        sizes = dict(n_layer=max(1, c.n_layer // 2), window=max(c.window, 4 * m))
+        training = dict(init='', max_steps=min(c.reference_steps, config.max_steps))
+        path = c.reference or train_reference(replace(c, retriever='none', **sizes),
+                                              replace(config, **training), 'reference')
+        file = torch.load(path, map_location='cpu', weights_only=True)
+        same = file['tokenizer'] == corpus.tokenizer.to_dict() and file['model_name'] == 'rpt'
+        if not same or file['config']['window'] < 4 * m:
+            raise SystemExit(f'--reference {path}: no RPT with this tokenizer, window >= {4 * m}')
+        reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
+        reference.load_state_dict(file['model'])
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
-        facts += [hashlib.sha256(weights).hexdigest(), c.score_every, c.reference_cache,
-                  config.dtype]
         reference.to(device)
-    folder = corpus.folder / f'scores-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}'
+    facts = [corpus.fingerprint, corpus.hops, corpus.hops * config.seed, config.dtype, m, model.w,
+             c.n_candidates, c.score_every, c.reference_cache]              # what s_t depends on
+    name = hashlib.sha256(repr(facts).encode() + weights).hexdigest()[:16]
+    folder = corpus.folder / f'scores-{name}'
     folder.mkdir(exist_ok=True)
+    TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores')
 
-    def load(row):
-        """candidates and scores of a sequence, (2, N, J) fp32"""
-        path = folder / f'{row}.npy'
-        if not path.exists():
-            batch = batches.take(np.array([row]), seed=0)
-            chunks, doc = batch.tokens[0, :N * m].view(N, m), doc_of_chunks(batch.doc[:1], m)[0]
-            candidates = bm25_candidates(chunks, doc, model.w, J, idf)
-            scores = (1 - torch.arange(J) / J).expand(N, J)                 # RPT-Lex
-            if reference:
-                scored = (torch.arange(N) % c.score_every == 0)[:, None]
-                to_score = candidates.where(scored, -1).to(device)
-                with autocast():
-                    s_t = target_scores(reference, chunks.to(device), to_score)
-                scores = s_t.cpu().where(scored, scores)
-            scores = scores.where(candidates >= 0, 0)
-            temporary = folder / f'{row}-{os.getpid()}.tmp.npy'
-            np.save(temporary, torch.stack([candidates, scores]).float().numpy())
-            os.replace(temporary, path)
-        return torch.from_numpy(np.load(path))
-
-    n = config.tokens_per_step // (batches.B * batches.T)               # micro-batches of a step
-    used = np.unique(np.concatenate([batches.rows(g) for g in range(n * config.max_steps)]))
-    if reference:                                       # candidate i of chunk i holds the target
-        chunks = batches.take(used[:1], seed=0).tokens[0, :N * m].view(N, m).to(device)
-        itself = F.pad(torch.arange(N - 1, device=device), (0, 1), value=-1)
-        gain = target_scores(reference, chunks, itself[:, None]).nanmean()
-        print(f'a copy of the target is worth {gain:.3f} nats a token to the reference LM')
-    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    for row in progress(used[rank::world], f'candidates and scores in {folder}', quiet=rank):
-        load(row)
+    def score(chunks, doc):
+        s_t = bm25_candidates(chunks, doc, model.w, c.n_candidates, idf)    # (N, N)
+        if reference:
+            pairs = (s_t > 0) & (torch.arange(len(doc)) % c.score_every == 0)[:, None]
+            with autocast():
+                s_lm = target_scores(reference, chunks.to(device), pairs.to(device),
+                                     c.reference_cache)
+            s_t = s_lm.cpu().where(pairs, s_t)
+        return s_t
 
     def attach(batch, g):
-        first = g - g % n                                               # of the step
-        step = [[load(row) for row in batches.rows(i)] for i in range(first, first + n)]
-        ranked = sum((scores > 0).any(1).sum().item() for rows in step for _, scores in rows)
-        padding = [torch.full((2, N, J), -1.0)] * (len(batch.tokens) - len(step[g - first]))
-        candidates, scores = torch.stack(step[g - first] + padding, dim=1)      # (B, N, J)
-        return TaughtBatch(*batch, candidates.long(), scores, max(1, ranked) / n)
+        doc, T = doc_of_chunks(batch.doc, m), batch.tokens.size(1)
+        B, N = doc.shape
+        s_t = torch.zeros(B, N, N)                                          # 0: no candidate
+        for b, row in enumerate(batches.rows(g)):
+            path, temporary = folder / f'{T}-{row}.npy', folder / f'{row}-{os.getpid()}.npy'
+            if not path.exists():
+                np.save(temporary, score(batch.tokens[b, :N * m].view(N, m), doc[b]).numpy())
+                temporary.replace(path)
+            s_t[b] = torch.from_numpy(np.load(path))
+        return TaughtBatch(*batch, s_t)
 
     return attach
 
@@ -600,7 +504,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
 # the model
 
 class State(NamedTuple):
-    """What is kept of a text: M whole chunks, of the last n >= w of them the neighbors, and rest"""
+    """What is kept of a text of M whole chunks and a rest; n >= w: of the last chunks"""
     past: list                  # of each layer, keys and values of the last two blocks
     rest: torch.Tensor          # (B, fewer than m) tokens of the unfinished chunk
     E: torch.Tensor             # (B, M, m, C) tokens of all chunks, to be retrieved
@@ -612,24 +516,22 @@ class State(NamedTuple):
 
 class RPT(nn.Module):
     """A sliding-window LM whose upper layers attend to chunks that its lower layers retrieve."""
-
     PIECE = 2048                        # tokens of a text that are encoded at once
 
     def __init__(self, config):
         super().__init__()
         seed = torch.randint(2 ** 48, (), device='cpu').item()
-        C, upper = config.n_embd, config.n_layer - config.n_layer // 2
-        n_cca = 0 if config.retriever == 'none' else config.n_cca or upper
+        C, kind, upper = config.n_embd, config.retriever, config.n_layer - config.n_layer // 2
+        n_cca = 0 if kind == 'none' else config.n_cca or upper
         self.config, self.w = config, config.window // config.chunk_size
-        self.retrieval, self.corpus = 'on' if n_cca else 'off', None        # see ways, index
+        self.retrieval = 'on' if n_cca else 'off'                           # see ways
         self.embedding = nn.Embedding(config.vocab_size, C)                 # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - upper))
         self.upper = nn.ModuleList(Block(config, i >= upper - n_cca) for i in range(upper))
-        self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
+        self.retriever = Retriever(config) if kind in ('sem', 'lex') else None
         self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
         self.norm = RMSNorm(C)
-        idf = torch.zeros(config.vocab_size) if config.retriever == 'bm25' else None
-        self.register_buffer('idf', idf)                                    # see setup
+        self.register_buffer('idf', torch.zeros(config.vocab_size) if kind == 'bm25' else None)
         for name, p in self.named_parameters():     # GPT-2's, for width C; by name, so that equal
             if p.dim() == 2:                        # parts of different models begin equal
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
@@ -639,65 +541,48 @@ class RPT(nn.Module):
                 nn.init.zeros_(p)
 
     def empty_state(self, tokens):
-        c, B, w, zeros = self.config, len(tokens), self.w, self.embedding.weight.new_zeros
-        m, K, C = c.chunk_size, c.n_neighbors, c.n_embd
-        keys = zeros(B, 0, C if self.idf is None else c.vocab_size)
-        chosen, gates = zeros(B, w, K).long() - 1, zeros(B, w, K)
-        E = zeros(B, 0, m, C)
-        if self.retrieval in ('corpus', 'both'):                            # B = 1
-            E, keys = (x.to(keys) for x in self.corpus[1:])
-        return State([None] * c.n_layer, tokens[:, :0], E, keys, chosen,
-                     zeros(B, w, K, 2 * m, C), gates)
+        c, zeros = self.config, self.embedding.weight.new_zeros
+        B, w, m, K, C = len(tokens), self.w, c.chunk_size, c.n_neighbors, c.n_embd
+        keys = zeros(B, 0, c.vocab_size if c.retriever == 'bm25' else C)
+        return State([None] * c.n_layer, tokens[:, :0], zeros(B, 0, m, C), keys,
+                     zeros(B, w, K).long() - 1, zeros(B, w, K, 2 * m, C), zeros(B, w, K))
 
     def retrieve(self, x, tokens, doc, teacher, state):
-        """
-        §3.1 for c chunks: x (B, t, C) lower states, tokens (B, t), doc (B, c) of the chunks
-        -> the state with the neighbors of these chunks; s_q (B, c, M), -inf: not permitted
-        """
-        (B, c), m, K = doc.shape, self.config.chunk_size, self.config.n_neighbors
+        """§3.1, for c chunks: x (B, t, C), doc (B, c) -> the new state; s_q (B, c, M), -inf: no"""
+        (B, c), m, K, w = doc.shape, self.config.chunk_size, self.config.n_neighbors, self.w
         x, tokens = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
         E, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
         E, keys = torch.cat([state.E, E], dim=1), torch.cat([state.keys, keys], dim=1)
         with torch.autocast(x.device.type, enabled=False):                  # bf16 has ties
-            scores = fp32(q) @ fp32(keys).transpose(1, 2) / q.size(-1) ** 0.5
-        M = E.size(1)
-        allowed = permitted(F.pad(doc, (M - c, 0)), c, self.w)              # (B, c, M)
-        if self.retrieval in ('corpus', 'both'):
-            n = self.corpus[1].size(1)                                      # they come first
-            allowed[..., n - 1] = False                                     # it has no next one
-            allowed[..., n:] &= self.retrieval == 'both'
+            s_q = fp32(q) @ fp32(keys).mT / q.size(2) ** 0.5                # (B, c, M)
+        k = torch.arange(E.size(1), device=x.device)
+        allowed = permitted(F.pad(doc, (len(k) - c, 0)), c, w)
         if self.retriever is None:
-            allowed = allowed & (scores > 0)                                # a term in common
-        order = scores = scores.masked_fill(~allowed, -math.inf)
+            allowed = allowed & (s_q > 0)                                   # a term in common
+        order = s_q
         if self.retrieval == 'shuffled':                                    # a hash of i and k
-            k = torch.arange(M, device=x.device)
             order = ((7919 * k[-c:, None] + k) % 1_000_037) ** 3 % 1_000_037
-            order = order.where(allowed, -math.inf)
-        values, chosen = order.detach().sort(dim=2, descending=True, stable=True)
-        chosen = chosen.masked_fill(values == -math.inf, -1)
-        chosen = F.pad(chosen, (0, K - M), value=-1)                        # (B, c, K), or cut
+        chosen = top(order, allowed, K)                                     # (B, c, K)
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
-
-        k = torch.stack([chosen, chosen + 1], dim=-1).clamp(min=0)          # (B, c, K, 2)
-        new = torch.stack([e.index_select(0, i.flatten()) for e, i in zip(E, k)])
-        new = new.view(B * c, K, 2 * m, -1)
-        new = self.neighbor_encoder(new, x.flatten(0, 1)).unflatten(0, (B, c))
-        neighbors = torch.cat([state.neighbors[:, -self.w:], new], dim=1)
-        chosen = torch.cat([state.chosen[:, -self.w:], chosen], dim=1)
+        pairs = torch.stack([chosen, chosen + 1], dim=3).clamp(min=0)       # (B, c, K, 2)
+        new = torch.stack([e[pair] for e, pair in zip(E, pairs)])           # (B, c, K, 2, m, C)
+        new = self.neighbor_encoder(new.view(B * c, K, 2 * m, -1), x.flatten(0, 1))
+        neighbors = torch.cat([state.neighbors[:, -w:], new.unflatten(0, (B, c))], dim=1)
+        chosen = torch.cat([state.chosen[:, -w:], chosen], dim=1)
         gates = self.neighbor_encoder.gates(neighbors, chosen)
-        return State(state.past, state.rest, E, keys, chosen, neighbors, gates), scores
+        state = State(state.past, state.rest, E, keys, chosen, neighbors, gates)
+        return state, s_q.masked_fill(~allowed, -math.inf)
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
         """
-        tokens (B, t) that continue the text of `state`, None: begin one. In training doc (B, t) and
-        teacher (B, N, K), neighbors in place of those retrieved, -1: none, -2: those retrieved
-        -> f (B, t, C), the new state, s_q (B, c, M) or None
+        Tokens (B, t) continue the text of state; in training doc (B, t) and the teacher's neighbors
+        (B, N, K), -1: none, -2: retrieved ones -> f (B, t, C), the new state, s_q (B, c, M) or None
         """
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
-        t, m, scores, cross = tokens.size(1), self.config.chunk_size, None, None
-        cached = past[0][0].size(1) if past[0] else 0
+        t, m, cached = tokens.size(1), self.config.chunk_size, past[0][0].size(1) if past[0] else 0
+        c, s_q, cross = t // m, None, None
         positions = torch.arange(cached + t, device=tokens.device)
         angles = rotary(positions, self.config.n_embd // self.config.n_head)
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
@@ -706,19 +591,17 @@ class RPT(nn.Module):
         if self.retrieval != 'off':
             doc = torch.zeros_like(tokens) if doc is None else doc
             chunk_doc = doc_of_chunks(doc, m)                               # (B, c)
-            if t >= m:
-                state, scores = self.retrieve(x, tokens, chunk_doc, teacher, state)
-            chosen, neighbors, gates = (y[:, -1 - t // m:] for y in state[-3:])     # (B, G, K, ...)
-            valid = chosen >= 0
-            any_valid = valid.any(2, keepdim=True)                          # (B, G, 1)
-            mask = (valid | ~any_valid).flatten(0, 1)[:, None, None].repeat_interleave(2 * m, dim=3)
-            group_doc = F.pad(chunk_doc, (1, 0)).where(any_valid[..., 0], -2)   # -2: none
+            if c:
+                state, s_q = self.retrieve(x, tokens, chunk_doc, teacher, state)
+            chosen, neighbors, gates = (y[:, -1 - c:] for y in state[-3:])  # of G = c + 1 groups
+            mask = F.pad(chosen[:, :, 1:] >= 0, (1, 0), value=True)         # a softmax needs a key
+            mask = mask.repeat_interleave(2 * m, dim=2)                     # (B, G, K 2m)
+            group_doc = F.pad(chunk_doc, (1, 0)).where(chosen[:, :, 0] >= 0, -2)    # -2: none
             attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
-            cross = neighbors * gates[..., None, None].to(neighbors), mask, attends
+            cross = neighbors * gates[..., None, None], mask, attends
         for i, block in enumerate(self.upper, len(self.lower)):
             x, past[i] = block(x, angles, past[i], cross)
-        state = state._replace(past=past, rest=tokens[:, t // m * m:])
-        return self.norm(x[:, -n:]), state, scores
+        return self.norm(x[:, -n:]), state._replace(past=past, rest=tokens[:, c * m:]), s_q
 
     def logits(self, f):
         """f (..., C) -> (..., V) fp32"""
@@ -732,38 +615,25 @@ class RPT(nn.Module):
         alpha = self.config.alpha * min(1, progress / 0.2)
         return chance, alpha, 1 + (self.config.tau - 1) * progress
 
-    def taught_neighbors(self, batch, chance):
-        """
-        The K candidates that help most, or as many as help; with a retriever, scheduled sampling
-        -> (B, N, K), -1: none, -2: those retrieved
-        """
-        s_t = batch.target_scores
-        order = s_t.argsort(dim=2, descending=True, stable=True)
-        teacher = batch.candidates.masked_fill(s_t <= 0, -1).gather(2, order)
-        teacher = F.pad(teacher, (0, self.config.n_neighbors - s_t.size(2)), value=-1)  # or cut
-        if self.retriever:
-            student = torch.rand(s_t.shape[:2], device=s_t.device) >= chance
-            teacher = teacher.masked_fill(student[..., None], -2)
-        return teacher
-
     def forward(self, batch, progress):
-        """
-        TaughtBatch (target -1: not predicted), step / max_steps -> loss () in nats per token, dict
-        of what to log. In eval mode or without candidates, the LM loss.
-        """
-        chance, alpha, tau = self.schedule(progress)
-        taught = self.training and hasattr(batch, 'candidates')
+        """A batch (target -1: not scored), step / max_steps -> loss () in nats per token, a log"""
+        s_t = getattr(batch, 'target_scores', None) if self.training else None      # (B, N, N)
+        teacher, (chance, alpha, tau) = None, self.schedule(progress)
         if self.training:
             torch.manual_seed(batch.seed)                   # of scheduled sampling and dropout
-        teacher = self.taught_neighbors(batch, chance) if taught else None
-        f, _, scores = self.encode(batch.tokens, batch.doc, teacher)
+        if s_t is not None:                                 # the K chunks that help most
+            teacher = top(s_t, s_t > 0, self.config.n_neighbors)
+            if self.retriever:                              # scheduled sampling
+                student = torch.rand(s_t.shape[:2], device=s_t.device) >= chance
+                teacher = teacher.masked_fill(student[..., None], -2)
+        f, _, s_q = self.encode(batch.tokens, batch.doc, teacher)
         loss = cross_entropy(f, self.embedding.weight, batch.targets)
-        if not (taught and self.retriever):
+        if s_t is None or self.retriever is None:
             return loss, {}
-        ranking, ndcg, ranked = ranking_loss(scores, batch.candidates, batch.target_scores, tau)
-        ranking = ranking / batch.ranked
-        log = dict(lm_loss=loss, ret_loss=ranking, ndcg=ndcg / batch.ranked, ranked=ranked)
-        return loss + alpha * ranking, log
+        ranked = (s_t > 0).any(2).sum()                     # chunks with a positive
+        ret_loss, ndcg = (x.sum() / ranked.clamp(min=1) for x in ranking_loss(s_q, s_t, tau))
+        log = dict(lm_loss=loss, ret_loss=ret_loss, ndcg=ndcg, ranked=ranked)
+        return loss + alpha * ret_loss, log
 
     def log_probs(self, tokens):
         """log P (B, t, V) fp32 of the next token; tokens (B, t) are of one document."""
@@ -783,30 +653,15 @@ class RPT(nn.Module):
         return state
 
     def ways(self):
-        """shuffled: permitted chunks, chosen by a hash of their numbers; corpus, both: see index"""
-        names = 'on', *['corpus', 'both'] * (self.corpus is not None), 'shuffled', 'off'
-        names = names if self.neighbor_encoder else ('off',)
+        names = ('on', 'shuffled', 'off') if self.neighbor_encoder else ('off',)
         return {name: {'retrieval': name} for name in names}
 
     def trace(self, tokens, t):
-        """Chunks read for token t + 1: [(gate, where, start, end)], where: a text or corpus"""
-        state, m, spans = self.read(tokens[None, :t + 1]), self.config.chunk_size, []
-        n = self.empty_state(tokens[None]).E.size(1)                        # of the corpus
-        used = zip(state.gates[0, -1].tolist(), state.chosen[0, -1].tolist())
-        for gate, k in [(gate, k) for gate, k in used if k >= 0]:
-            where, i = (tokens, k - n) if k >= n else (self.corpus[0], k)
-            spans.append((gate, where, i * m, (i + 2) * m))
+        """Chunks read for token t + 1: [(gate, tokens, start, end)], largest gate first"""
+        state, m = self.read(tokens[None, :t + 1]), self.config.chunk_size
+        gates, chosen = state.gates[0, -1].tolist(), state.chosen[0, -1].tolist()
+        spans = [(gate, tokens, k * m, (k + 2) * m) for gate, k in zip(gates, chosen) if k >= 0]
         return sorted(spans, key=lambda span: span[0], reverse=True)
-
-    def index(self, tokens, progress):
-        """
-        Of a corpus (n,), a text before any other: E (1, M, m, C), keys (1, M, C), RETRO (1, M, V).
-        It is read in parts, as the time of one is quadratic.
-        """
-        m = self.config.chunk_size
-        parts = progress(tokens.split(64 * self.PIECE // m * m), 'reading the corpus')
-        states = [self.read(part[None]) for part in parts]
-        return torch.cat([x.E for x in states], dim=1), torch.cat([x.keys for x in states], dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -814,49 +669,29 @@ class RPT(nn.Module):
 
 @torch.no_grad()
 def ranks(runs, args):
-    """
-    Table 3: of chance, recency, BM25 and the runs, for chunks that have a positive. The last run,
-    with retriever none, is the reference LM, which scores all permitted chunks.
-    """
-    c, corpus, documents = runs[0].model.config, runs[0].corpus, runs[0].documents
-    m, N, device = c.chunk_size, c.block_size // c.chunk_size, documents[0].device
+    """Table 3. The last run is the reference LM, which scores all permitted chunks."""
+    c, w, documents = runs[0].model.config, runs[0].model.w, runs[0].documents
+    m, N = c.chunk_size, c.block_size // c.chunk_size
+    texts = [x for tokens in documents for x in tokens.split(N * m) if len(x) == N * m]
+    kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
     *runs, reference = runs
-    kinds = {(run.model.neighbor_encoder is None, run.corpus.fingerprint, run.model.config.window,
-              run.model.config.chunk_size) for run in runs}
-    r = reference.model.config
-    if kinds != {(False, reference.corpus.fingerprint, c.window, m)} or r.retriever != 'none' \
-            or r.window < 4 * m:
-        raise SystemExit('ranks: runs that retrieve, alike in tokenizer, window and chunks, then a '
-                         'reference LM with a window of 4 chunks, as out/rpt-reference')
-    idf = corpus_idf(corpus.train.tokens, m, c.vocab_size).to(device)
-    k = torch.arange(N, device=device)
-    allowed = torch.ones(N, N, dtype=torch.bool, device=device).tril(-runs[0].model.w)
-    allowed[-1] = False                                                 # it has no target
-    candidates = k.where(allowed, -1)
-    texts = [text.view(N, m) for tokens in documents for text in tokens.split(N * m)
-             if len(text) == N * m]
-    if not texts:
-        raise SystemExit(f'ranks: no document of the split has {N * m} tokens')
-    torch.manual_seed(args.seed)                                        # of chance
-    totals, result = {}, {}                                             # sums of the measures and 1
-    for chunks in texts[::-(-len(texts) // 16)]:                        # at most 16, evenly spread
-        q, keys = bm25_vectors(chunks, idf)
-        scores = dict(chance=torch.rand(N, N, device=device), recency=k.float().expand(N, N),
-                      BM25=q @ keys.T)
-        scores.update((run.name, run.model.encode(chunks.view(1, -1))[2][0]) for run in runs)
-        s_t = target_scores(reference.model, chunks, candidates)
-        for name, s_q in scores.items():
-            s_q = s_q.masked_fill(~allowed, -math.inf)
-            _, ndcg, n = ranking_loss(s_q[None], candidates[None], s_t[None], tau=1)
-            order = s_q.argsort(dim=1, descending=True, stable=True)
-            positive = (s_t > 0).gather(1, order)                           # best s_q first
-            precision = positive[:, :2].sum() / 2
-            recall = (positive[:, :10].sum(1) / positive.sum(1).clamp(min=1)).sum()
-            totals[name] = totals.get(name, 0) + torch.tensor([precision, recall, ndcg, n])
-    for name, (*sums, n) in totals.items():
-        means = ((x / n).item() for x in sums)
-        result[name] = dict(zip(('precision@2', 'recall@10', 'ndcg@20'), means))
-        print(f'{name:24}', *(f'{key} {value:.4f}' for key, value in result[name].items()))
+    if not (runs and texts and all(run.model.neighbor_encoder for run in runs)) or len(kinds) > 1:
+        raise SystemExit('ranks: runs that retrieve, then their reference LM (out/rpt-reference), '
+                         f'with the same tokenizer and chunks; a document of {N * m} tokens')
+    texts = torch.stack(texts[::-(-len(texts) // 16)])                  # (n, T), at most 16
+    k = torch.arange(N, device=texts.device)
+    allowed = (k <= k[:, None] - w) & (k[:, None] < N - 1)              # the last has no target
+    s_t = torch.stack([target_scores(reference.model, chunks, allowed, c.reference_cache)
+                       for chunks in texts.view(-1, N, m)])             # (n, N, N)
+    n, result = (s_t > 0).sum(2), {}                                    # (n, N) positives
+    for run in runs:
+        s_q = run.model.encode(texts)[2]                                # (n, N, N)
+        positive = (s_t > 0).gather(2, s_q.argsort(dim=2, descending=True, stable=True))
+        measures = {'positive': n / allowed.sum(1), 'precision@2': positive[..., :2].sum(2) / 2,
+                    'recall@10': positive[..., :10].sum(2) / n,
+                    'ndcg@20': ranking_loss(s_q, s_t, tau=1)[1]}        # (n, N) each
+        result[run.name] = {name: x[n > 0].mean().item() for name, x in measures.items()}
+        print(f'{run.name:24}', *(f'{key} {x:.4f}' for key, x in result[run.name].items()))
     return result
 
 
@@ -866,6 +701,5 @@ TASKS = {'ranks': ranks}
 # --------------------------------------------------------------------------------------------------
 # a demo
 if __name__ == '__main__':
-    f, state, scores = RPT(RPTConfig()).encode(torch.randint(4096, (1, 1024)))
-    print(f'states {tuple(f.shape)}, scores {tuple(scores.shape)}; the last chunk has neighbors',
-          state.chosen[0, -1].tolist())
+    f, state, s_q = RPT(RPTConfig()).encode(torch.randint(4096, (1, 1024)))
+    print(f'f {tuple(f.shape)}, s_q {tuple(s_q.shape)}; retrieved', state.chosen[0, -1].tolist())
