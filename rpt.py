@@ -404,6 +404,14 @@ def bm25_vectors(tokens, idf):
     return q, (2 ** 10 * k).round() / 2 ** 10                               # so ties remain ties
 
 
+def corpus_idf(tokens, m, V):
+    """idf (V,) of the chunks of a corpus, as in bm25.py"""
+    n, df = len(tokens) // m, np.zeros(V)
+    for chunk in tokens[:n * m].reshape(n, m):
+        df[chunk] += 1                                                      # a repeated id: once
+    return torch.from_numpy(idf_lucene(n, df))
+
+
 def bm25_candidates(chunks, doc, w, J, idf):
     """§3.2: s_t of RPT-Lex (N, N): 1 - r / J for the J best, of ranks r = 0, 1, ..., else 0"""
     q, keys = bm25_vectors(chunks, idf)                                     # (N, V)
@@ -416,7 +424,7 @@ def bm25_candidates(chunks, doc, w, J, idf):
 
 
 @torch.no_grad()
-def target_scores(reference, chunks, candidates, cache):
+def target_scores(reference, chunks, candidates):
     """
     §3.2: how much candidate j of chunk i helps the reference LM to predict the target c_{i+1}:
 
@@ -426,7 +434,7 @@ def target_scores(reference, chunks, candidates, cache):
     P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows.
     chunks (N, m), candidates (N, N): True or not -> s_t (N, N), 0 where not
     """
-    N, m = chunks.shape
+    (N, m), cache = chunks.shape, reference.config.reference_cache         # λ
     k = torch.arange(N, device=chunks.device)
     baseline = candidates.any(1)[:, None] & (k == k[:, None] - 2)           # j = i - 2
     log_p = torch.zeros(N, N, device=chunks.device)
@@ -444,58 +452,86 @@ def target_scores(reference, chunks, candidates, cache):
     return (log_p - (log_p * baseline).sum(1, keepdim=True)) * candidates
 
 
-def setup(model, corpus, batches, config, autocast, train_reference, *_):
-    """-> attach(batch, g): micro-batch g with target scores, each sequence's computed only once"""
+def load_reference(c, config, corpus, train_reference):
+    """The reference LM, of --reference or trained first; its window has the four chunks of s_t."""
+    window = 4 * c.chunk_size
+    sizes = dict(n_layer=max(1, c.n_layer // 2), window=max(c.window, window))
+    training = dict(init='', max_steps=min(c.reference_steps, config.max_steps))
+    path = c.reference or train_reference(replace(c, retriever='none', **sizes),
+                                          replace(config, **training), 'reference')
+    file = torch.load(path, map_location='cpu', weights_only=True)
+    same = file['tokenizer'] == corpus.tokenizer.to_dict() and file['model_name'] == 'rpt'
+    if not same or file['config']['window'] < window:
+        raise SystemExit(f'--reference {path}: no RPT with this tokenizer, window >= {window}')
+    reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
+    reference.load_state_dict(file['model'])
+    reference.config.reference_cache = c.reference_cache
+    return reference
+
+
+# data.Batch; s_t (B, N, N), 0: no candidate; mean number, over the micro-batches of the step, of
+# chunks with a positive
+TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores ranked')
+
+
+def setup(model, corpus, batches, config, autocast, train_reference, progress):
+    """
+    Stores s_t of each sequence that the run will use in a file, in a folder whose name is a hash of
+    what they depend on; each process does its share. -> attach(batch, g), a TaughtBatch
+    """
     c, m, device = model.config, model.config.chunk_size, model.embedding.weight.device
     if c.retriever == 'none':
         return lambda batch, g: batch
-    n, df = len(corpus.train.tokens) // m, np.zeros(c.vocab_size)
-    for chunk in corpus.train.tokens[:n * m].reshape(n, m):
-        df[chunk] += 1                                                      # a repeated id: once
-    idf, reference, weights = torch.from_numpy(idf_lucene(n, df)), None, b''
+    idf, reference, weights = corpus_idf(corpus.train.tokens, m, c.vocab_size), None, b''
     if c.retriever == 'bm25':
         model.idf.copy_(idf)
-    if c.retriever == 'sem':                            # its window has the four chunks of s_t
-        sizes = dict(n_layer=max(1, c.n_layer // 2), window=max(c.window, 4 * m))
-        training = dict(init='', max_steps=min(c.reference_steps, config.max_steps))
-        path = c.reference or train_reference(replace(c, retriever='none', **sizes),
-                                              replace(config, **training), 'reference')
-        file = torch.load(path, map_location='cpu', weights_only=True)
-        same = file['tokenizer'] == corpus.tokenizer.to_dict() and file['model_name'] == 'rpt'
-        if not same or file['config']['window'] < 4 * m:
-            raise SystemExit(f'--reference {path}: no RPT with this tokenizer, window >= {4 * m}')
-        reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
-        reference.load_state_dict(file['model'])
+    if c.retriever == 'sem':
+        reference = load_reference(c, config, corpus, train_reference)
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
         reference.to(device)
     facts = [corpus.fingerprint, corpus.hops, corpus.hops * config.seed, config.dtype, m, model.w,
-             c.n_candidates, c.score_every, c.reference_cache]              # what s_t depends on
+             c.n_candidates, c.score_every, c.reference_cache]
     name = hashlib.sha256(repr(facts).encode() + weights).hexdigest()[:16]
     folder = corpus.folder / f'scores-{name}'
     folder.mkdir(exist_ok=True)
-    TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores')
 
-    def score(chunks, doc):
-        s_t = bm25_candidates(chunks, doc, model.w, c.n_candidates, idf)    # (N, N)
-        if reference:
-            pairs = (s_t > 0) & (torch.arange(len(doc)) % c.score_every == 0)[:, None]
-            with autocast():
-                s_lm = target_scores(reference, chunks.to(device), pairs.to(device),
-                                     c.reference_cache)
-            s_t = s_lm.cpu().where(pairs, s_t)
-        return s_t
-
-    def attach(batch, g):
+    def scores(g):
+        """s_t (B, N, N) of micro-batch g; each sequence's is computed only once"""
+        batch = batches[g]
         doc, T = doc_of_chunks(batch.doc, m), batch.tokens.size(1)
-        B, N = doc.shape
-        s_t = torch.zeros(B, N, N)                                          # 0: no candidate
+        N = doc.size(1)
+        s_t = torch.zeros(len(doc), N, N)
+        scored = (torch.arange(N) % c.score_every == 0)[:, None]
         for b, row in enumerate(batches.rows(g)):
             path, temporary = folder / f'{T}-{row}.npy', folder / f'{row}-{os.getpid()}.npy'
             if not path.exists():
-                np.save(temporary, score(batch.tokens[b, :N * m].view(N, m), doc[b]).numpy())
+                chunks = batch.tokens[b, :N * m].view(N, m)
+                new = bm25_candidates(chunks, doc[b], model.w, c.n_candidates, idf)
+                if reference:
+                    pairs = scored & (new > 0)
+                    with autocast():
+                        s_lm = target_scores(reference, chunks.to(device), pairs.to(device))
+                    new = s_lm.cpu().where(pairs, new)
+                np.save(temporary, new.numpy())
                 temporary.replace(path)
             s_t[b] = torch.from_numpy(np.load(path))
-        return TaughtBatch(*batch, s_t)
+        return s_t
+
+    if reference:                                       # candidate i of chunk i holds the target
+        chunks = batches[0].tokens[0].split(m)[:c.block_size // m]
+        itself = torch.eye(len(chunks), dtype=torch.bool, device=device)
+        itself[-1] = False
+        copy = target_scores(reference, torch.stack(chunks).to(device), itself)[itself].mean()
+        print(f'a copy of the target is worth {copy:.3f} nats a token to the reference LM')
+    n = config.tokens_per_step // (batches.B * batches.T)           # micro-batches of a step
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    for g in progress(range(rank, n * config.max_steps, world), f'scores in {folder}', quiet=rank):
+        scores(g)
+
+    def attach(batch, g):
+        step = range(g - g % n, g - g % n + n)
+        ranked = sum((scores(i) > 0).any(2).sum().item() for i in step)
+        return TaughtBatch(*batch, scores(g), max(1, ranked) / n)
 
     return attach
 
@@ -630,8 +666,8 @@ class RPT(nn.Module):
         loss = cross_entropy(f, self.embedding.weight, batch.targets)
         if s_t is None or self.retriever is None:
             return loss, {}
+        ret_loss, ndcg = (x.sum() / batch.ranked for x in ranking_loss(s_q, s_t, tau))
         ranked = (s_t > 0).any(2).sum()                     # chunks with a positive
-        ret_loss, ndcg = (x.sum() / ranked.clamp(min=1) for x in ranking_loss(s_q, s_t, tau))
         log = dict(lm_loss=loss, ret_loss=ret_loss, ndcg=ndcg, ranked=ranked)
         return loss + alpha * ret_loss, log
 
@@ -669,8 +705,8 @@ class RPT(nn.Module):
 
 @torch.no_grad()
 def ranks(runs, args):
-    """Table 3. The last run is the reference LM, which scores all permitted chunks."""
-    c, w, documents = runs[0].model.config, runs[0].model.w, runs[0].documents
+    """Table 3: of chance, recency, BM25 and the runs, by the scores of the last one, a reference LM"""
+    c, w, corpus, documents = runs[0].model.config, runs[0].model.w, runs[0].corpus, runs[0].documents
     m, N = c.chunk_size, c.block_size // c.chunk_size
     texts = [x for tokens in documents for x in tokens.split(N * m) if len(x) == N * m]
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
@@ -681,17 +717,21 @@ def ranks(runs, args):
     texts = torch.stack(texts[::-(-len(texts) // 16)])                  # (n, T), at most 16
     k = torch.arange(N, device=texts.device)
     allowed = (k <= k[:, None] - w) & (k[:, None] < N - 1)              # the last has no target
-    s_t = torch.stack([target_scores(reference.model, chunks, allowed, c.reference_cache)
+    s_t = torch.stack([target_scores(reference.model, chunks, allowed)
                        for chunks in texts.view(-1, N, m)])             # (n, N, N)
+    q, keys = bm25_vectors(texts.view(-1, N, m), corpus_idf(corpus.train.tokens, m, c.vocab_size))
+    torch.manual_seed(args.seed)
+    scores = {'chance': torch.rand(s_t.shape), 'latest first': k.expand(s_t.shape).float(),
+              'BM25': q @ keys.mT, **{run.name: run.model.encode(texts)[2] for run in runs}}
     n, result = (s_t > 0).sum(2), {}                                    # (n, N) positives
-    for run in runs:
-        s_q = run.model.encode(texts)[2]                                # (n, N, N)
+    for name, s_q in scores.items():
+        s_q = s_q.to(s_t).masked_fill(~allowed, -math.inf)              # (n, N, N)
         positive = (s_t > 0).gather(2, s_q.argsort(dim=2, descending=True, stable=True))
-        measures = {'positive': n / allowed.sum(1), 'precision@2': positive[..., :2].sum(2) / 2,
+        measures = {'precision@2': positive[..., :2].sum(2) / 2,        # (n, N) each
                     'recall@10': positive[..., :10].sum(2) / n,
-                    'ndcg@20': ranking_loss(s_q, s_t, tau=1)[1]}        # (n, N) each
-        result[run.name] = {name: x[n > 0].mean().item() for name, x in measures.items()}
-        print(f'{run.name:24}', *(f'{key} {x:.4f}' for key, x in result[run.name].items()))
+                    'ndcg@20': ranking_loss(s_q, s_t, tau=1)[1]}
+        result[name] = {key: x[n > 0].mean().item() for key, x in measures.items()}
+        print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
     return result
 
 
