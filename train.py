@@ -19,11 +19,11 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 import torch.distributed.nn     # AdamW would import it later, which keeps threads at exit
-
 import data
 
 MODELS = ('trime', 'rpt', 'drt')
 NOT_COMPARED = ('out', 'resume', 'device', 'compile', 'kernel')     # may differ when resuming
+NOT_SHOWN = ('step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens')
 PEAK_FLOPS = {'B200': 2250e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12,
               'A100': 312e12, 'L40S': 362e12, '4090': 165e12}       # dense bf16, by data sheet
 WORLD, RANK = int(os.environ.get('WORLD_SIZE', 1)), int(os.environ.get('RANK', 0))
@@ -55,7 +55,7 @@ class TrainConfig:
     kernel: Literal['auto', 'triton', 'torch'] = 'auto'     # of drt; auto: triton with cuda
 
 
-def at_least(least, kind):
+def numbers(least, kind):
     """The type of a flag: text -> int or float, finite and not below `least`"""
     def number(text):
         if least <= kind(text) < math.inf:                          # nan is not
@@ -72,9 +72,8 @@ def add_flags(parser, Config):
         text = comments[f.name].replace('%', '%%') + ' (default: %(default)s)'
         kind = dict(choices=get_args(f.type) or None)
         if f.type is bool: kind = dict(action=argparse.BooleanOptionalAction)
-        if f.type is float: kind = dict(type=at_least(0, float))
-        zero = f.default == 0 or '0:' in text                       # has a meaning
-        if f.type is int: kind = dict(type=at_least(0 if zero else 1, int))
+        if f.type is float: kind = dict(type=numbers(0, float))
+        if f.type is int: kind = dict(type=numbers(1 if f.default and '0:' not in text else 0, int))
         group.add_argument('--' + f.name.replace('_', '-'), default=f.default, help=text, **kind)
 
 
@@ -191,16 +190,15 @@ def find_run(out, about, resume):
     saved = json.loads((out / 'config.json').read_text()) if 'config.json' in files else {}
     differ = [key for key in about if key not in NOT_COMPARED and saved.get(key) != about[key]]
     if RANK == 0 and files and (differ or resume == 'no'):
-        free = next(n for n in range(2, 10 ** 6) if not Path(f'{out}-{n}').exists())
-        other = ', '.join(differ[:4]) or 'run'
-        raise SystemExit(f'{out} is in use (another {other}); free: --out {out}-{free}')
+        n = next(n for n in range(2, 10 ** 6) if not Path(f'{out}-{n}').exists())
+        raise SystemExit(f'{out} has another {", ".join(differ[:4]) or "run"}; try --out {out}-{n}')
     if 'ckpt.pt' in files:
         return torch.load(out / 'ckpt.pt', map_location='cpu', weights_only=True)
 
 
 @torch.no_grad()
 def validate(model, forward, batches, progress, at_most=sys.maxsize):
-    """-> causal loss in nats per token, of all micro-batches or of evenly spread ones"""
+    """-> causal loss in nats per token of all or evenly spread micro-batches, number of tokens"""
     N, B = len(batches), batches.B
     n = min(N, max(1, at_most // (B * batches.T)))
     numbers = torch.linspace(0, N - 1, n).round().int().tolist()[RANK::WORLD]
@@ -214,11 +212,11 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
         total += torch.tensor([forward(batch, progress)[0].item() * scored, scored])
     model.train()
     if WORLD > 1: dist.all_reduce(total := total.to(next(model.parameters()).device))
-    return (total[0] / total[1]).item()
+    return (total[0] / total[1]).item(), int(total[1])
 
 
 def loop(out, config, state, model, optimizers, gradient, check, peak):
-    """Steps, validations and checkpoints, until the last step or a signal"""
+    """Steps, validations and checkpoints, until the last step or a signal; peak: in tokens/s"""
     began, first = time.time(), state['step']
     if RANK == 0: open(out / 'log.jsonl', 'a').truncate(state['log_size'])
     for step in range(first + 1, config.max_steps + 1):
@@ -233,24 +231,22 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
         metrics = {key: x.item() for key, x in metrics.items()}     # waits for the GPU
         speed = config.tokens_per_step / (time.time() - start)
         stopped = metrics.pop('stopped') > 0
-
         last = step == config.max_steps
         due = last or step % config.eval_every == 0
-        if peak: metrics['mfu'] = speed / peak
-        if torch.cuda.is_initialized(): metrics['gb'] = torch.cuda.max_memory_allocated() / 2 ** 30
-        if due: metrics['val_loss'] = check(progress, config.val_tokens)
-        if last: metrics['val_loss_all'] = check(progress)
-        entry = dict(step=step, tokens=step * config.tokens_per_step, tokens_per_s=speed, lr=lr,
-                     grad_norm=norm.item(), **metrics)
+        entry = dict(step=step, tokens=step * config.tokens_per_step, **metrics, lr=lr,
+                     grad_norm=norm.item(), tokens_per_s=speed)
+        if peak: entry['mfu'] = speed / peak
+        if torch.cuda.is_initialized(): entry['gb'] = torch.cuda.max_memory_allocated() / 2 ** 30
+        if due: entry['val_loss'], entry['val_tokens'] = check(progress, config.val_tokens)
+        if last: entry['val_loss_all'], _ = check(progress)
         if not math.isfinite(entry['loss'] + entry['grad_norm'] + entry.get('val_loss', 0)):
             raise SystemExit(f'step {step} is not finite; a lower --lr usually helps: {entry}')
         if RANK == 0:
             left = (time.time() - began) / (step - first) * (config.max_steps - step) / 60
             if step == first + 10 and left > 5:
-                n = round(4 * config.max_steps / left)
-                print(f'about {left:.0f} min left; for about 4, use --max-steps {n}, another --out')
+                print(f'{left:.0f} min left; for 4: --max-steps {4 * config.max_steps / left:.0f}')
             if due or step == 1 or step % max(1, config.max_steps // 30) == 0:
-                shown = [f'{key} {x:.4f}' for key, x in metrics.items()]
+                shown = [f'{key} {x:.4f}' for key, x in entry.items() if key not in NOT_SHOWN]
                 shown += [f'{speed:,.0f} tokens/s', f'{left:.1f} min left']
                 print(f'step {step:6d}/{config.max_steps}', *shown, sep=' | ', flush=True)
             with open(out / 'log.jsonl', 'a') as f:
@@ -274,7 +270,6 @@ def train(module, model_config, config, corpus=None):
     B, T = model_config.micro_batch, model_config.block_size
     passes, rest = divmod(config.tokens_per_step, n := WORLD * B * T)
     if rest: raise SystemExit(f'--tokens-per-step: no multiple of {n} = {WORLD} x {B} x {T}')
-
     # data, which the first process prepares and packs
     if RANK > 0: dist.barrier()
     corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size)
@@ -285,7 +280,6 @@ def train(module, model_config, config, corpus=None):
     val_batches = corpus.batches(corpus.val, seed=0, **sizes)
     if RANK == 0 and WORLD > 1: dist.barrier()
     model_config.vocab_size = corpus.tokenizer.n_vocab
-
     # model, optimizers
     about = dict(model=name, corpus=corpus.fingerprint, **asdict(model_config), **asdict(config))
     checkpoint = find_run(out, about, config.resume)
@@ -297,7 +291,6 @@ def train(module, model_config, config, corpus=None):
     setup = getattr(module, 'setup', lambda *_: lambda batch, g: batch)
     attach = setup(model, corpus, batches, config, autocast, train_reference, data.progress)
     optimizers = optimizers_of(model, config)
-
     # resume; a packed run has no best.pt, as it is validated with another memory
     state = checkpoint or dict(
         model_name=name, config=asdict(model_config), data=config.data, corpus=corpus.fingerprint,
@@ -319,7 +312,6 @@ def train(module, model_config, config, corpus=None):
         ran = dict(command=' '.join(sys.argv), commit=subprocess.getoutput(git), ran_on=ran_on,
                    python=sys.version, torch=torch.__version__)
         write(out / 'config.json', json.dumps({**about, **ran}, indent=1))
-
     # loop
     def forward(batch, progress):
         batch = batch._make(x.to(device) if torch.is_tensor(x) else x for x in batch)
@@ -335,19 +327,20 @@ def train(module, model_config, config, corpus=None):
             for key, value in {'loss': loss, **more}.items():
                 metrics[key] = metrics.get(key, 0) + value.detach() / passes
         metrics['stopped'] = torch.full_like(metrics['loss'], len(STOP))
-        if WORLD > 1:                                   # the means over all processes
-            gradients = (p.grad for p in model.parameters() if p.grad is not None)
-            for x in [*metrics.values(), *gradients]: dist.all_reduce(x.div_(WORLD))
+        if WORLD > 1:                                   # the means over all, in one message
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            means = torch.nn.utils.parameters_to_vector([*metrics.values(), *gradients]) / WORLD
+            dist.all_reduce(means)
+            torch.nn.utils.vector_to_parameters(means, [*metrics.values(), *gradients])
         return metrics
 
     model.kernel = config.kernel
     if config.compile == 'on' or config.compile == 'auto' and device.type == 'cuda':
         model.encode = torch.compile(model.encode)
     gpu = torch.cuda.get_device_name(device) if bf16 and device.type == 'cuda' else ''
-    flops = next((flops for part, flops in PEAK_FLOPS.items() if part in gpu), 0)
-    peak = WORLD * flops / (6 * n_weights)              # in tokens/s, 6 FLOPs for each weight
+    flops = WORLD * next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), 0)
     check = lambda *args: validate(model, forward, val_batches, *args)
-    loop(out, config, state, model, optimizers, gradient, check, peak)
+    loop(out, config, state, model, optimizers, gradient, check, peak=flops / (6 * n_weights))
     print(f'finished: python eval.py {out}')
     if WORLD > 1: dist.barrier()                        # all find ckpt.pt
     return out / 'ckpt.pt'
