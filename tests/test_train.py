@@ -111,7 +111,7 @@ def test_an_interrupted_run_equals_another_one(here, capsys, model):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
         at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
         run(flags(model, '--out run'))
-    assert stopped.value.code == 128 + signal.SIGINT
+    assert 'stopped at step 3' in stopped.value.code
     assert torch.load('run/ckpt.pt', weights_only=True)['step'] == len(log_of('run')) == 3
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         at_step(patch, 5, Mock(side_effect=KeyboardInterrupt))
@@ -119,9 +119,8 @@ def test_an_interrupted_run_equals_another_one(here, capsys, model):
     assert len(log_of('run')) == 5
     with open('run/log.jsonl', 'a') as f:
         f.write('{"step": 6, "lo')
-    capsys.readouterr()
     run(flags(model, '--out run'))
-    assert 'from step 4' in capsys.readouterr().out and same('straight', 'run')
+    assert 'run from step 4' in capsys.readouterr().out and same('straight', 'run')
     assert model != 'rpt' or same('straight-reference', 'run-reference')
     run(flags(model, '--out other --seed 1'))
     assert not same('straight', 'other')
@@ -144,32 +143,19 @@ def test_kill_9(here):
 
 
 @pytest.mark.dist
-def test_two_processes_take_the_same_steps_as_one(here):
-    """
-    Two micro-batches of one process, or one of each of two: the same mean of gradients, the same
-    randomness; only the order of additions differs. The two processes have equal weights, so what
-    one of them writes is that of both. No thread of the process group is left at the end.
-    """
-    runs = {name: flags(name) for name in FLAGS}
-    for name, argv in runs.items():
-        run([*argv, '--out', f'one/{name}'])
-    Path('main.py').write_text(
-        f'import pathlib, sys; sys.path.insert(0, {str(FILE.parent)!r}); import train\n'
-        'end = train.dist.destroy_process_group; train.dist.destroy_process_group = lambda: None\n'
-        f'for name, argv in {runs}.items():\n    train.main([*argv, "--out", "two/" + name])\n'
-        '    train.dist.init_process_group = lambda *_, **__: None\n'       # one group for all
-        'end(); names = [p.read_text() for p in pathlib.Path("/proc/self/task").glob("*/comm")]\n'
-        'assert not any("gloo" in name for name in names), names\n')
-    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone',
-                    '--nproc_per_node=2', 'main.py'], check=True, stdout=subprocess.DEVNULL)
-    for name in runs:
-        (one, _, log_one), (two, _, log_two) = outcome(f'one/{name}'), outcome(f'two/{name}')
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, two, strict=True)), name
-        for a, b in zip(log_one, log_two, strict=True):
-            assert [a[k] for k in a] == pytest.approx([b[k] for k in a], rel=1e-4), name
+@pytest.mark.parametrize('model', FLAGS)
+def test_two_processes_take_the_same_steps_as_one(here, model):
+    """Two micro-batches, of one process or one of each of two: only the order of sums differs."""
+    run(flags(model, '--out one'))
+    torchrun = '-m torch.distributed.run --standalone --nproc_per_node=2'.split()
+    subprocess.run([sys.executable, *torchrun, FILE, *flags(model, '--out two')], check=True)
+    (one, _, log_one), (two, _, log_two) = outcome('one'), outcome('two')
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, two, strict=True))
+    for a, b in zip(log_one, log_two, strict=True):
+        assert [a[k] for k in a] == pytest.approx([b[k] for k in a], rel=1e-4)
 
 
-def test_a_run_learns_and_leaves_four_files(here, capsys):
+def test_a_run_learns_and_leaves_four_files(here):
     run(flags('trime', '--lr 1e-2 --max-steps 60 --eval-every 20 --grad-clip 0'))
     log, out = log_of('out/trime'), Path('out/trime')
     assert [x['step'] for x in log] == list(range(1, 61)) and log[-1]['tokens'] == 60 * 64
@@ -177,11 +163,6 @@ def test_a_run_learns_and_leaves_four_files(here, capsys):
     assert log[-1]['val_loss'] < log[0]['loss'] - 1
     cosine = [0.0055 + 0.0045 * math.cos(math.pi * s / 57) for s in range(57)]     # to a tenth
     assert [x['lr'] for x in log] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01] + cosine)
-    corpus = data.load('texts', 'bytes', quiet=True)
-    loss, n = log[-1]['val_loss_all'], log[-1]['val_tokens_all']
-    assert n == len(corpus.val.tokens) - 1
-    bits = f'{loss / math.log(2) * n / corpus.val.n_bytes:.3f} bits per byte\npython eval.py {out}'
-    assert bits in capsys.readouterr().out
     assert {p.name for p in out.iterdir()} == {'config.json', 'log.jsonl', 'best.pt', 'ckpt.pt'}
     about = json.loads((out / 'config.json').read_text())
     assert (about['lr'], about['memory'], about['torch']) == (1e-2, 'local', torch.__version__)
@@ -199,11 +180,11 @@ def test_nothing_is_overwritten(here, capsys):
     Path('out/other').mkdir()
     Path('out/other/thesis.txt').write_text('mine')
     before = {p: p.read_bytes() for p in Path('out').rglob('*') if p.is_file()}
-    for more, message in (('--lr 1e-4', 'lr); free: --out out/trime-2'), ('--dropout 0', 'dropout'),
+    for more, message in (('--lr 1e-4', 'lr; try --out out/trime-2'), ('--dropout 0', 'dropout'),
                           ('--resume no', '--out out/trime-2'), ('--out out/other', 'other-2')):
         assert message in one_line(run, flags('trime', more))
     run(flags('trime', '--kernel torch'))                   # finished; --kernel may differ
-    assert 'finished, after 6 steps' in capsys.readouterr().out
+    assert 'finished' in capsys.readouterr().out
     assert {p: p.read_bytes() for p in Path('out').rglob('*') if p.is_file()} == before
 
 
@@ -223,7 +204,6 @@ def test_a_failure_harms_no_checkpoint(here, case, message):
         run(flags('trime', '--out run'))
     for name in ('best', 'ckpt'):
         assert torch.load(f'run/{name}.pt', weights_only=True)['step'] == 2
-    assert not [*Path('run').glob('*.tmp')]
     run(flags('trime', '--out run'))
     run(flags('trime', '--out straight'))
     assert same('run', 'straight')
@@ -231,7 +211,8 @@ def test_a_failure_harms_no_checkpoint(here, case, message):
 
 @pytest.mark.parametrize('B, hint, error', [
     (4, '--micro-batch 2', torch.OutOfMemoryError('Tried to allocate 9 GiB')),
-    (1, '--block-size 8', RuntimeError("can't allocate memory")), (4, '-batch 2', MemoryError())])
+    (1, '--block-size 8', RuntimeError("can't allocate memory")),
+    (4, '--micro-batch 2', MemoryError('Unable to allocate 9 GiB'))])
 def test_out_of_memory_names_the_next_smaller_size(here, monkeypatch, B, hint, error):
     monkeypatch.setattr(trime.TRIME, 'forward', Mock(side_effect=error))
     assert hint in one_line(run, flags('trime', f'--micro-batch {B}'))
@@ -243,18 +224,20 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
 
 
 def test_init_starts_from_other_weights(here):
-    subprocess.run([sys.executable, FILE, *flags('trime', '--out first')], check=True)
+    run(flags('trime', '--out first'))
     run(flags('trime', '--out second --init first/ckpt.pt --lr 1e-12 --max-steps 1'))
     for a, b in zip(outcome('first')[0], outcome('second')[0], strict=True):
         assert torch.allclose(a, b, atol=1e-6)
     other = flags('trime', '--out third --init first/ckpt.pt --n-embd 32')
-    assert 'first/ckpt.pt has no weights' in one_line(run, other)
+    assert 'first/ckpt.pt has no such weights' in one_line(run, other)
 
 
 @pytest.mark.parametrize('more, message', [
     ('--learning-rate 1', 'nearest is --'), ('--device cuda', '--device cpu'), ('--lr nan', 'nan'),
     ('--memory lokal', 'lokal'), ('--tokens-per-step 100', 'multiple of 32'), ('--seed 1.5', '1.5'),
-    ('--micro-batch 0', 'micro_batch'), ('--model gpt', 'trime'), ('--data no/such', 'such'),
+    ('--lr -1', '--lr: -1 is not a number from 0 on'), ('--weight-decay inf', 'inf'),
+    ('--micro-batch 0', '0 is not a number from 1 on'), ('--model gpt', 'trime'),
+    ('--model drt --groups -1', '-1 is not a number from 0 on'), ('--data no/such', 'such'),
     ('--block-size 999999 --tokens-per-step 1999998', 'block-size'),
     ('--model rpt --window 96', 'window'), ('--out texts/val.jsonl', 'val.jsonl')])
 def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, message):
@@ -340,10 +323,7 @@ def test_a_step_by_hand(here, optimizer):
 
 
 class PretendedGPU(TorchFunctionMode):
-    """
-    Tensors that would be on a GPU are marked, and remain on the CPU. To compute with one of each is
-    an error, as is numpy of a GPU's. Indices and tensors without axes may be the CPU's.
-    """
+    """Tensors that would be on a GPU are marked; computing with one of each place is an error."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, owner, kwargs = func.__name__, getattr(func, '__self__', None), dict(kwargs or {})
@@ -416,9 +396,10 @@ def test_random_tokens_cannot_be_predicted(here, model, more):
     assert log_of('run')[-1]['val_loss_all'] > math.log(16) - 0.01      # 4 standard errors
 
 
-def test_imports_touch_nothing_heavy():
-    script = ('import os, sys, train, trime, rpt, drt, torch; print({"triton", "faiss", '
-              '"torch._dynamo"} & set(sys.modules), os.environ["OMP_WAIT_POLICY"])')
+def test_imports():
+    """None is heavy; AdamW's own comes before a process group, whose threads it would keep."""
+    script = ('import os, sys, train, trime, rpt, drt; print(os.environ["OMP_WAIT_POLICY"], '
+              '{"faiss", "triton", "torch._dynamo", "torch.distributed.nn"} & set(sys.modules))')
     command = ['env', '-u', 'OMP_WAIT_POLICY', sys.executable, '-c', script]
     screen = subprocess.run(command, capture_output=True, text=True, cwd=FILE.parent).stdout
-    assert screen == 'set() PASSIVE\n'
+    assert screen == "PASSIVE {'torch.distributed.nn'}\n"
