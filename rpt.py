@@ -705,10 +705,10 @@ class RPT(nn.Module):
 
 @torch.no_grad()
 def ranks(runs, args):
-    """Table 3: of chance, recency, BM25 and the runs, by the scores of the last one, a reference LM"""
-    c, w, corpus, documents = runs[0].model.config, runs[0].model.w, runs[0].corpus, runs[0].documents
+    """Table 3: of chance, recency, BM25 and the runs, by s_t of the last one, the reference LM"""
+    c, w, corpus = runs[0].model.config, runs[0].model.w, runs[0].corpus
     m, N = c.chunk_size, c.block_size // c.chunk_size
-    texts = [x for tokens in documents for x in tokens.split(N * m) if len(x) == N * m]
+    texts = [x for text in runs[0].documents for x in text.split(N * m) if len(x) == N * m]
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
     *runs, reference = runs
     if not (runs and texts and all(run.model.neighbor_encoder for run in runs)) or len(kinds) > 1:

@@ -4,9 +4,9 @@ Trains any model of this repository: on a laptop's CPU, on one GPU, or on many u
     $ python train.py --model trime --memory none --out out/vanilla
     $ torchrun --standalone --nproc_per_node=8 train.py --model rpt --tokens-per-step 16384
 
-The folder of a run, out/<model> or --out, gets config.json, log.jsonl (a line a step), best.pt (the
-weights with the lowest validation loss) and ckpt.pt, from which the same command resumes. A run
-that was interrupted equals another one, bit for bit on a CPU, as does one on more processes.
+The folder of a run, out/<model> or --out, gets config.json, log.jsonl, best.pt (the weights with the
+lowest validation loss) and ckpt.pt, from which the same command resumes. A run that was interrupted
+equals another one, bit for bit on a CPU, as does one on more processes.
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
@@ -54,6 +54,10 @@ class TrainConfig:
     compile: Literal['auto', 'on', 'off'] = 'auto'      # torch.compile; auto: on with cuda
     kernel: Literal['auto', 'triton', 'torch'] = 'auto'     # of drt; auto: triton with cuda
 
+    def __post_init__(self):
+        if self.warmup > 1 or self.beta2 >= 1:
+            raise ValueError('warmup is a share of the steps, at most 1; beta2 is below 1')
+
 
 def numbers(least, kind):
     """The type of a flag: text -> int or float, finite and not below `least`"""
@@ -99,8 +103,10 @@ def parse(argv=None):
     for Config in configs: add_flags(parser, Config)
     parser.set_defaults(**preset)
     args = vars(parse_flags(parser, argv))
-    try: return module, *(C(**{f.name: args[f.name] for f in fields(C)}) for C in configs)
-    except ValueError as e: parser.error(e)             # fields that do not fit together
+    try:
+        return module, *(C(**{f.name: args[f.name] for f in fields(C)}) for C in configs)
+    except ValueError as e:                             # fields that do not fit together
+        parser.error(e)
 
 
 def hardware(device):
@@ -178,9 +184,13 @@ def optimizers_of(model, config):
 
 def write(path, content):
     """Text, or torch.save's objects, then a rename: readers find the previous file or this one."""
-    with open(f'{path}.tmp', 'wb') as f:
-        f.write(content.encode()) if isinstance(content, str) else torch.save(content, f)
-    os.replace(f'{path}.tmp', path)
+    temporary = Path(f'{path}.tmp')
+    try:
+        with open(temporary, 'wb') as f:
+            f.write(content.encode()) if isinstance(content, str) else torch.save(content, f)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)               # after a failure, as of a full disk
 
 
 def find_run(out, about, resume):
@@ -306,6 +316,7 @@ def train(module, model_config, config, corpus=None):
     state['model'] = model.state_dict()                 # of the live weights
     n_weights = sum(p.numel() for p in model.parameters())
     ran_on = f'{WORLD} x {device}, {"bf16" if bf16 else "fp32"}'
+    print(' '.join(f'{key}={value}' for key, value in about.items()))
     print(f'{out} from step {state["step"]}: {n_weights:,} parameters on {ran_on}')
     if RANK == 0 and not checkpoint:
         git = f'git -C "{Path(__file__).parent}" describe --always --dirty'
