@@ -233,7 +233,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
-        q_rotary = [angles[-x.size(1):] for angles in rotary]               # cached k: not rotated
+        q_rotary = [angles[-x.size(1):] for angles in rotary]               # cached k is not rotated
         y = attend(rotate(q, q_rotary), rotate(k, rotary), v, self.block, 2 * self.block)
         end = k.size(1) - x.size(1) % self.m                                # of whole chunks
         start = max(0, end // self.block - 1) * self.block                  # of the last two blocks
@@ -413,13 +413,13 @@ def corpus_idf(tokens, m, V):
 
 
 def bm25_candidates(chunks, doc, w, J, idf):
-    """§3.2: s_t of RPT-Lex (N, N): 1 - r / J for the J best, of ranks r = 0, 1, ..., else 0"""
+    """§3.2: chunks (N, m), doc (N,) -> s_t of RPT-Lex (N, N): 1 - r / J for the J best, else 0"""
     q, keys = bm25_vectors(chunks, idf)                                     # (N, V)
     scores = (q + q.roll(-1, 0)) @ keys.T                                   # of (c_i, c_{i+1})
     has_target = F.pad(doc[1:] == doc[:-1], (0, 1))[:, None]                # c_{i+1}
     allowed = permitted(doc[None], len(doc), w)[0] & has_target & (scores > 0)
     order = scores.masked_fill(~allowed, -math.inf).argsort(dim=1, descending=True, stable=True)
-    rank = order.argsort(dim=1).float()
+    rank = order.argsort(dim=1).float()                                     # r = 0, 1, ...
     return (1 - rank / J).clamp(min=0) * allowed
 
 
@@ -540,7 +540,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
 # the model
 
 class State(NamedTuple):
-    """What is kept of a text of M whole chunks and a rest; n >= w: of the last chunks"""
+    """What is kept of a text: M whole chunks, of the last n >= w of them the neighbors, and rest"""
     past: list                  # of each layer, keys and values of the last two blocks
     rest: torch.Tensor          # (B, fewer than m) tokens of the unfinished chunk
     E: torch.Tensor             # (B, M, m, C) tokens of all chunks, to be retrieved
