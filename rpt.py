@@ -455,10 +455,10 @@ def target_scores(reference, chunks, candidates):
 def load_reference(c, config, corpus, train_reference):
     """The reference LM, of --reference or trained first; its window has the four chunks of s_t."""
     window = 4 * c.chunk_size
-    sizes = dict(n_layer=max(1, c.n_layer // 2), window=max(c.window, window))
+    sizes = dict(n_layer=max(1, c.n_layer // 2), window=max(c.window, window), retriever='none')
     training = dict(init='', max_steps=min(c.reference_steps, config.max_steps))
-    path = c.reference or train_reference(replace(c, retriever='none', **sizes),
-                                          replace(config, **training), 'reference')
+    path = c.reference or train_reference(replace(c, **sizes), replace(config, **training),
+                                          'reference')
     file = torch.load(path, map_location='cpu', weights_only=True)
     same = file['tokenizer'] == corpus.tokenizer.to_dict() and file['model_name'] == 'rpt'
     if not same or file['config']['window'] < window:
@@ -469,8 +469,7 @@ def load_reference(c, config, corpus, train_reference):
     return reference
 
 
-# data.Batch; s_t (B, N, N), 0: no candidate; mean number, over the micro-batches of the step, of
-# chunks with a positive
+# of data.Batch; s_t (B, N, N); chunks with a positive, a mean over the micro-batches of the step
 TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores ranked')
 
 
@@ -492,23 +491,21 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     facts = [corpus.fingerprint, corpus.hops, corpus.hops * config.seed, config.dtype, m, model.w,
              c.n_candidates, c.score_every, c.reference_cache]
     name = hashlib.sha256(repr(facts).encode() + weights).hexdigest()[:16]
-    folder = corpus.folder / f'scores-{name}'
-    folder.mkdir(exist_ok=True)
+    (folder := corpus.folder / f'scores-{name}').mkdir(exist_ok=True)
 
     def scores(g):
         """s_t (B, N, N) of micro-batch g; each sequence's is computed only once"""
         batch = batches[g]
         doc, T = doc_of_chunks(batch.doc, m), batch.tokens.size(1)
-        N = doc.size(1)
-        s_t = torch.zeros(len(doc), N, N)
-        scored = (torch.arange(N) % c.score_every == 0)[:, None]
+        B, N = doc.shape
+        s_t = torch.zeros(B, N, N)
+        scored = (torch.arange(N) % c.score_every == 0)[:, None] & (reference is not None)
         for b, row in enumerate(batches.rows(g)):
             path, temporary = folder / f'{T}-{row}.npy', folder / f'{row}-{os.getpid()}.npy'
             if not path.exists():
                 chunks = batch.tokens[b, :N * m].view(N, m)
                 new = bm25_candidates(chunks, doc[b], model.w, c.n_candidates, idf)
-                if reference:
-                    pairs = scored & (new > 0)
+                if (pairs := scored & (new > 0)).any():
                     with autocast():
                         s_lm = target_scores(reference, chunks.to(device), pairs.to(device))
                     new = s_lm.cpu().where(pairs, new)
@@ -712,14 +709,13 @@ def ranks(runs, args):
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
     *runs, reference = runs
     if not (runs and texts and all(run.model.neighbor_encoder for run in runs)) or len(kinds) > 1:
-        raise SystemExit('ranks: runs that retrieve, then their reference LM (out/rpt-reference), '
-                         f'with the same tokenizer and chunks; a document of {N * m} tokens')
+        raise SystemExit(f'ranks: runs that retrieve, then their reference LM (out/rpt-reference), '
+                         f'of one tokenizer and chunk size; a document of {N * m} tokens')
     texts = torch.stack(texts[::-(-len(texts) // 16)])                  # (n, T), at most 16
-    k = torch.arange(N, device=texts.device)
+    chunks, k = texts.view(-1, N, m), torch.arange(N, device=texts.device)
     allowed = (k <= k[:, None] - w) & (k[:, None] < N - 1)              # the last has no target
-    s_t = torch.stack([target_scores(reference.model, chunks, allowed)
-                       for chunks in texts.view(-1, N, m)])             # (n, N, N)
-    q, keys = bm25_vectors(texts.view(-1, N, m), corpus_idf(corpus.train.tokens, m, c.vocab_size))
+    s_t = torch.stack([target_scores(reference.model, x, allowed) for x in chunks])     # (n, N, N)
+    q, keys = bm25_vectors(chunks, corpus_idf(corpus.train.tokens, m, c.vocab_size).to(k.device))
     torch.manual_seed(args.seed)
     scores = {'chance': torch.rand(s_t.shape), 'latest first': k.expand(s_t.shape).float(),
               'BM25': q @ keys.mT, **{run.name: run.model.encode(texts)[2] for run in runs}}
