@@ -233,7 +233,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
-        q_rotary = [angles[-x.size(1):] for angles in rotary]               # cached k is not rotated
+        q_rotary = [angles[-x.size(1):] for angles in rotary]               # cached k: not rotated
         y = attend(rotate(q, q_rotary), rotate(k, rotary), v, self.block, 2 * self.block)
         end = k.size(1) - x.size(1) % self.m                                # of whole chunks
         start = max(0, end // self.block - 1) * self.block                  # of the last two blocks
