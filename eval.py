@@ -22,9 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import data, train
 
 POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': sys.maxsize}
-LEGEND = """
-on: memory or retrieval as trained; shuffled: others in place of those retrieved; off: none. <512:
-loss of a document's tokens 1 to 511. ±: standard error. Between tokenizers, compare bits/byte."""
+LEGEND = 'on: as trained; shuffled: with others in their place; off: without. ±: standard error'
 
 
 @dataclass
@@ -193,9 +191,9 @@ def examples(runs, args, n=3):
             result.append(show(run, prompt, len(prompt) - 1))
             continue
         gains = [on - off for on, off in zip(run.score(run.on), run.score('off'))]
-        best = sorted(((x.max(), d) for d, x in enumerate(gains)), reverse=True)
-        for gain, d in best[:n]:
-            t, gain = int(gains[d].argmax()), round(float(gain), 4)
+        for d in sorted(range(len(gains)), key=lambda d: -gains[d].max())[:n]:
+            t = int(gains[d].argmax())
+            gain = round(float(gains[d][t]), 4)
             result.append(show(run, run.documents[d], t, document=d, token=t + 1, gain=gain))
     return result
 
