@@ -12,8 +12,8 @@ Its name ends with a hash of its source files (names, sizes, times): if one chan
 is made. Every document ends with <|endoftext|>, except with `word`. A batch is a pure function of
 (split, kind, block_size, micro_batch, seed, number): a run resumes from its step alone.
 """
-import contextlib, functools, hashlib, heapq, io, json, os, re, sys, sysconfig
-import tempfile, time, urllib.request, zipfile
+import functools, hashlib, heapq, io, json, os, re, shutil, sys
+import sysconfig, time, urllib.request, zipfile
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
@@ -29,8 +29,8 @@ from bm25 import BM25
 
 SPLITS = ('train', 'val', 'test')
 EOT = '<|endoftext|>'
-PIECE = 1 << 15             # characters that are encoded at once, about
-BPE_SAMPLE = 64 << 20       # bytes that bpe is learned from, about
+PIECE = 1 << 16             # characters that are encoded at once, about
+BPE_PIECES = 4000           # of the text that bpe is learned from, at most
 
 
 def digest(*values):
@@ -62,9 +62,9 @@ def words_of(text):
 
 def learn_bpe(counts, n_merges):
     """
-    Byte-pair encoding: n_merges times, the most frequent pair of adjacent tokens becomes a token,
-    of equally frequent pairs the one with the smaller ids. {word: frequency} -> tokens; words and
-    tokens have a character per byte. While a word is merged, its character i is token i.
+    Byte-pair encoding: n_merges times the most frequent pair of adjacent tokens becomes a token; of
+    equally frequent ones that with the smaller ids. {word: frequency} -> tokens; words and tokens
+    have a character per byte, but while a word is merged, its character i is token i.
     """
     tokens = [chr(i) for i in range(256)]
     words, frequency = list(counts), list(counts.values())
@@ -103,7 +103,6 @@ class Tokenizer:
     bpe     the 256 bytes, tokens learned from the corpus, and <|endoftext|>
     gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads once
     word    WikiText's: words between blanks, <eos> for each line end, <unk>; most frequent first
-
     tokens: str by id, except for word in latin-1, a character per byte. eot: the last id, or None
     """
     NAMES = ('bytes', 'bpe', 'gpt2', 'word')
@@ -132,7 +131,7 @@ class Tokenizer:
                 gpt2 = tiktoken.get_encoding('gpt2')
             except Exception:                                   # of several packages
                 raise SystemExit(NO_GPT2)
-            tokens = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
+            tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
             return cls(name, [token.decode('latin-1') for token in tokens], gpt2._pat_str)
         counts = Counter()
         for text in texts:
@@ -169,50 +168,47 @@ class Tokenizer:
 # --------------------------------------------------------------------------------------------------
 # the source files of a corpus, their splits and documents
 GITHUB = 'https://raw.githubusercontent.com/'
-DOWNLOADS = {                               # corpus: URL of a file {} or of a zip; its files
-    'shakespeare': (GITHUB + 'karpathy/char-rnn/master/data/tinyshakespeare/{}', 'input.txt'),
-    'wikitext2': (GITHUB + 'pytorch/examples/main/word_language_model/data/wikitext-2/{}',
-                  'train.txt', 'valid.txt', 'test.txt'),
-    'wikitext103': ('https://wikitext.smerity.com/wikitext-103-v1.zip',
-                    'wiki.train.tokens', 'wiki.valid.tokens', 'wiki.test.tokens'),
-    'enwik8': ('http://mattmahoney.net/dc/enwik8.zip', 'enwik8'),
-    'pg19': ('gs://deepmind-gutenberg/{}', 'train', 'validation', 'test'),  # fails: put them there
+WIKITEXT2 = GITHUB + 'pytorch/examples/main/word_language_model/data/wikitext-2/'
+DOWNLOADS = {
+    'shakespeare': [GITHUB + 'karpathy/char-rnn/master/data/tinyshakespeare/input.txt'],
+    'wikitext2': [WIKITEXT2 + file for file in ('train.txt', 'valid.txt', 'test.txt')],
+    'wikitext103': ['https://wikitext.smerity.com/wikitext-103-v1.zip'],
+    'enwik8': ['http://mattmahoney.net/dc/enwik8.zip'],
+    'pg19': ['gs://deepmind-gutenberg/'],       # nothing here reads it: a message
 }
-HIDDEN = '[.].*|corpora'                    # names of files and folders that are omitted
-NOT_CODE = ('site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
-            'config-.*|_sysconfigdata.*')   # the last two: by an installer
-SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:\..*)?')
+HIDDEN = '[.].*|corpora'                        # names of files and folders that are omitted
+NOT_CODE = (HIDDEN + '|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
+            'config-.*|_sysconfigdata.*')       # the last two: by an installer
+SPLIT_NAME = re.compile(r'(?:.*[/._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:[/.].*)?')
 # where an article of WikiText begins: ' = Title = ' between blank lines, after some text
 ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n *$)(?<=\S\s*\n *\n)')
-SAFE = re.compile(r'(?<=\S)\n(?=\S)')
 
 
 def fetch(name, folder):
-    """Downloads the files of a named corpus that the folder does not have."""
-    place, *files = DOWNLOADS[name]
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        if (folder / file).exists():
-            continue
-        url = place.format(file)
+    """Downloads the files of a named corpus into a folder, unless this is there."""
+    if folder.exists():
+        return
+    contents = {}
+    for url in DOWNLOADS[name]:
         print(f'downloading {url}')
         request = urllib.request.Request(url, headers={'User-Agent': 'Mozilla/5.0'})
         try:
-            contents = {file: urllib.request.urlopen(request, timeout=60).read()}
-            if url.endswith('.zip'):
-                archive = zipfile.ZipFile(io.BytesIO(contents[file]))
-                contents = {Path(name).name: archive.read(name) for name in archive.namelist()}
+            contents[Path(url).name] = urllib.request.urlopen(request, timeout=60).read()
         except Exception as error:                              # of several packages
-            raise SystemExit(f'{url}: {error!r}; put {", ".join(files)} into {folder}')
-        for name in files & contents.keys():
-            (folder / name).write_bytes(contents[name])
+            raise SystemExit(f'{url}: {error!r}; put its files, unpacked, into {folder}')
+    folder.mkdir(parents=True)
+    for file, content in contents.items():
+        if file.endswith('.zip'):
+            zipfile.ZipFile(io.BytesIO(content)).extractall(folder)
+        else:
+            (folder / file).write_bytes(content)
 
 
 def list_files(where, code):
     """The files of a folder, or one file, none of them empty -> {name: path}, sorted"""
     if where.is_file():
         return {where.name: where}
-    omit, files = f'{HIDDEN}|{NOT_CODE}' if code else HIDDEN, {}
+    omit, files = NOT_CODE if code else HIDDEN, {}
     for folder, folders, names in os.walk(where):
         folders[:] = [name for name in folders if not re.fullmatch(omit, name)]
         for path in [Path(folder, name) for name in names if not re.fullmatch(omit, name)]:
@@ -228,17 +224,16 @@ def split_files(files, code):
     splits. Others go in order of sha256(name) to val, else to test, up to 5% of the bytes, else to
     train. If all are too large for val, each is cut into three parts.
     """
-    groups, sizes, split_of = defaultdict(list), Counter(), {}
+    groups, sizes = defaultdict(list), Counter()
     for name, path in files.items():
-        text, top = path.read_bytes(), name.split('/')[0]
+        text = path.read_bytes()
         if text.decode(errors='ignore').encode() != text:
             print(f'skipped, not UTF-8: {path}')
             continue
-        name = top if code else name
+        name = name.split('/')[0] if code else name
         groups[name].append(path)
         sizes[name] += len(text)
-        if match := SPLIT_NAME.fullmatch(top):
-            split_of[name] = match[1]
+    split_of = {name: match[1] for name in groups if (match := SPLIT_NAME.fullmatch(name))}
     if 'train' not in split_of.values():
         n_bytes = sizes.total()
         room = dict(val=n_bytes // 20, test=n_bytes // 20, train=n_bytes)
@@ -275,7 +270,7 @@ def documents(paths, part):
 def pieces(text):
     """A text in pieces of about PIECE characters, cut where every tokenizer cuts"""
     start = 0
-    while cut := SAFE.search(text, start + PIECE):
+    while cut := regex.search(r'(?<=\S)\n(?=\S)', text, pos=start + PIECE):
         yield text[start:cut.end()]
         start = cut.end()
     yield text[start:]
@@ -310,20 +305,17 @@ class Corpus:
         for split, m in meta['splits'].items():
             tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
             offsets = np.fromfile(folder / f'{split}.idx', np.int64)
-            if not len(tokens) == m['tokens'] == offsets[-1]:
-                raise SystemExit(f'{folder} is damaged: delete it to prepare it again')
+            assert len(tokens) == offsets[-1] == m['tokens'], f'{folder} is damaged: delete it'
             setattr(self, split, Split(split, tokens, offsets, m['bytes'], m['words']))
         text = digest([m['sha256'] for m in meta['splits'].values()])
         self.fingerprint = f'{text[:8]}-{digest(meta["tokenizer"])[:8]}'
 
     def batches(self, split, chunk=32, grow=0, **how):
         """Of a split, see Batches; with hops see Needles"""
-        if self.hops:
-            sizes = how['block_size'], how['micro_batch'], how['seed']
-            return Needles(split, self.tokenizer, self.hops, *sizes, chunk, grow)
-        if grow:
-            raise SystemExit('--grow-context is for --data niah or niah2')
-        return Batches(split, **how)
+        if not self.hops:
+            return Batches(split, **how)
+        sizes = how['block_size'], how['micro_batch'], how['seed']
+        return Needles(split, self.tokenizer, self.hops, *sizes, chunk, grow)
 
 
 def write_split(path, sources, tokenizer):
@@ -349,21 +341,20 @@ def prepare(folder, sources, tokenizer, vocab_size):
     if not sources['train']:
         raise SystemExit(f'no text for {folder}: --data is a path, code or {", ".join(DOWNLOADS)}')
     if not isinstance(tokenizer, Tokenizer):
-        size = sum(path.stat().st_size for paths, _ in sources['train'] for path in paths)
-        every = 1 + size // BPE_SAMPLE if tokenizer == 'bpe' else 1
-        texts = (piece for source in sources['train'] for text in documents(*source)
-                 for piece in pieces(text))
-        tokenizer = Tokenizer.train(tokenizer, islice(texts, 0, None, every), vocab_size)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=folder.name, dir=folder.parent) as temporary:
-        new = Path(temporary, 'new')
-        new.mkdir()
-        splits = {split: write_split(new / split, sources[split], tokenizer) for split in SPLITS}
-        splits = {split: m for split, m in splits.items() if m['tokens']}
-        meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
-        (new / 'meta.json').write_text(json.dumps(meta))
-        with contextlib.suppress(OSError):                      # if another process was faster
-            new.rename(folder)
+        texts = (text for source in sources['train'] for text in documents(*source))
+        texts = (piece for text in texts for piece in pieces(text))
+        texts = islice(texts, BPE_PIECES) if tokenizer == 'bpe' else texts
+        tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
+    new = folder.with_name(f'{folder.name}-{os.getpid()}')
+    new.mkdir(parents=True)
+    splits = {split: write_split(new / split, sources[split], tokenizer) for split in SPLITS}
+    splits = {split: m for split, m in splits.items() if m['tokens']}
+    meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
+    (new / 'meta.json').write_text(json.dumps(meta))
+    try:
+        new.rename(folder)
+    except OSError:                                             # another process was faster
+        shutil.rmtree(new)
 
 
 def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):
@@ -379,28 +370,29 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     kind = tokenizer.name if given else tokenizer
     if kind not in Tokenizer.NAMES:
         raise SystemExit(f'--tokenizer {kind}: choose from {", ".join(Tokenizer.NAMES)}')
-    where, code = Path(data), data == 'code'
-    if code:
-        where = Path(sysconfig.get_path('stdlib'))
-    elif data in DOWNLOADS:
+    code = data == 'code'
+    where = Path(sysconfig.get_path('stdlib') if code else data)
+    if data in DOWNLOADS:
         where = root / 'downloads' / data
         fetch(data, where)
-
     files = list_files(where, code)
     stamp = [(name, p.stat().st_size, p.stat().st_mtime_ns) for name, p in files.items()]
+
     name = data if code else where.resolve().stem
     if kind == 'bpe':
         kind += str(tokenizer.n_vocab if given else vocab_size)
     folder = root / f'{name}-{kind}-{digest(stamp)[:8]}'
-    if given and not (folder.exists() and Corpus(name, folder).tokenizer.tokens == tokenizer.tokens):
+    same = folder.exists() and given and Corpus(name, folder).tokenizer.tokens == tokenizer.tokens
+    if given and not same:
         folder = root / f'{name}-{kind}-{digest(stamp, tokenizer.tokens)[:8]}'
     if not folder.exists():
         prepare(folder, split_files(files, code), tokenizer, vocab_size)
     corpus = Corpus(name, folder, hops)
     if not quiet:
-        sizes = [f'{s.name} {len(s.tokens):,}' for s in (corpus.train, corpus.val, corpus.test) if s]
-        print(f'{folder}: {", ".join(sizes)} tokens, {corpus.tokenizer.n_vocab:,} ids, '
-              f'fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
+        splits = filter(None, (corpus.train, corpus.val, corpus.test))
+        print(f'{folder}:', *(f'{split.name} {len(split.tokens):,}' for split in splits), 'tokens,',
+              f'{corpus.tokenizer.n_vocab:,} ids, fingerprint {corpus.fingerprint},',
+              f'Python {sys.version.split()[0]}')
     return corpus
 
 
@@ -416,7 +408,7 @@ class Batch(NamedTuple):
 def pack(split, T, same_document, seed, k=20):
     """
     Orders segments by BM25 (Algorithm 1 of TRIME): the one most similar to the last, of those not
-    yet taken, comes next. same_document: only of other documents (§4.3)
+    yet taken, comes next, or any if none is similar. same_document: only of other documents (§4.3)
     """
     starts = np.arange(0, len(split.tokens) - 1, T)
     segments, n = np.split(split.tokens[:-1], starts[1:]), len(starts)
@@ -426,9 +418,6 @@ def pack(split, T, same_document, seed, k=20):
         last = split.doc_of(np.append(starts[1:], len(split.tokens) - 1) - 1)
     low = np.searchsorted(last, first)                          # low to high - 1 share a document
     high = np.searchsorted(first, last, side='right')           # with the segment
-    if (high - low).min() == n > 1:
-        raise SystemExit('all segments are of one document: --no-same-document packs them')
-
     index, neighbors = BM25(segments), []
     for i in progress(range(0, n, 256), 'packing by BM25'):
         a, b = low[i:i + 256, None], high[i:i + 256, None]
@@ -506,10 +495,9 @@ class Batches:
 
     def take(self, rows, seed):
         """The micro-batch of the sequences with these numbers, (at most B,), padded to B rows"""
-        split, n = self.split, self.stops[-1]
-        place = np.full((self.B, self.T), n)
+        split, place = self.split, np.full((self.B, self.T), self.stops[-1])
         place[:len(rows)] = np.asarray(rows)[:, None] * self.T + np.arange(self.T)
-        real = predicted = place < n                                                # (B, T)
+        real = predicted = place < self.stops[-1]                                   # (B, T)
         place = np.where(real, place, 0)
         p = place + self.shift[np.searchsorted(self.stops, place, side='right')]    # in the split
         doc = split.doc_of(p)
@@ -536,23 +524,20 @@ class Needles(Batches):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
         self.hops, self.chunk, self.grow = hops, chunk, grow
         self.n_rows = len(split.tokens) // self.T               # of an epoch
-        # a name's words are letters for bytes; bpe's and gpt2's begin with a blank
-        blank = ' ' if tokenizer.name == 'bytes' else ''
+        blank = ' ' if tokenizer.name == 'bytes' else ''        # other words begin with theirs
+        texts = '\nKey' + blank, ' opens' + blank, ',' + blank, '.\n'
+        self.parts = [tokenizer.encode(text).astype(int) for text in texts]     # of a sentence
         word = dict(bytes='[A-Z]', word='[a-z]{3,}').get(tokenizer.name, ' [a-z]{3,}')
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
-        texts = '\nKey' + blank, ' opens' + blank, ',' + blank, '.\n'
-        self.parts = [tokenizer.encode(text).astype(int) for text in texts]
-        longest = np.concatenate(self.sentence(np.zeros((hops + 1, 4), int)))
+        longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
         least = chunk * (32 * hops if grow else 8)
-        if self.T % chunk or self.T < least or len(longest) > chunk:
-            raise SystemExit(f'niah: --block-size is a multiple of {chunk}, a chunk, from {least} '
-                             f'on; a chunk has at least {len(longest)} tokens')
+        if self.T % chunk or self.T < least or chunk < longest:
+            raise SystemExit(f'niah: chunks have at least {longest} tokens, not {chunk}; '
+                             f'--block-size is a multiple of this from {least} on')
 
     def rows(self, g):
         """With grow more and shorter sequences at first: as many tokens in each micro-batch"""
-        n = self.B
-        if self.grow:
-            n *= 2 ** max(0, 3 - 4 * g // self.grow)
+        n = self.B << max(0, 3 - 4 * g // self.grow) if self.grow else self.B
         return np.arange(g * n, (g + 1) * n)
 
     def take(self, rows, seed):
@@ -563,18 +548,18 @@ class Needles(Batches):
     def row(self, r, n):
         """Sequence r, of n chunks: half with needles, then half with questions -> ids, targets"""
         c, half, n_tokens = self.chunk, n // 2, len(self.split.tokens)
-        rng = np.random.default_rng([self.seed, r, n, n_tokens])        # others in val than in train
+        rng = np.random.default_rng([self.seed, r, n, n_tokens])    # others in val than in train
         start = rng.integers(n_tokens - n * c)
         ids = self.split.tokens[start:start + n * c + 1].astype(int)
-        scored = rng.random(len(ids)) < 0.1                             # tokens that are predicted
+        scored = rng.random(len(ids)) < 0.1                         # tokens that are predicted
         chains = self.chains(rng, rng.integers(1, half // self.hops + 1), ids)
         pairs = [pair for names in chains for pair in pairwise(names)]
         self.hide(rng, ids, zip(rng.permutation(half), pairs))
         answers = rng.permutation(np.arange(half + self.hops, n, self.hops)) * c
         for at, names in zip(answers, chains):
             question, opens, answer, end = self.sentence(names)
-            for hop in range(self.hops):
-                ids[at - hop * c - len(question):at - hop * c] = question
+            for stop in range(at, at - self.hops * c, -c):
+                ids[stop - len(question):stop] = question
             text = np.concatenate([opens, answer, end])
             ids[at:at + len(text)] = text
             scored[at + len(opens):][:len(answer)] = True
