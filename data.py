@@ -12,7 +12,7 @@ Its name ends with a hash of its source files (names, sizes, times): if one chan
 is made. Every document ends with <|endoftext|>, except with `word`. A batch is a pure function of
 (split, kind, block_size, micro_batch, seed, number): a run resumes from its step alone.
 """
-import functools, hashlib, heapq, io, json, os, re, shutil, sys
+import contextlib, functools, hashlib, heapq, io, json, os, re, sys
 import sysconfig, time, urllib.request, zipfile
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ import torch
 
 from bm25 import BM25
 
-SPLITS = ('train', 'val', 'test')
+SPLITS = 'train', 'val', 'test'
 EOT = '<|endoftext|>'
 PIECE = 1 << 16             # characters that are encoded at once, about
 BPE_PIECES = 4000           # of the text that bpe is learned from, at most
@@ -62,9 +62,9 @@ def words_of(text):
 
 def learn_bpe(counts, n_merges):
     """
-    Byte-pair encoding: n_merges times the most frequent pair of adjacent tokens becomes a token; of
-    equally frequent ones that with the smaller ids. {word: frequency} -> tokens; words and tokens
-    have a character per byte, but while a word is merged, its character i is token i.
+    Byte-pair encoding: n_merges times the most frequent pair of adjacent tokens becomes a token, of
+    equally frequent ones that with the smaller ids. {word: frequency} -> tokens; they have a
+    character per byte. While a word is merged, its character i is token i.
     """
     tokens = [chr(i) for i in range(256)]
     words, frequency = list(counts), list(counts.values())
@@ -139,9 +139,9 @@ class Tokenizer:
         if name == 'word':
             words = counts.keys() | {'<unk>', '<eos>'}
             return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
-        # learning is slow in long words: their first bytes are enough
-        words = {word.encode()[:128].decode('latin-1'): n for word, n in counts.items()}
-        return cls(name, learn_bpe(words, vocab_size - 257))
+        # the begin of a long word is enough, and faster
+        counts = {word.encode()[:128].decode('latin-1'): n for word, n in counts.items()}
+        return cls(name, learn_bpe(counts, vocab_size - 257))
 
     def encode(self, text):
         """str -> (n,) uint32. <|endoftext|> within the text is ordinary text."""
@@ -166,7 +166,7 @@ class Tokenizer:
 
 
 # --------------------------------------------------------------------------------------------------
-# the source files of a corpus, their splits and documents
+# corpora: their files, splits and documents; on disk
 GITHUB = 'https://raw.githubusercontent.com/'
 WIKITEXT2 = GITHUB + 'pytorch/examples/main/word_language_model/data/wikitext-2/'
 DOWNLOADS = {
@@ -211,18 +211,18 @@ def list_files(where, code):
     omit, files = NOT_CODE if code else HIDDEN, {}
     for folder, folders, names in os.walk(where):
         folders[:] = [name for name in folders if not re.fullmatch(omit, name)]
-        for path in [Path(folder, name) for name in names if not re.fullmatch(omit, name)]:
-            if path.suffix == '.py' or not code:
+        for path in (Path(folder, name) for name in names if not re.fullmatch(omit, name)):
+            if path.stat().st_size and (path.suffix == '.py' or not code):
                 files[path.relative_to(where).as_posix()] = path
-    return {name: files[name] for name in sorted(files) if files[name].stat().st_size}
+    return dict(sorted(files.items()))
 
 
 def split_files(files, code):
     """
-    {name: path} -> {split: [(paths, part)]}: a file, or with `code` the files of a package, and
-    which part of their text, see `documents`. Files or folders named train, val, test are these
-    splits. Others go in order of sha256(name) to val, else to test, up to 5% of the bytes, else to
-    train. If all are too large for val, each is cut into three parts.
+    {name: path} -> {split: [(paths, part)]}, a file or with `code` the files of a package, and the
+    part of it, see `documents`. Files or folders named train, val, test are these splits. Others go
+    in order of sha256(name) to val, else to test, up to 5% of the bytes, else to train; or, if all
+    are too large for val, each is cut into three parts.
     """
     groups, sizes = defaultdict(list), Counter()
     for name, path in files.items():
@@ -276,8 +276,6 @@ def pieces(text):
     yield text[start:]
 
 
-# --------------------------------------------------------------------------------------------------
-# corpora on disk
 class Split(NamedTuple):
     """Documents, one after the other. n_bytes and n_words (between blanks) count their text."""
     name: str
@@ -312,10 +310,9 @@ class Corpus:
 
     def batches(self, split, chunk=32, grow=0, **how):
         """Of a split, see Batches; with hops see Needles"""
-        if not self.hops:
-            return Batches(split, **how)
-        sizes = how['block_size'], how['micro_batch'], how['seed']
-        return Needles(split, self.tokenizer, self.hops, *sizes, chunk, grow)
+        if self.hops:
+            return Needles(split, self.tokenizer, self.hops, chunk=chunk, grow=grow, **how)
+        return Batches(split, **how)
 
 
 def write_split(path, sources, tokenizer):
@@ -351,10 +348,8 @@ def prepare(folder, sources, tokenizer, vocab_size):
     splits = {split: m for split, m in splits.items() if m['tokens']}
     meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
     (new / 'meta.json').write_text(json.dumps(meta))
-    try:
+    with contextlib.suppress(OSError):                          # if another process was faster
         new.rename(folder)
-    except OSError:                                             # another process was faster
-        shutil.rmtree(new)
 
 
 def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):
@@ -375,10 +370,9 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     if data in DOWNLOADS:
         where = root / 'downloads' / data
         fetch(data, where)
-    files = list_files(where, code)
-    stamp = [(name, p.stat().st_size, p.stat().st_mtime_ns) for name, p in files.items()]
-
     name = data if code else where.resolve().stem
+    files = list_files(where, code)
+    stamp = [(file, p.stat().st_size, p.stat().st_mtime_ns) for file, p in files.items()]
     if kind == 'bpe':
         kind += str(tokenizer.n_vocab if given else vocab_size)
     folder = root / f'{name}-{kind}-{digest(stamp)[:8]}'
@@ -389,10 +383,8 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
         prepare(folder, split_files(files, code), tokenizer, vocab_size)
     corpus = Corpus(name, folder, hops)
     if not quiet:
-        splits = filter(None, (corpus.train, corpus.val, corpus.test))
-        print(f'{folder}:', *(f'{split.name} {len(split.tokens):,}' for split in splits), 'tokens,',
-              f'{corpus.tokenizer.n_vocab:,} ids, fingerprint {corpus.fingerprint},',
-              f'Python {sys.version.split()[0]}')
+        print(f'{folder}: {len(corpus.train.tokens):,} tokens to train on, '
+              f'fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
     return corpus
 
 
@@ -434,27 +426,24 @@ def pack(split, T, same_document, seed, k=20):
 
 
 @functools.lru_cache
-def shuffled(n, seed, epoch):
-    return np.random.default_rng([seed, epoch]).permutation(n)
+def shuffled(n, *seed):
+    return np.random.default_rng(seed).permutation(n)
 
 
 class Batches:
     """
     The micro-batches of a split: batches[g], with len(batches) of them in an epoch.
-
     segments     a grid of segments of T tokens over the split, in another order in every epoch
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
     packed       the same, but the segments of a micro-batch are similar; not without bm25 (pack)
     documents    sequences of one document; the ends of documents, shorter than T, are joined
-
-    In an epoch, each token of the split but the first (documents: but each document's first) is
-    predicted once.
+    An epoch predicts each token of the split but the first (documents: but each document's first).
     """
 
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
                  consecutive=0, bm25=True):
-        if split is None:
-            raise SystemExit('no such split: name files in the folder train, val and test')
+        if split is None or len(split.tokens) <= block_size:
+            raise SystemExit(f'fewer than --block-size {block_size} tokens in train, val or test')
         T, B = self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed = split, kind, seed
         # ranges of the split form a row; sequence r is places r T to r T + T - 1 of the row
@@ -465,10 +454,7 @@ class Batches:
             sizes = np.append(np.diff(split.offsets) - ends, ends)
         self.stops = np.cumsum(sizes)                           # of the ranges in the row
         self.shift = begins - self.stops + sizes                # position in the split minus place
-        n = int(self.stops[-1])
-        if n < T:
-            raise SystemExit(f'{split.name} has {n:,} tokens, fewer than --block-size {T:,}')
-        self.n_rows = -(-n // T)
+        self.n_rows = int(-(-self.stops[-1] // T))
         self.order, self.group = np.arange(self.n_rows), 1      # groups of sequences are shuffled
         if kind == 'consecutive':
             self.group = consecutive or B
@@ -520,7 +506,8 @@ class Needles(Batches):
     next ones of a quarter, of a half and of T
     """
 
-    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32, grow=0):
+    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32,
+                 grow=0, **_):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
         self.hops, self.chunk, self.grow = hops, chunk, grow
         self.n_rows = len(split.tokens) // self.T               # of an epoch
