@@ -12,8 +12,7 @@ Its name ends with a hash of its source files (names, sizes, times): if one chan
 is made. Every document ends with <|endoftext|>, except with `word`. A batch is a pure function of
 (split, kind, block_size, micro_batch, seed, number): a run resumes from its step alone.
 """
-import contextlib, functools, hashlib, heapq, io, json, os, re, sys
-import sysconfig, time, urllib.request, zipfile
+import contextlib, functools, hashlib, heapq, json, os, re, shutil, sys, sysconfig, time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
@@ -176,7 +175,7 @@ DOWNLOADS = {
     'enwik8': ['http://mattmahoney.net/dc/enwik8.zip'],
     'pg19': ['gs://deepmind-gutenberg/'],       # nothing here reads it: a message
 }
-HIDDEN = '[.].*|corpora'                        # names of files and folders that are omitted
+HIDDEN = '[.].*|.*[.]zip|corpora'              # names of files and folders that are omitted
 NOT_CODE = (HIDDEN + '|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
             'config-.*|_sysconfigdata.*')       # the last two: by an installer
 SPLIT_NAME = re.compile(r'(?:.*[/._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:[/.].*)?')
@@ -185,23 +184,20 @@ ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n *$)(?<=\S\s*\n *\n)')
 
 
 def fetch(name, folder):
-    """Downloads the files of a named corpus into a folder, unless this is there."""
+    """Downloads the files of a named corpus into a folder, unless it is there."""
     if folder.exists():
         return
-    contents = {}
+    part = folder.with_suffix('.part')
+    part.mkdir(parents=True, exist_ok=True)
     for url in DOWNLOADS[name]:
-        print(f'downloading {url}')
-        request = urllib.request.Request(url, headers={'User-Agent': 'Mozilla/5.0'})
+        file = part / Path(url).name
         try:
-            contents[Path(url).name] = urllib.request.urlopen(request, timeout=60).read()
+            torch.hub.download_url_to_file(url, file)
         except Exception as error:                              # of several packages
             raise SystemExit(f'{url}: {error!r}; put its files, unpacked, into {folder}')
-    folder.mkdir(parents=True)
-    for file, content in contents.items():
-        if file.endswith('.zip'):
-            zipfile.ZipFile(io.BytesIO(content)).extractall(folder)
-        else:
-            (folder / file).write_bytes(content)
+        if file.suffix == '.zip':
+            shutil.unpack_archive(file, part)
+    part.rename(folder)
 
 
 def list_files(where, code):
