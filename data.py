@@ -50,8 +50,6 @@ def progress(items, desc, total=None, quiet=False):
 # tokenizers
 # GPT-2's words for bpe: contractions, letters, numbers, punctuation, blanks
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-NO_GPT2 = ('no access to gpt2: TIKTOKEN_CACHE_DIR may have its vocab.bpe and encoder.json, named '
-           '6d1cbeee0f20b3d9449abfede4726ed8212e3aee and 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
 
 
 def words_of(text):
@@ -62,11 +60,10 @@ def words_of(text):
 def learn_bpe(counts, n_merges):
     """
     Byte-pair encoding: n_merges times the most frequent pair of adjacent tokens becomes a token, of
-    equally frequent ones that with the smaller ids. {word: frequency} -> tokens; they have a
-    character per byte. While a word is merged, its character i is token i.
+    equally frequent ones that with the smaller ids. counts: {word, a character per byte: frequency}
     """
     tokens = [chr(i) for i in range(256)]
-    words, frequency = list(counts), list(counts.values())
+    words, frequency = list(counts), list(counts.values())      # character i is token i
     total = Counter()                                           # frequency of each pair
     where = defaultdict(set)                                    # words that have it, or had it
 
@@ -100,7 +97,7 @@ class Tokenizer:
     """
     bytes   the 256 bytes and <|endoftext|>
     bpe     the 256 bytes, tokens learned from the corpus, and <|endoftext|>
-    gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads once
+    gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads once to TIKTOKEN_CACHE_DIR
     word    WikiText's: words between blanks, <eos> for each line end, <unk>; most frequent first
     tokens: str by id, except for word in latin-1, a character per byte. eot: the last id, or None
     """
@@ -109,10 +106,9 @@ class Tokenizer:
     def __init__(self, name, tokens=(), pattern=PATTERN):
         self.name, self.pattern, self.eot = name, pattern, None
         self.tokens = list(tokens) or [chr(i) for i in range(256)]
-        if name == 'word':
-            self.ids = {word: i for i, word in enumerate(self.tokens)}
-        else:
-            ranks = {token.encode('latin-1'): i for i, token in enumerate(self.tokens)}
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        if name != 'word':
+            ranks = {token.encode('latin-1'): i for token, i in self.ids.items()}
             self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
                                          special_tokens={})
             self.eot = len(self.tokens)
@@ -126,10 +122,7 @@ class Tokenizer:
         if name == 'bytes':
             return cls(name)
         if name == 'gpt2':
-            try:
-                gpt2 = tiktoken.get_encoding('gpt2')
-            except Exception:                                   # of several packages
-                raise SystemExit(NO_GPT2)
+            gpt2 = tiktoken.get_encoding('gpt2')
             tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
             return cls(name, [token.decode('latin-1') for token in tokens], gpt2._pat_str)
         counts = Counter()
@@ -215,10 +208,9 @@ def list_files(where, code):
 
 def split_files(files, code):
     """
-    {name: path} -> {split: [(paths, part)]}, a file or with `code` the files of a package, and the
-    part of it, see `documents`. Files or folders named train, val, test are these splits. Others go
-    in order of sha256(name) to val, else to test, up to 5% of the bytes, else to train; or, if all
-    are too large for val, each is cut into three parts.
+    {name: path} -> {split: [(paths, part)]}: a file, or those of a package of `code`; see documents
+    Files or folders named train, val, test are these splits. Others go in order of sha256(name) to
+    val, else to test, up to 5% of the bytes, else to train; if none fits into val, each is cut.
     """
     groups, sizes = defaultdict(list), Counter()
     for name, path in files.items():
@@ -287,8 +279,8 @@ class Split(NamedTuple):
 
 class Corpus:
     """
-    A folder that `prepare` made: name, folder, tokenizer, train, val, test, each a Split or None,
-    and fingerprint, hashes of the text and of the tokenizer. hops 1 or 2: batches are of Needles
+    A folder that `prepare` made. train, val, test: a Split or None; fingerprint: hashes of the text
+    and of the tokenizer; hops 1 or 2: batches are of Needles
     """
     train = val = test = None
 
@@ -372,8 +364,7 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     if kind == 'bpe':
         kind += str(tokenizer.n_vocab if given else vocab_size)
     folder = root / f'{name}-{kind}-{digest(stamp)[:8]}'
-    same = folder.exists() and given and Corpus(name, folder).tokenizer.tokens == tokenizer.tokens
-    if given and not same:
+    if given and not (folder.exists() and Corpus(name, folder).tokenizer.ids == tokenizer.ids):
         folder = root / f'{name}-{kind}-{digest(stamp, tokenizer.tokens)[:8]}'
     if not folder.exists():
         prepare(folder, split_files(files, code), tokenizer, vocab_size)
@@ -495,11 +486,10 @@ class Needles(Batches):
     """
     Sentences "Key A opens B." in a text, and questions "Key A", each followed by its answer (RULER,
     Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B opens
-    C, and the answer is "B, C". A question ends with a chunk, so that this chunk can retrieve for
-    the answer; with 2 hops the chunk before ends with it too, so that what that one retrieves can
-    be part of what this one looks for. A tenth of all other tokens is predicted too.
-    grow: of so many micro-batches, the first quarter has sequences of an eighth of T tokens, the
-    next ones of a quarter, of a half and of T
+    C, and the answer is "B, C". A question ends with a chunk, so that this can retrieve for the
+    answer; with 2 hops also the chunk before ends with it, so that what that one retrieves can help
+    this one to retrieve. A tenth of all other tokens is predicted too. grow: of so many micro-
+    batches, the four quarters have sequences of T / 8, T / 4, T / 2 and T tokens.
     """
 
     def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32,
@@ -515,8 +505,8 @@ class Needles(Batches):
         longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
         least = chunk * (32 * hops if grow else 8)
         if self.T % chunk or self.T < least or chunk < longest:
-            raise SystemExit(f'niah: chunks have at least {longest} tokens, not {chunk}; '
-                             f'--block-size is a multiple of this from {least} on')
+            raise SystemExit(f'niah: --block-size is a multiple of a chunk ({chunk} tokens, at '
+                             f'least {longest}), at least {least}')
 
     def rows(self, g):
         """With grow more and shorter sequences at first: as many tokens in each micro-batch"""
