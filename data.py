@@ -28,7 +28,7 @@ from bm25 import BM25
 
 SPLITS = 'train', 'val', 'test'
 EOT = '<|endoftext|>'
-PIECE = 1 << 16             # characters that are encoded at once, about
+PIECE = 1 << 14             # characters that are encoded at once, about
 BPE_PIECES = 4000           # of the text that bpe is learned from, at most
 
 
@@ -331,13 +331,14 @@ def prepare(folder, sources, tokenizer, vocab_size):
         texts = islice(texts, BPE_PIECES) if tokenizer == 'bpe' else texts
         tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
     new = folder.with_name(f'{folder.name}-{os.getpid()}')
-    new.mkdir(parents=True)
+    new.mkdir(parents=True, exist_ok=True)
     splits = {split: write_split(new / split, sources[split], tokenizer) for split in SPLITS}
     splits = {split: m for split, m in splits.items() if m['tokens']}
     meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
     (new / 'meta.json').write_text(json.dumps(meta))
     with contextlib.suppress(OSError):                          # if another process was faster
         new.rename(folder)
+    shutil.rmtree(new, ignore_errors=True)
 
 
 def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):
@@ -468,7 +469,7 @@ class Batches:
 
     def take(self, rows, seed):
         """The micro-batch of the sequences with these numbers, (at most B,), padded to B rows"""
-        split, place = self.split, np.full((self.B, self.T), self.stops[-1])
+        split, place = self.split, np.full((self.B, self.T), self.stops[-1])        # padding
         place[:len(rows)] = np.asarray(rows)[:, None] * self.T + np.arange(self.T)
         real = predicted = place < self.stops[-1]                                   # (B, T)
         place = np.where(real, place, 0)
@@ -504,9 +505,9 @@ class Needles(Batches):
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
         longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
         least = chunk * (32 * hops if grow else 8)
-        if self.T % chunk or self.T < least or chunk < longest:
-            raise SystemExit(f'niah: --block-size is a multiple of a chunk ({chunk} tokens, at '
-                             f'least {longest}), at least {least}')
+        if self.T % chunk or self.T < least or chunk < longest or len(self.words) < 16:
+            raise SystemExit(f'niah: --block-size is a multiple of {chunk}, a chunk, from {least}; '
+                             f'a chunk has {longest} tokens or more, a vocabulary 16 words')
 
     def rows(self, g):
         """With grow more and shorter sequences at first: as many tokens in each micro-batch"""

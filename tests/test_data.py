@@ -93,10 +93,6 @@ def jsonl(texts):
     return ''.join(json.dumps(dict(text=text)) + '\n' for text in texts)
 
 
-def write_splits(folder, train, val):
-    return write(folder, train_jsonl=jsonl(train), val_jsonl=jsonl(val))
-
-
 def documents(corpus):
     """The texts of the documents of train, val and test"""
     for split in (corpus.train, corpus.val, corpus.test):
@@ -319,6 +315,8 @@ def test_what_cannot_be_loaded_or_batched(tmp_path):
     for what, kind, T in ((split, 'segments', 162), (split, 'documents', 162), (None, 'packed', 4)):
         one_line(Batches, what, kind, T, 2, seed=0)
     one_line(Batches, split, 'consecutive', 4, 6, seed=0, consecutive=4)
+    for T, chunk in ((256, 8), (255, 32), (224, 32)):
+        one_line(data.Needles, make_split([999]), Tokenizer('bytes'), 1, T, 2, 0, chunk)
 
 
 @pytest.mark.parametrize('name', ['bytes', 'bpe'])
