@@ -13,14 +13,7 @@ by weights (V, N). The weights of the H terms that many documents have are a den
 all other terms have postings, pairs of a document and a weight: P pairs with those of the dense
 matrix. Sums are in fp64 and are rounded to fp32 at the end, so their order does not change a rank.
 Of equal scores, the lower id comes first.
-
-    $ python bm25.py        segments of Python's own library search each other; bm25s next to it
 """
-import re
-import sysconfig
-import time
-from pathlib import Path
-
 import numpy as np
 
 FREQUENT = 0.07         # a term in a larger part of the documents is in the dense matrix
@@ -35,15 +28,12 @@ def count(texts):
     """
     How often each text has each term.
     texts: arrays (len,) of token ids -> text, term, tf, (P,) each, sorted by text, then by term
-    ValueError unless the ids are integers from 0.
     """
-    none = np.zeros(0, np.int32)
-    pairs = [np.unique(text if len(text) else none, return_counts=True) for text in texts]
-    for i, (terms, _) in enumerate(pairs):
-        if terms.dtype.kind not in 'iu' or terms.min(initial=0) < 0:
-            raise ValueError(f'text {i}: ids are integers from 0, not {terms.dtype} {terms[0]}')
-    term, tf = (np.concatenate([none, *(pair[i] for pair in pairs)]) for i in (0, 1))
-    return np.repeat(np.arange(len(texts)), [len(terms) for terms, _ in pairs]), term, tf
+    found = [np.unique(text, return_counts=True) for text in texts]
+    n_terms = [len(terms) for terms, _ in found]
+    term = np.concatenate([[], *(terms for terms, _ in found)]).astype(int)
+    tf = np.concatenate([[], *(counts for _, counts in found)])
+    return np.repeat(np.arange(len(texts)), n_terms), term, tf
 
 
 class BM25:
@@ -56,7 +46,9 @@ class BM25:
         N = self.N = len(docs)
         doc, term, tf = count(docs)                                 # (P,)
         df = np.bincount(term)                                      # (V,)
-        idf = idf_lucene(N, df) if idf is None else np.pad(idf, (0, len(df)))[:len(df)]
+        if idf is None:
+            idf = idf_lucene(N, df)
+        idf = np.pad(idf, (0, len(df)))
         length = np.bincount(doc, tf, N)                            # (N,)
         norm = k1 * (1 - b + b * length * N / max(1, length.sum()))
         weight = idf[term] * tf / (tf + norm[doc])                  # (P,)
@@ -97,48 +89,26 @@ class BM25:
             q, d = q[best], d[best]
             rank = np.arange(len(q)) - np.searchsorted(q, q)        # from 0 for each query
             q, d, rank = q[rank < k], d[rank < k], rank[rank < k]
-            ids[i + q, rank], scores[i + q, rank] = d, s[q, d]
+            ids[i + q, rank] = d
+            scores[i + q, rank] = s[q, d]
         return ids, scores
 
     def scores(self, queries):
         """The scores of all documents, (Q, N) fp32; 0 where no term is shared."""
-        N, (query, term, tf) = self.N, count(queries)
+        query, term, tf = count(queries)                            # (P,)
         known = term < len(self.row)
-        query, term, tf = query[known], term[known], tf[known]      # (P,)
+        query, term, tf = query[known], term[known], tf[known]
         row = self.row[term]
         counts = np.zeros((len(queries), len(self.dense)))          # (Q, H)
         counts[query[row >= 0], row[row >= 0]] = tf[row >= 0]
         scores = counts @ self.dense                                # (Q, N)
 
-        query, term, tf = query[row < 0], term[row < 0], tf[row < 0].astype(float)
+        query, term, tf = query[row < 0], term[row < 0], tf[row < 0]
+        first, n = self.first[term], self.n_postings[term]
         for i in np.unique(query):
-            a, b = np.searchsorted(query, [i, i + 1])
-            first, n = self.first[term[a:b]], self.n_postings[term[a:b]]
-            at = np.repeat(first - n.cumsum() + n, n)
+            a, b = np.searchsorted(query, [i, i + 1])               # the terms of query i
+            at = np.repeat(first[a:b] - n[a:b].cumsum() + n[a:b], n[a:b])
             at += np.arange(len(at))                                # first, first + 1, ... per term
-            scores[i] += np.bincount(self.doc[at], self.weight[at] * np.repeat(tf[a:b], n), N)
+            weight = self.weight[at] * np.repeat(tf[a:b], n[a:b])
+            scores[i] += np.bincount(self.doc[at], weight, self.N)
         return scores.astype(np.float32)
-
-
-def benchmark():
-    """Each segment of the library's words searches its 20 nearest, here and in bm25s."""
-    import bm25s
-    number, tokens = {}, []
-    for path in sorted(Path(sysconfig.get_path('stdlib')).rglob('*.py')):
-        words = re.findall(r'\w+|[^\w\s]', path.read_text('utf-8', 'replace'))
-        tokens += [number.setdefault(word, len(number)) for word in words]
-        if len(tokens) > 2300 * 3072:
-            break
-    docs = np.array(tokens[:len(tokens) // 3072 * 3072]).reshape(-1, 3072)
-    lists, start = docs.tolist(), time.perf_counter()
-    ids, _ = BM25(docs).search_many(docs, 20)
-    done = time.perf_counter()
-    other = bm25s.BM25(method='lucene', k1=1.2, b=0.75, backend='numpy')
-    other.index((lists, {t: t for t in range(len(number))}), show_progress=False)
-    other_ids, _ = other.retrieve(lists, k=20, show_progress=False)
-    print(f'{len(docs):,} segments: {done - start:.2f} s, bm25s {time.perf_counter() - done:.2f}'
-          f' s, {(ids == other_ids).mean():.2%} of the ids are equal')
-
-
-if __name__ == '__main__':
-    benchmark()

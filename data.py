@@ -11,14 +11,11 @@ A corpus is a folder that `load` makes on first use:
 Its name ends with a hash of its source files (names, sizes, times): if one changes, another folder
 is made. Every document ends with <|endoftext|>, except with `word`. A batch is a pure function of
 (split, kind, block_size, micro_batch, seed, number): a run resumes from its step alone.
-
-    $ python data.py --data my_texts/ --tokenizer bpe --vocab-size 4096
 """
-import argparse, contextlib, hashlib, heapq, importlib.util, json, os, re, shutil, sys, sysconfig
-import tempfile, time, urllib.request, zipfile
+import contextlib, functools, hashlib, heapq, json, os, re, shutil, sys, sysconfig, time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice, pairwise, starmap
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,10 +26,10 @@ import torch
 
 from bm25 import BM25
 
-SPLITS = ('train', 'val', 'test')
+SPLITS = 'train', 'val', 'test'
 EOT = '<|endoftext|>'
-PIECE = 1 << 18         # characters that are encoded at once, about
-BPE_SAMPLE = 64 << 20   # bytes that bpe is learned from, at most
+PIECE = 1 << 14             # characters that are encoded at once, about
+BPE_PIECES = 4000           # of the text that bpe is learned from, at most
 
 
 def digest(*values):
@@ -40,15 +37,12 @@ def digest(*values):
 
 
 def progress(items, desc, total=None, quiet=False):
-    """The items, with a bar (tqdm, on a terminal) or a line every ten seconds."""
-    total, printed = total or getattr(items, '__len__', int)(), time.time()
-    if sys.stderr.isatty() and importlib.util.find_spec('tqdm'):
-        from tqdm import tqdm
-        items, quiet = tqdm(items, desc, total or None, leave=False, disable=quiet), True
+    """The items; every ten seconds a line counts those that are done."""
+    total, printed = total or len(items), time.time()
     for n, item in enumerate(items):
-        if time.time() - printed > 10 and not quiet:
+        if not quiet and time.time() - printed > 10:
+            print(f'{desc}: {n:,} of {total:,}', file=sys.stderr, flush=True)
             printed = time.time()
-            print(f'{desc}: {n:,} of {total or "?"}', file=sys.stderr, flush=True)
         yield item
 
 
@@ -56,8 +50,6 @@ def progress(items, desc, total=None, quiet=False):
 # tokenizers
 # GPT-2's words for bpe: contractions, letters, numbers, punctuation, blanks
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-NO_GPT2 = ('no access to gpt2: TIKTOKEN_CACHE_DIR may have its vocab.bpe and encoder.json, named '
-           '6d1cbeee0f20b3d9449abfede4726ed8212e3aee and 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
 
 
 def words_of(text):
@@ -67,18 +59,18 @@ def words_of(text):
 
 def learn_bpe(counts, n_merges):
     """
-    Byte-pair encoding: n_merges times, the most frequent pair of adjacent tokens becomes a token,
-    of equally frequent pairs the one with the smaller ids. {word: frequency} -> tokens; words and
-    tokens have a character per byte. While a word is merged, its character i is token i.
+    Byte-pair encoding: n_merges times the most frequent pair of adjacent tokens becomes a token, of
+    equally frequent ones that with the smaller ids. counts: {word, a character per byte: frequency}
     """
     tokens = [chr(i) for i in range(256)]
-    words, number = list(counts), list(counts.values())
-    total, where = Counter(), defaultdict(set)
+    words, frequency = list(counts), list(counts.values())      # character i is token i
+    total = Counter()                                           # frequency of each pair
+    where = defaultdict(set)                                    # words that have it, or had it
 
     def add(w, sign):
         for pair in pairwise(words[w]):
-            total[pair] += sign * number[w]                     # frequency of the pair
-            where[pair].add(w)                                  # words that contain it, or did
+            total[pair] += sign * frequency[w]
+            where[pair].add(w)
 
     for w in range(len(words)):
         add(w, 1)
@@ -104,65 +96,57 @@ def learn_bpe(counts, n_merges):
 class Tokenizer:
     """
     bytes   the 256 bytes and <|endoftext|>
-    bpe     the 256 bytes, tokens learned from the corpus, and <|endoftext|>; tiktoken encodes
-    gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads once
+    bpe     the 256 bytes, tokens learned from the corpus, and <|endoftext|>
+    gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads once to TIKTOKEN_CACHE_DIR
     word    WikiText's: words between blanks, <eos> for each line end, <unk>; most frequent first
-
     tokens: str by id, except for word in latin-1, a character per byte. eot: the last id, or None
     """
     NAMES = ('bytes', 'bpe', 'gpt2', 'word')
 
     def __init__(self, name, tokens=(), pattern=PATTERN):
-        self.name, self.pattern = name, pattern
-        self.tokens = [chr(i) for i in range(256)] if name == 'bytes' else list(tokens)
+        self.name, self.pattern, self.eot = name, pattern, None
+        self.tokens = list(tokens) or [chr(i) for i in range(256)]
         self.ids = {token: i for i, token in enumerate(self.tokens)}
-        self.eot = None if name == 'word' else len(self.tokens)
-        if name in ('bpe', 'gpt2'):
+        if name != 'word':
             ranks = {token.encode('latin-1'): i for token, i in self.ids.items()}
-            self.tiktoken = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
-                                              special_tokens={EOT: self.eot})
-        self.tokens += [] if name == 'word' else [EOT]
+            self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
+                                         special_tokens={})
+            self.eot = len(self.tokens)
+            self.tokens.append(EOT)
         self.n_vocab = len(self.tokens)
         self.dtype = np.dtype(np.uint16 if self.n_vocab <= 1 << 16 else np.uint32)      # on disk
 
     @classmethod
     def train(cls, name, texts=(), vocab_size=4096):
         """A tokenizer made from texts, an iterable of str; bytes and gpt2 need none."""
-        if name == 'word':
-            counts = Counter(word for text in texts for word in words_of(text))
-            words = counts.keys() | {'<unk>', '<eos>'}
-            return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
-        if name == 'bpe':
-            words = (word[0] for text in texts for word in regex.finditer(PATTERN, text))
-            counts, parts = Counter(words), Counter()
-            for word, n in counts.items():
-                word = word.encode().decode('latin-1')
-                for i in range(0, len(word), 128):              # learning is slow in long words
-                    parts[word[i:i + 128]] += n
-            return cls(name, learn_bpe(parts, vocab_size - 257))
+        if name == 'bytes':
+            return cls(name)
         if name == 'gpt2':
-            try:
-                gpt2 = tiktoken.get_encoding('gpt2')
-            except Exception:                                   # of several packages
-                raise SystemExit(NO_GPT2)
+            gpt2 = tiktoken.get_encoding('gpt2')
             tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
             return cls(name, [token.decode('latin-1') for token in tokens], gpt2._pat_str)
-        return cls(name)
+        counts = Counter()
+        for text in texts:
+            counts.update(words_of(text) if name == 'word' else regex.findall(PATTERN, text))
+        if name == 'word':
+            words = counts.keys() | {'<unk>', '<eos>'}
+            return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
+        # the begin of a long word is enough, and faster
+        counts = {word.encode()[:128].decode('latin-1'): n for word, n in counts.items()}
+        return cls(name, learn_bpe(counts, vocab_size - 257))
 
     def encode(self, text):
         """str -> (n,) uint32. <|endoftext|> within the text is ordinary text."""
         if self.name == 'word':
-            return np.array([self.ids.get(w, self.ids['<unk>']) for w in words_of(text)], np.uint32)
-        utf8 = text.encode('utf-8', 'replace')                  # '?' for a lone surrogate
-        if self.name == 'bytes':
-            return np.frombuffer(utf8, np.uint8).astype(np.uint32)
-        return self.tiktoken.encode_to_numpy(utf8.decode(), disallowed_special=())
+            unk = self.ids['<unk>']
+            return np.array([self.ids.get(word, unk) for word in words_of(text)], np.uint32)
+        return self.bpe.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids):
         """Ids of any shape -> str; U+FFFD for what is not UTF-8"""
         tokens = [self.tokens[i] for i in np.asarray(ids).ravel().tolist()]
         if self.name == 'word':
-            return ' '.join('\n' if word == '<eos>' else word for word in tokens)
+            return ' '.join(tokens).replace('<eos>', '\n')
         return ''.join(tokens).encode('latin-1').decode(errors='replace')
 
     def to_dict(self):
@@ -176,119 +160,108 @@ class Tokenizer:
 # --------------------------------------------------------------------------------------------------
 # corpora: their files, splits and documents; on disk
 GITHUB = 'https://raw.githubusercontent.com/'
-DOWNLOADS = {                       # corpus: (URL, of files or a zip; {file: begin of its sha256})
-    'shakespeare': (GITHUB + 'karpathy/char-rnn/master/data/tinyshakespeare/{}',
-                    {'input.txt': '86c4e6aa'}),
-    'wikitext2': (GITHUB + 'pytorch/examples/main/word_language_model/data/wikitext-2/{}',
-                  {'train.txt': '9e9fa1ad', 'valid.txt': 'f0737ed3', 'test.txt': 'd790b833'}),
-    'wikitext103': ('https://wikitext.smerity.com/wikitext-103-v1.zip',
-                    {f'wiki.{split}.tokens': '' for split in ('train', 'valid', 'test')}),
-    'enwik8': ('http://mattmahoney.net/dc/enwik8.zip', {'enwik8': ''}),
-    'pg19': ('gs://deepmind-gutenberg/{}', dict.fromkeys(('train', 'validation', 'test'), '')),
+WIKITEXT2 = GITHUB + 'pytorch/examples/main/word_language_model/data/wikitext-2/'
+DOWNLOADS = {
+    'shakespeare': [GITHUB + 'karpathy/char-rnn/master/data/tinyshakespeare/input.txt'],
+    'wikitext2': [WIKITEXT2 + file for file in ('train.txt', 'valid.txt', 'test.txt')],
+    'wikitext103': ['https://wikitext.smerity.com/wikitext-103-v1.zip'],
+    'enwik8': ['http://mattmahoney.net/dc/enwik8.zip'],
+    'pg19': ['gs://deepmind-gutenberg/'],       # nothing here reads it: a message
 }
-NOT_CODE = ('site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
-            'config-.*|_sysconfigdata.*')                       # the last two: by an installer
-SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|val|test)((?<=val)id(ation)?)?(?!\.py$)(\..*)?')
-SAFE = re.compile(r'(?<=\S)\n(?=\S)')       # every tokenizer cuts here
+HIDDEN = '[.].*|.*[.]zip|corpora'              # names of files and folders that are omitted
+NOT_CODE = (HIDDEN + '|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
+            'config-.*|_sysconfigdata.*')       # the last two: by an installer
+SPLIT_NAME = re.compile(r'(?:.*[/._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:[/.].*)?')
 # where an article of WikiText begins: ' = Title = ' between blank lines, after some text
-ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n[^\S\n]*$)(?<=\S\s*\n[^\S\n]*\n)')
+ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n *$)(?<=\S\s*\n *\n)')
 
 
 def fetch(name, folder):
-    """Downloads the files of a named corpus that are not in the folder, and checks their sha256."""
-    place, files = DOWNLOADS[name]
-    parts = folder / '.parts'
-    parts.mkdir(parents=True, exist_ok=True)
-    for file, sha in files.items():
-        url = place.format(file)
-        request = urllib.request.Request(url, headers={'User-Agent': 'Mozilla/5.0'})
+    """Downloads the files of a named corpus into a folder, unless it is there."""
+    if folder.exists():
+        return
+    part = folder.with_suffix('.part')
+    part.mkdir(parents=True, exist_ok=True)
+    for url in DOWNLOADS[name]:
+        file = part / Path(url).name
         try:
-            if not (folder / file).exists():
-                print(f'downloading {url}')
-                part = parts / Path(url).name
-                with urllib.request.urlopen(request, timeout=60) as response, open(part, 'wb') as f:
-                    shutil.copyfileobj(response, f)
-                if part.suffix == '.zip':
-                    zipfile.ZipFile(part).extractall(parts)
-                for path in [path for path in parts.rglob('*') if path.name in files]:
-                    path.replace(folder / path.name)
-        except (OSError, zipfile.BadZipFile) as error:
-            raise SystemExit(f'{url}: {error!r}; put {", ".join(files)} into {folder}')
-        if sha and not hashlib.sha256((folder / file).read_bytes()).hexdigest().startswith(sha):
-            raise SystemExit(f'{folder / file} has a wrong sha256: delete it to download it again')
-    return folder
+            torch.hub.download_url_to_file(url, file)
+        except Exception as error:                              # of several packages
+            raise SystemExit(f'{url}: {error!r}; put its files, unpacked, into {folder}')
+        if file.suffix == '.zip':
+            shutil.unpack_archive(file, part)
+    part.rename(folder)
 
 
-def list_files(where, suffix, omit):
-    """{name in the folder: path}, sorted; omit: regular expression of names, as those with a dot"""
-    paths, omit = [where] if where.is_file() else [], re.compile(rf'[.].*|{omit}')
+def list_files(where, code):
+    """The files of a folder, or one file, none of them empty -> {name: path}, sorted"""
+    if where.is_file():
+        return {where.name: where}
+    omit, files = NOT_CODE if code else HIDDEN, {}
     for folder, folders, names in os.walk(where):
-        folders[:] = [name for name in folders if not omit.fullmatch(name)]
-        paths += [Path(folder, name) for name in names if not omit.fullmatch(name)]
-    where = where.parent if where.is_file() else where
-    return {path.relative_to(where).as_posix(): path for path in sorted(paths, key=Path.as_posix)
-            if path.name.endswith(suffix) and path.is_file() and path.stat().st_size}
+        folders[:] = [name for name in folders if not re.fullmatch(omit, name)]
+        for path in (Path(folder, name) for name in names if not re.fullmatch(omit, name)):
+            if path.stat().st_size and (path.suffix == '.py' or not code):
+                files[path.relative_to(where).as_posix()] = path
+    return dict(sorted(files.items()))
 
 
 def split_files(files, code):
     """
-    {name: path} -> {split: [(paths, start, stop)]}: bytes start to stop of a file, or of a package.
-    Files or folders named train, val, test are these splits. Others (of `code`, packages) go in
-    order of sha256(name) to val, else to test, up to 5% of the bytes, else to train. If all are too
-    large, each is cut at line ends near 90% and 95%.
+    {name: path} -> {split: [(paths, part)]}: a file, or those of a package of `code`; see documents
+    Files or folders named train, val, test are these splits. Others go in order of sha256(name) to
+    val, else to test, up to 5% of the bytes, else to train; if none fits into val, each is cut.
     """
-    groups, sources = defaultdict(list), {split: [] for split in SPLITS}
+    groups, sizes = defaultdict(list), Counter()
     for name, path in files.items():
         text = path.read_bytes()
-        if b'\0' in text or text.decode(errors='ignore').encode() != text:
-            print(f'skipped, not UTF-8 text: {path}')
-        else:
-            groups[name.split('/')[0] if code else name].append(path)
-    sizes = {name: sum(path.stat().st_size for path in paths) for name, paths in groups.items()}
-    split_of = {name: m[1] for name in sizes if (m := SPLIT_NAME.fullmatch(name.split('/')[0]))}
-    if code or 'train' not in split_of.values():
-        n_bytes = sum(sizes.values())
+        if text.decode(errors='ignore').encode() != text:
+            print(f'skipped, not UTF-8: {path}')
+            continue
+        name = name.split('/')[0] if code else name
+        groups[name].append(path)
+        sizes[name] += len(text)
+    split_of = {name: match[1] for name in groups if (match := SPLIT_NAME.fullmatch(name))}
+    if 'train' not in split_of.values():
+        n_bytes = sizes.total()
         room = dict(val=n_bytes // 20, test=n_bytes // 20, train=n_bytes)
-        for name in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
+        for name in sorted(groups, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
             split_of[name] = next(split for split in room if sizes[name] <= room[split])
             room[split_of[name]] -= sizes[name]
         if 'val' not in split_of.values():
-            for paths in groups.values():
-                text, start = paths[0].read_bytes(), 0
-                for split, percent in zip(SPLITS, (90, 95, 100)):
-                    stop = text.find(b'\n', len(text) * percent // 100 - 1) + 1 or len(text)
-                    sources[split] += [(paths, start, stop)] * (start < stop)
-                    start = stop
-            return sources
-    for name in filter(split_of.get, groups):                   # a line end may be added to a file
-        sources[split_of[name]].append((groups[name], 0, sizes[name] + len(groups[name])))
-    return sources
+            return {split: [(paths, split) for paths in groups.values()] for split in SPLITS}
+    return {split: [(groups[name], 'all') for name in groups if split_of.get(name) == split]
+            for split in SPLITS}
 
 
-def documents(paths, start, stop):
-    """Part of files -> their documents: lines of a .jsonl, articles of WikiText, or all as one"""
-    texts = [path.read_bytes() for path in paths]
-    texts = [text + b'\n' * (text[-1:] != b'\n') for text in texts[:-1]] + texts[-1:]
-    text = b''.join(texts)[start:stop].decode()
-    if paths[0].suffix != '.jsonl':
-        yield from [text] if paths[0].suffix == '.py' else ARTICLE.split(text)
-        return
-    for n, line in enumerate(text.split('\n'), 1 + texts[0].count(b'\n', 0, start)):
-        try:
-            if line.strip() and (document := json.loads(line)['text']):
-                yield document.encode('utf-8', 'replace').decode()
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise SystemExit(f'{paths[0]}, line {n}: no {{"text": "..."}}')
+def documents(paths, part):
+    """
+    The text of some files -> its documents: lines of a .jsonl, articles of WikiText, or all as one.
+    part: all; train: to the line end at 90% of the text; val: from there to 95%; test: the rest
+    """
+    text = b''
+    for path in paths:
+        if text and not text.endswith(b'\n'):
+            text += b'\n'
+        text += path.read_bytes()
+    if part != 'all':
+        starts = [len(text) * percent // 100 - 1 for percent in (90, 95)]
+        a, b = (text.find(b'\n', start) + 1 or len(text) for start in starts)
+        text = dict(train=text[:a], val=text[a:b], test=text[b:])[part]
+    if paths[0].suffix == '.jsonl':
+        for line in filter(bytes.strip, text.split(b'\n')):
+            yield json.loads(line)['text'].encode('utf-8', 'replace').decode()
+    else:
+        yield from ARTICLE.split(text.decode())
 
 
-def pieces(sources):
-    """(text, whether a document ends with it): documents in pieces of about PIECE characters"""
-    for text in chain.from_iterable(starmap(documents, sources)):
-        start = 0
-        while end := SAFE.search(text, start + PIECE):
-            yield text[start:end.end()], False
-            start = end.end()
-        yield text[start:], True
+def pieces(text):
+    """A text in pieces of about PIECE characters, cut where every tokenizer cuts"""
+    start = 0
+    while cut := regex.search(r'(?<=\S)\n(?=\S)', text, pos=start + PIECE):
+        yield text[start:cut.end()]
+        start = cut.end()
+    yield text[start:]
 
 
 class Split(NamedTuple):
@@ -306,53 +279,46 @@ class Split(NamedTuple):
 
 class Corpus:
     """
-    A folder that `prepare` made: name, folder, tokenizer, train, val, test, each a Split or None,
-    and fingerprint, hashes of the text and of the tokenizer. hops 1 or 2: batches are of Needles
+    A folder that `prepare` made. train, val, test: a Split or None; fingerprint: hashes of the text
+    and of the tokenizer; hops 1 or 2: batches are of Needles
     """
     train = val = test = None
 
     def __init__(self, name, folder, hops=0):
         self.name, self.folder, self.hops = name, folder, hops
-        try:
-            meta = json.loads((folder / 'meta.json').read_text())
-            self.tokenizer = Tokenizer.from_dict(meta['tokenizer'])
-            for split, m in meta['splits'].items():
-                tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
-                offsets = np.fromfile(folder / f'{split}.idx', np.int64)
-                if not m['tokens'] == len(tokens) == offsets[-1] or np.diff(offsets).min() < 1 \
-                        or tokens[:1 << 26].max() >= self.tokenizer.n_vocab:
-                    raise ValueError(f'{split}.bin or {split}.idx does not match meta.json')
-                setattr(self, split, Split(split, tokens, offsets, m['bytes'], m['words']))
-            text = digest([m['sha256'] for m in meta['splits'].values()])
-            self.fingerprint = f'{text[:8]}-{digest(meta["tokenizer"])[:8]}'
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise SystemExit(f'{folder} is damaged ({error}): delete it to prepare it again')
+        meta = json.loads((folder / 'meta.json').read_text())
+        self.tokenizer = Tokenizer.from_dict(meta['tokenizer'])
+        for split, m in meta['splits'].items():
+            tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
+            offsets = np.fromfile(folder / f'{split}.idx', np.int64)
+            assert len(tokens) == offsets[-1] == m['tokens'], f'{folder} is damaged: delete it'
+            setattr(self, split, Split(split, tokens, offsets, m['bytes'], m['words']))
+        text = digest([m['sha256'] for m in meta['splits'].values()])
+        self.fingerprint = f'{text[:8]}-{digest(meta["tokenizer"])[:8]}'
 
     def batches(self, split, chunk=32, grow=0, **how):
-        """Of a split, see Batches; Needles with hops"""
+        """Of a split, see Batches; with hops see Needles"""
         if self.hops:
-            sizes = how['block_size'], how['micro_batch'], how['seed']
-            return Needles(split, self.tokenizer, self.hops, *sizes, chunk, grow)
-        if grow:
-            raise SystemExit('--grow-context is for --data niah or niah2')
-        return Batches(split, cache=self.folder, **how)
+            return Needles(split, self.tokenizer, self.hops, chunk=chunk, grow=grow, **how)
+        return Batches(split, **how)
 
 
 def write_split(path, sources, tokenizer):
     """Encodes a split into path.bin and path.idx -> its part of meta.json"""
-    offsets, counts, sha = [0], np.zeros(3, int), hashlib.sha256()
-    eot = np.uint32([] if tokenizer.eot is None else [tokenizer.eot])
-    queue = pieces(progress(sources, f'encoding {path.name}'))
+    offsets, n_bytes, n_words, sha = [0], 0, 0, hashlib.sha256()
+    eot = [] if tokenizer.eot is None else [tokenizer.eot]
     with open(f'{path}.bin', 'wb') as f, ThreadPoolExecutor() as pool:
-        while rows := list(islice(queue, 64)):
-            for (text, ends), ids in zip(rows, pool.map(tokenizer.encode, next(zip(*rows)))):
-                ids = np.append(ids, eot) if ends else ids
-                f.write(ids.astype(tokenizer.dtype))
-                sha.update(text.encode() + b'\0' * ends)
-                counts += len(ids), len(text.encode()), len(text.split())
-                offsets += [counts[0]] if ends else []
+        for paths, part in progress(sources, f'encoding {path.name}'):
+            for text in filter(None, documents(paths, part)):
+                ids = [*pool.map(tokenizer.encode, pieces(text)), eot]
+                ids = np.concatenate(ids).astype(tokenizer.dtype)
+                f.write(ids)
+                offsets.append(offsets[-1] + len(ids))
+                n_bytes += len(text.encode())
+                n_words += len(text.split())
+                sha.update(text.encode() + b'\0')
     np.unique(offsets).tofile(f'{path}.idx')                    # without documents that are empty
-    return dict(zip(('tokens', 'bytes', 'words'), counts.tolist()), sha256=sha.hexdigest())
+    return dict(tokens=offsets[-1], bytes=n_bytes, words=n_words, sha256=sha.hexdigest())
 
 
 def prepare(folder, sources, tokenizer, vocab_size):
@@ -360,40 +326,44 @@ def prepare(folder, sources, tokenizer, vocab_size):
     if not sources['train']:
         raise SystemExit(f'no text for {folder}: --data is a path, code or {", ".join(DOWNLOADS)}')
     if not isinstance(tokenizer, Tokenizer):
-        size = sum(stop - start for _, start, stop in sources['train'])
-        every = -(-size // BPE_SAMPLE) if tokenizer == 'bpe' else 1
-        texts = islice((text for text, _ in pieces(sources['train'])), 0, None, every)
+        texts = (text for source in sources['train'] for text in documents(*source))
+        texts = (piece for text in texts for piece in pieces(text))
+        texts = islice(texts, BPE_PIECES) if tokenizer == 'bpe' else texts
         tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=folder.name, dir=folder.parent) as temporary:
-        new = Path(temporary, 'new')
-        new.mkdir()
-        splits = {split: write_split(new / split, sources[split], tokenizer) for split in SPLITS}
-        splits = {split: m for split, m in splits.items() if m['tokens']}
-        meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
-        (new / 'meta.json').write_text(json.dumps(meta))
-        with contextlib.suppress(OSError):                      # if another process was faster
-            new.rename(folder)
+    new = folder.with_name(f'{folder.name}-{os.getpid()}')
+    new.mkdir(parents=True, exist_ok=True)
+    splits = {split: write_split(new / split, sources[split], tokenizer) for split in SPLITS}
+    splits = {split: m for split, m in splits.items() if m['tokens']}
+    meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
+    (new / 'meta.json').write_text(json.dumps(meta))
+    with contextlib.suppress(OSError):                          # if another process was faster
+        new.rename(folder)
+    shutil.rmtree(new, ignore_errors=True)
 
 
 def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):
     """
     The corpus `data` (code, the name of a download, a file or a folder), prepared on first use.
+    niah, niah2, niah:books/, ...: needles with one or two hops in `code` or in books/.
     tokenizer: a name or a Tokenizer, for example of a checkpoint
     """
     root, given = Path(root), isinstance(tokenizer, Tokenizer)
-    task, _, rest = str(data).partition(':')                    # niah, niah2:books/, ...
+    task, _, text = str(data).partition(':')
     hops = {'niah': 1, 'niah2': 2}.get(task, 0)
-    data = rest or 'code' if hops else str(data)
-    kind, code = tokenizer.name if given else tokenizer, data == 'code'
+    data = text or 'code' if hops else str(data)
+    kind = tokenizer.name if given else tokenizer
     if kind not in Tokenizer.NAMES:
         raise SystemExit(f'--tokenizer {kind}: choose from {", ".join(Tokenizer.NAMES)}')
+    code = data == 'code'
     where = Path(sysconfig.get_path('stdlib') if code else data)
-    where = fetch(data, root / 'downloads' / data) if data in DOWNLOADS else where
-    files = list_files(where, '.py' if code else '', NOT_CODE if code else re.escape(root.name))
-    stamp = [(name, p.stat().st_size, p.stat().st_mtime_ns) for name, p in files.items()]
-    name = 'code' if code else where.resolve().stem
-    kind += str(tokenizer.n_vocab if given else vocab_size) if kind == 'bpe' else ''
+    if data in DOWNLOADS:
+        where = root / 'downloads' / data
+        fetch(data, where)
+    name = data if code else where.resolve().stem
+    files = list_files(where, code)
+    stamp = [(file, p.stat().st_size, p.stat().st_mtime_ns) for file, p in files.items()]
+    if kind == 'bpe':
+        kind += str(tokenizer.n_vocab if given else vocab_size)
     folder = root / f'{name}-{kind}-{digest(stamp)[:8]}'
     if given and not (folder.exists() and Corpus(name, folder).tokenizer.ids == tokenizer.ids):
         folder = root / f'{name}-{kind}-{digest(stamp, tokenizer.tokens)[:8]}'
@@ -401,11 +371,8 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
         prepare(folder, split_files(files, code), tokenizer, vocab_size)
     corpus = Corpus(name, folder, hops)
     if not quiet:
-        splits = [split for split in (corpus.train, corpus.val, corpus.test) if split]
-        print(f'{folder}: {sum(len(s.offsets) - 1 for s in splits):,} documents,',
-              ', '.join(f'{s.name} {len(s.tokens):,}' for s in splits), 'tokens,',
-              f'{corpus.tokenizer.n_vocab:,} ids, fingerprint {corpus.fingerprint},',
-              f'Python {sys.version.split()[0]}')
+        print(f'{folder}: {len(corpus.train.tokens):,} tokens to train on, '
+              f'fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
     return corpus
 
 
@@ -421,23 +388,24 @@ class Batch(NamedTuple):
 def pack(split, T, same_document, seed, k=20):
     """
     Orders segments by BM25 (Algorithm 1 of TRIME): the one most similar to the last, of those not
-    yet taken, comes next. same_document: only of other documents (§4.3)
+    yet taken, comes next, or any if none is similar. same_document: only of other documents (§4.3)
     """
     starts = np.arange(0, len(split.tokens) - 1, T)
-    stops = np.append(starts[1:], len(split.tokens) - 1)
     segments, n = np.split(split.tokens[:-1], starts[1:]), len(starts)
-    doc_of = split.doc_of if same_document else lambda p: p // T
-    first, last = doc_of(starts), doc_of(stops - 1)             # documents of each segment, (n,)
-    low, high = np.searchsorted(last, first), np.searchsorted(first, last, side='right')
-    if (high - low).min() == n > 1:                             # low to high - 1 share a document
-        raise SystemExit('all segments are of one document: --no-same-document packs them')
+    first = last = np.arange(n)                                 # (n,) documents of each segment
+    if same_document:
+        first = split.doc_of(starts)
+        last = split.doc_of(np.append(starts[1:], len(split.tokens) - 1) - 1)
+    low = np.searchsorted(last, first)                          # low to high - 1 share a document
+    high = np.searchsorted(first, last, side='right')           # with the segment
     index, neighbors = BM25(segments), []
     for i in progress(range(0, n, 256), 'packing by BM25'):
         a, b = low[i:i + 256, None], high[i:i + 256, None]
         ids, _ = index.search_many(segments[i:i + 256], k + (b - a).max())
         allowed = (ids >= 0) & ((ids < a) | (ids >= b))
         neighbors += [row[ok][:k].tolist() for row, ok in zip(ids, allowed)]    # best first
-    order = {}
+
+    order = {}                                                  # segments taken, as keys
     for c in np.random.default_rng(seed).permutation(n).tolist():
         while c is not None and c not in order:
             order[c] = True
@@ -445,63 +413,55 @@ def pack(split, T, same_document, seed, k=20):
     return np.array(list(order))
 
 
+@functools.lru_cache
+def shuffled(n, *seed):
+    return np.random.default_rng(seed).permutation(n)
+
+
 class Batches:
     """
     The micro-batches of a split: batches[g], with len(batches) of them in an epoch.
-
     segments     a grid of segments of T tokens over the split, in another order in every epoch
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
     packed       the same, but the segments of a micro-batch are similar; not without bm25 (pack)
     documents    sequences of one document; the ends of documents, shorter than T, are joined
-
-    In an epoch, each token of the split but the first (documents: but each document's first) is
-    predicted once. cache: a folder for pack's order
+    An epoch predicts each token of the split but the first (documents: but each document's first).
     """
 
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
-                 consecutive=0, bm25=True, cache=None):
-        if split is None:
-            raise SystemExit('no such split: name files in the folder train, val and test')
+                 consecutive=0, bm25=True):
+        if split is None or len(split.tokens) <= block_size:
+            raise SystemExit(f'fewer than --block-size {block_size} tokens in train, val or test')
         T, B = self.T, self.B = block_size, micro_batch
-        self.split, self.kind, self.seed, self.epoch = split, kind, seed, (None, None)
-        m = self.group = dict(consecutive=consecutive or B, packed=B if bm25 else 1).get(kind, 1)
-        if min(T, B, m) < 1 or B % m:
-            raise SystemExit(f'--block-size {T}, --micro-batch {B}: 0, or no multiple of m = {m}')
+        self.split, self.kind, self.seed = split, kind, seed
         # ranges of the split form a row; sequence r is places r T to r T + T - 1 of the row
-        begins, sizes = split.offsets[:1], np.array([len(split.tokens) - 1])
+        begins, sizes = np.array([0]), np.array([len(split.tokens) - 1])
         if kind == 'documents':             # the documents without their ends, then the ends
-            lengths = np.diff(split.offsets)
-            ends = lengths % T
-            begins = np.append(split.offsets[:-1], split.offsets[:-1] + lengths - ends)
-            sizes = np.append(lengths - ends, ends)
+            ends = np.diff(split.offsets) % T
+            begins = np.append(split.offsets[:-1], split.offsets[1:] - ends)
+            sizes = np.append(np.diff(split.offsets) - ends, ends)
         self.stops = np.cumsum(sizes)                           # of the ranges in the row
         self.shift = begins - self.stops + sizes                # position in the split minus place
-        n = int(self.stops[-1])
-        if n < T:
-            raise SystemExit(f'{split.name} has {n:,} tokens, fewer than --block-size {T:,}')
-        self.n_rows = -(-n // T)
-        self.order = np.arange(self.n_rows)
+        self.n_rows = int(-(-self.stops[-1] // T))
+        self.order, self.group = np.arange(self.n_rows), 1      # groups of sequences are shuffled
+        if kind == 'consecutive':
+            self.group = consecutive or B
         if kind == 'packed' and bm25:
-            path = Path(cache or '', f'packed-{split.name}-{n}-{T}-{seed}-{same_document}.npy')
-            saved = cache and path.exists()
-            self.order = np.load(path) if saved else pack(split, T, same_document, seed)
-            if cache and not saved:
-                temporary = path.with_suffix(f'.{os.getpid()}.npy')
-                np.save(temporary, self.order)
-                temporary.replace(path)
+            self.group, self.order = B, pack(split, T, same_document, seed)
+        if B % self.group:
+            raise SystemExit(f'--micro-batch {B} is no multiple of m = {self.group}')
 
     def __len__(self):
         return -(-self.n_rows // self.B)
 
     def rows(self, g):
         """Numbers of the sequences in micro-batch g, (at most B,)"""
-        (epoch, i), n = divmod(g, len(self)), self.group
-        if self.epoch[0] != epoch:
-            n_groups = -(-self.n_rows // n)
-            self.epoch = epoch, np.random.default_rng([self.seed, epoch]).permutation(n_groups)
-        groups = self.epoch[1][i * self.B // n:(i + 1) * self.B // n]
-        groups = np.sort(groups) if n > 1 else groups           # an incomplete group comes last
-        return np.concatenate([self.order[i * n:(i + 1) * n] for i in groups])
+        m, (epoch, i) = self.group, divmod(g, len(self))
+        groups = shuffled(-(-self.n_rows // m), self.seed, epoch)
+        groups = groups[i * self.B // m:(i + 1) * self.B // m]
+        if m > 1:
+            groups = np.sort(groups)                            # an incomplete one comes last
+        return np.concatenate([self.order[j * m:(j + 1) * m] for j in groups])
 
     def __getitem__(self, g):
         sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
@@ -509,45 +469,45 @@ class Batches:
 
     def take(self, rows, seed):
         """The micro-batch of the sequences with these numbers, (at most B,), padded to B rows"""
-        split, place = self.split, np.full((self.B, self.T), self.stops[-1])
+        split, place = self.split, np.full((self.B, self.T), self.stops[-1])        # padding
         place[:len(rows)] = np.asarray(rows)[:, None] * self.T + np.arange(self.T)
-        real = place < self.stops[-1]                                           # (B, T)
+        real = predicted = place < self.stops[-1]                                   # (B, T)
         place = np.where(real, place, 0)
-        p = place + self.shift[np.searchsorted(self.stops, place, side='right')]
+        p = place + self.shift[np.searchsorted(self.stops, place, side='right')]    # in the split
         doc = split.doc_of(p)
-        predicted = real & ((self.kind != 'documents') | (p + 1 < split.offsets[doc + 1]))
+        if self.kind == 'documents':
+            predicted = real & (split.doc_of(p + 1) == doc)
         tokens = np.where(real, split.tokens[p].astype(int), 0)
-        targets = np.where(predicted, np.take(split.tokens, p + 1, mode='clip').astype(int), -1)
-        return Batch(*map(torch.from_numpy, (tokens, targets, np.where(real, doc, -1))), seed)
+        after = np.take(split.tokens, p + 1, mode='clip').astype(int)
+        arrays = tokens, np.where(predicted, after, -1), np.where(real, doc, -1)
+        return Batch(*map(torch.from_numpy, arrays), seed)
 
 
 class Needles(Batches):
     """
     Sentences "Key A opens B." in a text, and questions "Key A", each followed by its answer (RULER,
     Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B opens
-    C, and the answer is "B, C". A question ends with a chunk, so that this chunk can retrieve for
-    the answer; with 2 hops the chunk before ends with it too, so that what that one retrieves can
-    be part of what this one looks for. A tenth of all other tokens is predicted too.
-    grow: of so many micro-batches, the first quarter has sequences of an eighth of T tokens, the
-    next ones of a quarter, of a half and of T
+    C, and the answer is "B, C". A question ends with a chunk, so that this can retrieve for the
+    answer; with 2 hops also the chunk before ends with it, so that what that one retrieves can help
+    this one to retrieve. A tenth of all other tokens is predicted too. grow: of so many micro-
+    batches, the four quarters have sequences of T / 8, T / 4, T / 2 and T tokens.
     """
 
-    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32, grow=0):
+    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32,
+                 grow=0, **_):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
         self.hops, self.chunk, self.grow = hops, chunk, grow
         self.n_rows = len(split.tokens) // self.T               # of an epoch
-        least = chunk * (32 * hops if grow else 8)
-        if self.T % chunk or self.T < least:
-            raise SystemExit(f'niah: --block-size {self.T}: no multiple of {chunk} from {least} on')
-        blank = ' ' * (tokenizer.name == 'bytes')               # other words begin with theirs
+        blank = ' ' if tokenizer.name == 'bytes' else ''        # other words begin with theirs
         texts = '\nKey' + blank, ' opens' + blank, ',' + blank, '.\n'
         self.parts = [tokenizer.encode(text).astype(int) for text in texts]     # of a sentence
         word = dict(bytes='[A-Z]', word='[a-z]{3,}').get(tokenizer.name, ' [a-z]{3,}')
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
-        longest = np.concatenate(self.sentence(np.zeros((hops + 1, 4), int)))
-        if len(self.words) < 16 or len(longest) > chunk:
-            raise SystemExit(f'needles: fewer than 16 words to choose from, or chunks of {chunk} '
-                             'tokens are too short for a question and an answer')
+        longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
+        least = chunk * (32 * hops if grow else 8)
+        if self.T % chunk or self.T < least or chunk < longest or len(self.words) < 16:
+            raise SystemExit(f'niah: --block-size is a multiple of {chunk}, a chunk, from {least}; '
+                             f'a chunk has {longest} tokens or more, a vocabulary 16 words')
 
     def rows(self, g):
         """With grow more and shorter sequences at first: as many tokens in each micro-batch"""
@@ -561,18 +521,19 @@ class Needles(Batches):
 
     def row(self, r, n):
         """Sequence r, of n chunks: half with needles, then half with questions -> ids, targets"""
-        seed, c, half = [self.seed, r, n, len(self.split.tokens)], self.chunk, n // 2
-        rng = np.random.default_rng(seed)                       # others in val than in train
-        start = rng.integers(len(self.split.tokens) - n * c)
+        c, half, n_tokens = self.chunk, n // 2, len(self.split.tokens)
+        rng = np.random.default_rng([self.seed, r, n, n_tokens])    # others in val than in train
+        start = rng.integers(n_tokens - n * c)
         ids = self.split.tokens[start:start + n * c + 1].astype(int)
-        scored = rng.random(len(ids)) < 0.1
+        scored = rng.random(len(ids)) < 0.1                         # tokens that are predicted
         chains = self.chains(rng, rng.integers(1, half // self.hops + 1), ids)
         pairs = [pair for names in chains for pair in pairwise(names)]
         self.hide(rng, ids, zip(rng.permutation(half), pairs))
         answers = rng.permutation(np.arange(half + self.hops, n, self.hops)) * c
         for at, names in zip(answers, chains):
             question, opens, answer, end = self.sentence(names)
-            ids[at - self.hops * c:at].reshape(-1, c)[:, -len(question):] = question
+            for stop in range(at, at - self.hops * c, -c):
+                ids[stop - len(question):stop] = question
             text = np.concatenate([opens, answer, end])
             ids[at:at + len(text)] = text
             scored[at + len(opens):][:len(answer)] = True
@@ -580,12 +541,12 @@ class Needles(Batches):
 
     def chains(self, rng, n, ids):
         """(n, hops + 1, 4) words of names; all names differ, and none is in ids"""
-        names, text = {}, ids.tobytes()
+        names, text = {}, ids.tobytes()                         # bytes are compared fast
         while len(names) < n * (self.hops + 1):
-            name = rng.choice(self.words, 4, replace=False).tobytes()
-            if name not in text:
-                names[name] = True
-        return np.frombuffer(b''.join(names), int).reshape(n, self.hops + 1, 4)
+            name = rng.choice(self.words, 4, replace=False)
+            if name.tobytes() not in text:
+                names[name.tobytes()] = name
+        return np.reshape([*names.values()], (n, self.hops + 1, 4))
 
     def hide(self, rng, ids, needles):
         """Writes a sentence into each of these chunks of ids; needles: (chunk, names)"""
@@ -597,14 +558,7 @@ class Needles(Batches):
     def sentence(self, names):
         """Ids of "Key A opens B, C.": of the question, of " opens", of the answer, of the end"""
         key, opens, comma, end = self.parts
-        answer = [ids for name in names[1:] for ids in (comma, name)]
-        return np.append(key, names[0]), opens, np.concatenate(answer[1:]), end
-
-
-if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description='Prepare a corpus and look at it.')
-    parser.add_argument('--data', default='code', help=f'code, {", ".join(DOWNLOADS)}, or a path')
-    parser.add_argument('--tokenizer', default='bpe', help=', '.join(Tokenizer.NAMES))
-    parser.add_argument('--vocab-size', type=int, default=4096, help='ids of the bpe tokenizer')
-    corpus = load(**vars(parser.parse_args()))
-    print(corpus.tokenizer.decode(corpus.train.tokens[:200]))
+        answer = names[1]
+        for name in names[2:]:
+            answer = np.concatenate([answer, comma, name])
+        return np.append(key, names[0]), opens, answer, end

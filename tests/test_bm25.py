@@ -11,10 +11,8 @@ from bm25 import BM25
 
 def formula(docs, query, k1=1.2, b=0.75, idf=None):
     """The score of each document, term by term from the equations in the header."""
-    docs = [Counter(list(doc)) for doc in docs]
-    N = len(docs)
+    docs, N = [Counter(list(doc)) for doc in docs], len(docs)
     mean = sum(doc.total() for doc in docs) / N
-
     scores = [0] * N
     for t in query:
         df = sum(t in doc for doc in docs)
@@ -53,17 +51,16 @@ def test_equals_the_formula(N, length, V, frequent, idf, monkeypatch):
     limit = np.arange(7) * N // 6
     ids, scores = index.search_many(queries, 10)
     below, _ = index.search_many(queries, 10, limit)
-    assert ids.shape == scores.shape == (7, 10)
-    assert scores.dtype == np.float32
+    assert ids.shape == scores.shape == (7, 10) and scores.dtype == np.float32
     for i, query in enumerate(queries):
         expected = formula(docs, query, 1.5, 0.6, idf)
         best = ranking(expected, 10)
-        none = 10 - len(best)
-        assert ids[i].tolist() == best + [-1] * none
-        assert scores[i] == pytest.approx([expected[j] for j in best] + [-inf] * none, rel=1e-6)
+        none = [-inf] * (10 - len(best))
+        assert ids[i].tolist() == best + [-1] * len(none)
+        assert scores[i] == pytest.approx([expected[j] for j in best] + none, rel=1e-6)
         assert [j for j in below[i] if j >= 0] == ranking(expected, 10, limit[i])
-        one, one_scores = index.search(query, 10)
-        assert (one.tolist(), one_scores.tolist()) == (best, scores[i, :len(best)].tolist())
+        one = index.search(query, 10)
+        assert [x.tolist() for x in one] == [best, scores[i, :len(best)].tolist()]
 
 
 def test_equal_scores_are_in_order_of_id():
