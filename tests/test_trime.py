@@ -305,7 +305,7 @@ def test_datastore(stop, tmp_path, monkeypatch):
         sim, j = store.search(query[:, 0], 95, l2)
         assert torch.equal(j[:, :-1].sort(1).values, torch.arange(94).expand(5, -1))
         assert torch.allclose(sim[:, :-1], want.gather(1, j[:, :-1]) / C ** 0.5, atol=1e-4)
-        assert (sim.diff(dim=1) <= 0).all() and sim[:, -1].max() == -math.inf   # 94 entries
+        assert (sim.diff(dim=1) <= 0).all() and sim[:, -1].max() <= trime.MASKED # 94
     one_line(Datastore, tmp_path, model, text, {'weights': 2}, no_progress)
 
 
@@ -361,16 +361,14 @@ def test_tuning(memory, flags, tmp_path, coarse):
     assert prepared(memory, tmp_path, None, **flags)[0].tuned == x  # nothing to build or tune
 
 
-def test_flags_and_task(tmp_path, capsys, coarse):
+def test_flags_and_task(tmp_path, coarse):
     """The sweep of Figure 3: perplexity by size of the long memory, as JSON."""
-    prepared('ext', tmp_path, memory='ext', recall=True)            # a store of one list
-    assert 'recall of 1,024 entries: 100.0%' in capsys.readouterr().out
     assert prepared('ext', tmp_path, memory='local', stride=5)[0].stride == 5
     assert 'find itself' in one_line(prepared, 'ext', tmp_path, split='train')
     assert [*prepared('ext', tmp_path, memory='none')[0].ways()] == ['off']
     other = SimpleNamespace(folder=Path('o'), train=CORPUS.val, fingerprint='o')    # Table 5
     model, _ = prepared('local', tmp_path, external=other, split='train')
-    assert (model.store.text == CORPUS.val.tokens).all() and model.tuned.n_neighbors > 0
+    assert (model.store.text.numpy() == CORPUS.val.tokens).all() and model.tuned.n_neighbors > 0
     other.fingerprint = 'another text'
     assert 'delete it' in one_line(prepared, 'local', tmp_path, external=other)
     assert 'needs ext' in one_line(prepared, 'local', tmp_path, external=other, memory='local')
