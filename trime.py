@@ -19,20 +19,18 @@ Where the paper is in this file
 
 Letters used in the shape comments
     B segments    T tokens per segment    C width    H heads    D width per head    V vocabulary
-    N = B T       R rows of a block       Q queries             K neighbors
-    M memories: (c_j, x_j), a context and the token after it; key g(c_j), value x_j
+    N = B T    R rows of a block    Q queries    K neighbors    M memories: (c_j, x_j), a context
+    and the token after it; key g(c_j), value x_j
 
 Where this differs from the paper, and why
-    The three models share one Transformer: RMSNorm, RoPE and GELU replace LayerNorm, sinusoids and
-    ReLU, with GPT-2's initial weights, a final norm, no biases, no sqrt(C) on the embeddings. AdamW
-    and a cosine replace NAG (247M) and the inverse square root (7M).
+    The three models share one Transformer: RMSNorm, RoPE and GELU, GPT-2's initial weights, a final
+    norm, no biases; AdamW and a cosine replace NAG (247M) and the inverse square root (7M).
     In training, memories are of a process's own micro-batch (official code: of all processes), and
     §4.3's m = 1 masks other segments of the same document (official code: none). With memory ext g
-    starts small: at a gain of 1 the other documents get more than 90% of the probability at first,
-    and the words do not recover in hundreds of steps.
+    starts small, or at first the words get less than 10% of the probability, and do not recover.
     At test time each context is in memory once (official code: the window's twice), P' of Eq. 8 is
-    over all memories (official code: the external ones), and the datastore has exact similarities
-    of fp16 keys (paper: product quantization). Not here: translation (§5.4) and SRU++ (App. E).
+    over all memories (there: the external ones), and similarities of the datastore's fp16 keys are
+    exact (paper: product quantization). Not here: translation (§5.4), SRU++ (App. E).
 
     $ python trime.py                       a demo on a CPU
     $ python train.py --model trime
@@ -40,7 +38,6 @@ Where this differs from the paper, and why
 import hashlib, json, math, random, re
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -49,7 +46,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-MASKED = -1e30                  # similarity of a memory that a query may not use
+MASKED = -1e30      # similarity to a memory that a query may not use: finite, so no row gives nan
 
 
 @dataclass
@@ -91,9 +88,8 @@ class EvalConfig:
     nprobe: int = 16            # trime: lists of the datastore to search; more: slower, more exact
 
 
-# Table 9: T, B = in-batch memories / T, m, n_layer, n_embd, n_inner, tokens_per_step, lr (247M:
-# ours), warmup, grad_clip, max_steps. App. F: the 7M model's heads. Official code: other heads
-# (its 150M model has 10), cutoffs, div_value, dropout, stride, weight_decay, beta2.
+# Table 9 (lr of 247M: ours), the 7M model's heads App. F; official code: other heads (its 150M
+# model has 10), cutoffs, div_value, dropout, stride, weight_decay, beta2
 WIKITEXT = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000',
                 eval_every=2000)
 ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0, lr=2.5e-4, warmup=0.0,
@@ -210,74 +206,63 @@ class Block(nn.Module):
 # what is new in TRIME
 
 class Embedding(nn.Module):
-    """
-    The input and output embedding, tied. With cutoffs it is adaptive (Baevski & Auli 2019): ids are
-    in order of frequency, those between two cutoffs are a cluster. Cluster i has vectors of
+    """The input and output embedding, tied. With cutoffs it is adaptive (Baevski & Auli 2019): ids
+    are in order of frequency, those between two cutoffs are a cluster. Cluster i has vectors of
     C / div_value^i numbers, W_i that projects them to C, and one row in the head:
 
-        P(w) = P_head(w)  or  P_head(i) P_i(w)  in cluster i,    P_i(w) ∝ exp(table_i[w] · W_iᵀ f)
-    """
+        P(w) = P_head(w)  or  P_head(i) P_i(w)  in cluster i,   P_i(w) ∝ exp(table_i[w] · W_iᵀ f)"""
 
     def __init__(self, config):
         super().__init__()
         C, V = config.n_embd, config.vocab_size
-        cutoffs = [int(x) for x in config.cutoffs.split(',') if x]
-        self.ends = sorted(x for x in cutoffs if x < V) + [V]       # of the head's words, clusters
+        cutoffs = sorted(int(x) for x in config.cutoffs.split(',') if x)
+        self.ends = [x for x in cutoffs if x < V] + [V]             # of the head's words, clusters
         self.tables = nn.ParameterList([torch.empty(self.ends[0] + len(self.ends) - 1, C)])
         self.tail_proj = nn.ModuleList()
-        for i, (start, end) in enumerate(pairwise(self.ends), 1):
+        for i, size in enumerate(np.diff(self.ends), 1):
             width = max(1, C // config.div_value ** i)
-            self.tables.append(torch.empty(end - start, width))
+            self.tables.append(torch.empty(size, width))
             self.tail_proj.append(nn.Linear(width, C, bias=False))
 
     def clusters(self, ids):
-        """For each cluster i: i, its first id, which of the ids are in it"""
-        for i, (start, end) in enumerate(pairwise(self.ends)):
+        """Of each cluster: i = 1, 2, ..., its first id, which of the ids are in it"""
+        for i, (start, end) in enumerate(zip(self.ends, self.ends[1:]), 1):
             yield i, start, (ids >= start) & (ids < end)
 
     def forward(self, tokens):
         """(B, T) -> (B, T, C)"""
-        head, *tables = self.tables
-        x = F.embedding(tokens.clamp(max=len(head) - 1), head)
+        x = F.embedding(tokens.clamp(max=self.ends[0] - 1), self.tables[0])
         for i, start, inside in self.clusters(tokens):
-            vectors = F.embedding(tokens[inside] - start, tables[i])
-            x[inside] = self.tail_proj[i](vectors).type_as(x)
+            vectors = self.tail_proj[i - 1](F.embedding(tokens[inside] - start, self.tables[i]))
+            x[inside] = vectors.type_as(x)
         return x
 
     def tail(self, i, f):
         """log P_i after f: (Q, C) -> (Q, words of cluster i)"""
-        return (f @ self.tail_proj[i].weight @ self.tables[i + 1].T).log_softmax(1)
+        return (f @ self.tail_proj[i - 1].weight @ self.tables[i].T).log_softmax(1)
 
     def word(self, f, w):
         """Words w (Q,) after f (Q, C) -> their rows of the head, log P_i(w) or 0: 2 x (Q, 1)"""
         row, log_p = w[:, None].clone(), f.new_zeros(len(w), 1)
         for i, start, inside in self.clusters(w):
-            row[inside] = self.ends[0] + i
+            row[inside] = self.ends[0] + i - 1
             log_p[inside] = self.tail(i, f[inside]).gather(1, w[inside, None] - start)
         return row, log_p
 
     def logits(self, f):
-        """E_w · f of Eq. 1 for all words: f (Q, C) -> (Q, V)"""
-        head, n = f @ self.tables[0].T, self.ends[0]
-        logits = [head[:, :n]]
-        for i in range(len(self.tail_proj)):
-            logits.append(head[:, n + i, None] + self.tail(i, f))
-        return torch.cat(logits, dim=1)
+        """f (Q, C) -> E_w · f of Eq. 1 for all words (Q, V), log Σ exp of them (Q, 1)"""
+        head = f @ self.tables[0].T
+        words, clusters = head.tensor_split([self.ends[0]], dim=1)
+        tails = [row[:, None] + self.tail(i, f) for i, row in enumerate(clusters.T, 1)]
+        return torch.cat([words, *tails], dim=1), head.logsumexp(1, keepdim=True)
 
 
 def memory_mask(memory, doc, config, rows):
-    """
-    Which memories the queries of slice `rows` may use: a slice of M memories, and (R, M) bool.
-    Memory i holds the answer to query i. doc (B, T): documents of the contexts
-    """
+    """The memories of the queries `rows`, a slice, and which ones a query may use, (R, M) bool.
+    Memory i holds the answer to query i. doc (B, T): documents of the contexts"""
     (B, T), doc = doc.shape, doc.flatten()
-    start, end = 0, rows.stop
-    if memory == 'local':
-        start = rows.start // T * T                                 # of the first query's segment
-    if memory == 'none':
-        start = end - 1                                             # one, after all queries
-    if 'ext' in memory:
-        end = len(doc)
+    end = len(doc) if 'ext' in memory else rows.stop
+    start = dict(local=rows.start // T * T, none=end - 1).get(memory, 0)        # none: no j < i
     i = torch.arange(rows.start, rows.stop, device=doc.device)[:, None]
     j = torch.arange(start, end, device=doc.device)
     earlier, segment, document = j < i, i // T == j // T, doc[i] == doc[j]      # (R, M)
@@ -297,8 +282,7 @@ def softmax(x):
 
 
 class TrimeLoss(torch.autograd.Function):
-    """
-    The TRIME objective, Eq. 5. The next word w has a term for its output embedding, and one for
+    """The TRIME objective, Eq. 5. The next word w has a term for its output embedding, and one for
     each memory whose value is w; sim(q, k) = q · k / sqrt(C):
 
         P(w | c)  ∝  exp(E_w · f(c))  +  Σ_{j: x_j = w} exp(sim(g(c), g(c_j)))
@@ -308,10 +292,9 @@ class TrimeLoss(torch.autograd.Function):
     targets (N,)           w and x_j; -1: neither scored nor a memory
 
     returns means over the queries: of -log P and, without gradient, of the probability on memories
-    and the loss without memory. Neither (N, n) nor (N, N) is held: the forward pass computes the
-    gradient too, by blocks of R queries. By an exponent, -log P has the derivative P - W, the part
-    of its term in the sum of all terms less that in the sum of the terms of w
-    """
+    and the loss without memory. The forward pass computes the gradient too, by blocks of R queries,
+    as (N, n) or (N, N) would be too large. By the exponent of a term, -log P has the derivative
+    P - W: its part in the sum of all terms less its part in the sum of the terms of w."""
     R = 512
 
     @staticmethod
@@ -337,13 +320,13 @@ class TrimeLoss(torch.autograd.Function):
             memory_prob += (weight * (log_memory - log_total).exp()).sum()
             word_loss += (weight * (log_words - log_word)).sum()
             if f.requires_grad:
-                dlogits = P_words * (weight * (log_words - log_total).exp())
+                dlogits = P_words.mul_(weight * (log_words - log_total).exp())
                 dtail[rows] = -weight * (log_word - log_w).exp()
                 dlogits.scatter_add_(1, row[rows], dtail[rows])     # P - W of the words
                 df[rows] = dlogits @ head
                 dhead += dlogits.T @ f[rows]
-                dsim = P_memory * (weight * (log_memory - log_total).exp())
-                dsim -= W_memory * (weight * (log_match - log_w).exp())
+                dsim = P_memory.mul_(weight * (log_memory - log_total).exp())
+                dsim -= W_memory.mul_(weight * (log_match - log_w).exp())
                 dquery[rows] = dsim @ key[memories] * scale
                 dkey[memories] += dsim.T @ query[rows] * scale
         ctx.grads = df, dquery, dkey, dhead, dtail
@@ -358,17 +341,15 @@ class TrimeLoss(torch.autograd.Function):
 
 @dataclass
 class Inference:
-    """
-    How words and the memories M (Eq. 7) make one distribution at test time.
+    """How words and the memories M (Eq. 7) make one distribution at test time.
 
         P(w)  ∝ exp(E_w · f) + Σ_{j in M: x_j = w} exp(sim_j / τ)       Eq. 6
         P'(w) ∝ Σ_{j in M: x_j = w} exp(sim_j / τ')                     Eq. 8, with ext
         P(w)  <- (1 - λ) P(w) + λ P'(w)                                 Eq. 9
 
-    linear: Eq. 1, then Eq. 8 and 9 of local and long memory (continuous cache, Grave et al. 2017;
-    τ = 1/θ), then of ext (kNN-LM, Khandelwal et al. 2020), with sim_j = -|q - k|² / (2 sqrt(C)):
-    but for a constant the same as ours for keys of one length.
-    """
+    linear: Eq. 1, then Eq. 8 and 9 of local and long memory (continuous cache, Grave et al. 2017),
+    then of ext (kNN-LM, Khandelwal et al. 2020), with sim_j = -|q - k|² / (2 sqrt(C)): for keys of
+    one length the same as ours, but for a constant"""
     local: bool = False         # local memory: the window
     long: int = 0               # tokens of long memory; with local only
     n_neighbors: int = 0        # K; 0: no external memory
@@ -379,10 +360,8 @@ class Inference:
     lam_ext: float = 0.0        # λ of Eq. 9; linear: of kNN-LM
 
     def probabilities(self, log_words, sim):
-        """
-        P (Q, M) of memories, and log (Q, 1) of the factor from exp(E_w · f) to the rest of P(w).
-        log_words (Q, 1): log Σ exp(E_w · f); sim (Q, M): the last n_neighbors are of ext
-        """
+        """P (Q, M) of memories, and log (Q, 1) of the factor from exp(E_w · f) to the rest of P(w).
+        log_words (Q, 1): log Σ exp(E_w · f); sim (Q, M): the last n_neighbors are of ext"""
         x = torch.full_like(sim, MASKED) if self.linear else sim / self.tau
         log_factor = -torch.logaddexp(log_words, x.logsumexp(1, keepdim=True))
         P = (x + log_factor).exp()                                  # Eq. 6; linear: Eq. 1
@@ -398,7 +377,7 @@ class Inference:
         return P, log_factor
 
     def log_p(self, logit, log_words, sim, match, window):
-        """log P(w) (Q, 1) of one word: logit of w (Q, 1), match (Q, M): x_j = w; see `collect`"""
+        """log P(w) of a word (Q, 1), from what `collect` returns, by the memories in use"""
         used = slice(max(0, window.start - self.long), window.stop + self.n_neighbors)
         P, log_factor = self.probabilities(log_words, sim[:, used])
         P_memory = (P * match[:, used]).sum(1, keepdim=True)
@@ -406,17 +385,14 @@ class Inference:
 
 
 class Datastore:
-    """
-    External memory, Eq. 4: entry j is the key g(c_j) and the value x_j of position j of a text. The
-    keys are fp16 in a faiss inverted file, memory-mapped; the values are the text. A search visits
-    the nprobe nearest lists of each query; the similarities that it returns are exact.
-    """
+    """External memory, Eq. 4: entry j is the key g(c_j) and the value x_j of position j of a text.
+    The keys are fp16 in a faiss inverted file, memory-mapped; similarities are exact."""
     SHARD = 2 ** 31                     # bytes of keys held in memory while a store is built
 
     def __init__(self, folder, model, text, about, progress, nprobe=16):
         """Opens the store of text (n + 1,) in folder, or builds it. about: what it depends on"""
         import faiss
-        self.text, file = model.ids(text), folder / 'about.json'
+        self.text, file = torch.from_numpy(text.astype(int)), folder / 'about.json'
         if not file.exists():                                       # it is written last
             self.build(folder, model, progress)
             file.write_text(json.dumps(about))
@@ -430,8 +406,9 @@ class Datastore:
     def build(self, folder, model, progress):
         """Writes keys.faiss, keys.ivfdata."""
         import faiss.contrib.ondisk
-        text, C, T = self.text[None, :-1], model.config.n_embd, model.config.block_size
-        n, entry = text.size(1), 2 * C + 8                          # bytes: a key, its number
+        text = self.text[None, :-1].to(model.norm.gain.device)
+        n, C, T = text.size(1), model.config.n_embd, model.config.block_size
+        entry = 2 * C + 8                                           # bytes: a key, its number
         print(f'{folder}: {n:,} entries, {n * entry / 1e9:.2f} GB on disk; to build it, twice that')
         folder.mkdir(parents=True, exist_ok=True)
         n_lists = max(1, min(n // 1000, 16_384))
@@ -445,24 +422,21 @@ class Datastore:
             start, end = end, end + g.size(1)
             index.add_with_ids(g[0].float().cpu().numpy(), np.arange(start, end))
             if index.ntotal * entry >= self.SHARD or end == n:
-                shards.append(folder / f'shard-{len(shards)}')
-                faiss.write_index(index, str(shards[-1]))
+                shards.append(str(folder / f'shard-{len(shards)}'))
+                faiss.write_index(index, shards[-1])
                 index.reset()
-        faiss.contrib.ondisk.merge_ondisk(index, [*map(str, shards)], str(folder / 'keys.ivfdata'))
+        faiss.contrib.ondisk.merge_ondisk(index, shards, str(folder / 'keys.ivfdata'))
         faiss.write_index(index, str(folder / 'keys.faiss'))
         for shard in shards:
-            shard.unlink()
+            Path(shard).unlink()
 
     def search(self, query, K, l2=False):
-        """
-        The K entries most similar to each query (Q, C): similarities, falling, and entries (Q, K);
-        MASKED and -1 where there are fewer. l2: sim is -|q - k|² / (2 sqrt(C)), not q · k / sqrt(C)
-        """
+        """The K entries most similar to each query (Q, C): similarities, falling, entries (Q, K)"""
         import faiss
         self.index.metric_type = faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT
         sim, j = map(torch.from_numpy, self.index.search(query.float().cpu().numpy(), K))
-        sim = sim / (-2 if l2 else 1) / query.size(1) ** 0.5
-        return sim.clamp(min=MASKED).to(query), j.to(query.device)
+        sim = sim / (-2 if l2 else 1) / query.size(1) ** 0.5        # l2: see Inference
+        return sim.clamp(min=MASKED).to(query), j                   # MASKED, -1: there are fewer
 
 
 # --------------------------------------------------------------------------------------------------
@@ -478,26 +452,20 @@ class TRIME(nn.Module):
         self.embedding = Embedding(config)                          # also the output embedding E
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(C)
-        self.inference = self.tuned = Inference(local=config.memory != 'none')
+        self.inference = Inference(local=config.memory != 'none')
         self.shuffle, self.store = False, None
-        self.stride = config.stride or config.block_size // 2 or 1
+        self.stride = config.stride or config.block_size // 2
         if config.memory == 'ext':                                  # g starts with norm C^(1/4)
             nn.init.constant_(self.blocks[-1].norm2.gain, C ** -0.25)
-        for name, p in self.named_parameters():                     # GPT-2's, for width C
-            std = 0.02 * math.sqrt(768 / C)
-            if name.endswith('proj.weight'):
-                std /= math.sqrt(2 * config.n_layer)
-            if p.dim() == 2:
+        for name, p in self.named_parameters():
+            if p.dim() == 2:                                        # GPT-2's, for width C
+                std = 0.02 * math.sqrt(768 / C)
+                std /= math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 1
                 nn.init.normal_(p, std=p.size(1) ** -0.5 if 'tail_proj' in name else std)
 
-    def ids(self, array):
-        return torch.from_numpy(array.astype(np.int64)).to(self.norm.gain.device)
-
     def encode(self, tokens, past=None):
-        """
-        f(c) and g(c) (B, t, C) for the contexts of tokens (B, t), and the new past; g is the input
-        of the last MLP (§3). past: what an earlier call returned for the tokens before these
-        """
+        """Tokens (B, t) -> f, g (B, t, C) of their contexts, and past, the keys and values so far;
+        g is the input of the last MLP (§3)"""
         start = past[0][0].size(1) if past else 0
         positions = start + torch.arange(tokens.size(1), device=tokens.device)
         angles = rotary(positions, self.config.n_embd // self.config.n_head)
@@ -508,16 +476,12 @@ class TRIME(nn.Module):
         return self.norm(x), g, past
 
     def forward(self, batch, progress):
-        """
-        The training loss () in nats per token, in eval mode a causal one, and a dict to log.
-        batch: tokens, targets, doc (B, T) int64 (targets -1: not scored) and the seed of all
-        randomness; progress: step / max_steps
-        """
-        config, memory = self.config, self.config.memory
+        """The training loss () in nats per token, causal in eval mode, and a dict to log. batch:
+        tokens, targets (-1: not scored), doc (B, T), seed; progress: step / max_steps"""
+        config = self.config
+        memory = config.memory if self.training else config.memory.replace('ext', 'local')
         if memory == 'ext' and random.Random(batch.seed).random() >= config.p:      # §4.3
             memory = 'local,ext'
-        if 'ext' in memory and not self.training:
-            memory = 'local'
         if progress < config.ce_warmup:                             # §5.2
             memory = 'none'
         torch.manual_seed(batch.seed)                               # of dropout
@@ -534,19 +498,17 @@ class TRIME(nn.Module):
 
     @torch.no_grad()
     def windows(self, tokens, state=None):
-        """
-        Encodes tokens (B, t), which continue the text of `state`. When the window has T tokens, a
-        new one begins with the last T - stride of them, encoded again (App. D). Yields f, g
-        (B, q, C) of the next q tokens and the state after them: the last long + T ids (B, n); g of
-        each when it was new (B, n, C); g of the window (B, w, C); the window's past
-        """
+        """Encodes tokens (B, t), which continue the text of `state`. After a window of T tokens a new
+        one begins with its last T - stride, encoded again (App. D). Yields f, g (B, q, C) of the
+        next q tokens, and the state: the last long + T ids (B, n), g of each when it was new
+        (B, n, C), g of the window (B, w, C), and its past"""
         T, kept = self.config.block_size, self.config.block_size + self.inference.long
         none = self.norm.gain.new_zeros(len(tokens), 0, self.config.n_embd)
         text, keys, window, past = state or (tokens[:, :0], none, none, None)
         while tokens.size(1):
             if window.size(1) == T:
                 _, window, past = self.encode(text[:, text.size(1) - T + self.stride:])
-            new, tokens = tokens.tensor_split([min(self.PIECE, T - window.size(1))], dim=1)
+            new, tokens = tokens.tensor_split([T - window.size(1)], dim=1)
             f, g, past = self.encode(new, past)
             text = torch.cat([text, new], dim=1)[:, -kept:]
             keys = torch.cat([keys, g], dim=1)[:, -kept:]
@@ -554,27 +516,23 @@ class TRIME(nn.Module):
             yield f, g, (text, keys, window, past)
 
     def memories(self, g, state, every=1):
-        """
-        Of every n-th of the text's last queries, g (B, q, C): similarities to memories and values
-        x_j (Q, M): long, local, then external memory, and the slice of the local one
-        """
+        """Of every n-th of the text's last queries, g (B, q, C): similarities to memories and their
+        values x_j (Q, M), long, local, then external, and the slice of the local ones"""
         (text, keys, window, _), x = state, self.inference
         n, start = text.size(1), text.size(1) - window.size(1)
         first = max(0, start - x.long) if x.local else n - 1
-        keys = torch.cat([keys[:, :start], window], dim=1)[:, first:-1]         # (B, M, C) Eq. 2, 3
-        i = torch.arange(n - g.size(1), n, every, device=g.device)[:, None]     # (q, 1)
-        j = torch.arange(first, n - 1, device=g.device)             # (M,)
-        g = g[:, ::every]
-        sim = (g @ keys.transpose(1, 2) / g.size(2) ** 0.5).masked_fill(j >= i, MASKED)
+        position = torch.arange(n, device=g.device)
+        i, j = position[-g.size(1)::every, None], position[first:-1]            # (q, 1), (M,)
+        g, key = g[:, ::every], torch.cat([keys[:, :start], window], dim=1)[:, first:-1]
+        sim = (g @ key.mT / g.size(2) ** 0.5).masked_fill(j >= i, MASKED)       # Eq. 2, 3
         M = (i - first).clamp(min=1)                                # memories of query i
         j = first + (j - first + M // 2 * self.shuffle) % M         # (q, M)
         sim, value = sim.flatten(0, 1), text[:, j + 1].flatten(0, 1)
-        if x.n_neighbors:
-            sim_ext, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)    # Eq. 4
+        if x.n_neighbors:                                           # Eq. 4
+            sim_ext, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)
             M = len(self.store.text) - 1
-            j = (j + M // 2 * self.shuffle) % M
-            sim = torch.cat([sim, sim_ext], dim=1)
-            value = torch.cat([value, self.store.text[j + 1]], dim=1)
+            value_ext = self.store.text[1 + (j + M // 2 * self.shuffle) % M].to(g.device)
+            sim, value = torch.cat([sim, sim_ext], dim=1), torch.cat([value, value_ext], dim=1)
         return sim, value, slice(start - first, n - 1 - first)
 
     def read(self, tokens, state=None):
@@ -589,15 +547,13 @@ class TRIME(nn.Module):
 
     @torch.no_grad()
     def stream(self, tokens, state=None):
-        """
-        log P(next token | tokens so far) of tokens (B, t), any t >= 1, which continue the text of
-        `state`, of the last call. -> (B, t, V) fp32, each row sums to one, and the new state
-        """
+        """log P(next token | tokens so far) (B, t, V) of tokens (B, t), which continue the text of
+        `state`, and the new state; any t >= 1, in fp32"""
         parts = []
         for f, g, state in self.windows(tokens, state):
-            logits = self.embedding.logits(f.flatten(0, 1))         # (Q, V)
+            logits, log_words = self.embedding.logits(f.flatten(0, 1))          # (Q, V)
             sim, value, _ = self.memories(g, state)                 # (Q, M)
-            P, log_factor = self.inference.probabilities(logits.logsumexp(1, keepdim=True), sim)
+            P, log_factor = self.inference.probabilities(log_words, sim)
             P_memory = torch.zeros_like(logits).scatter_add_(1, value, P)
             log_probs = torch.logaddexp(logits + log_factor, P_memory.log())
             parts.append(log_probs.unflatten(0, f.shape[:2]))       # (B, q, V)
@@ -605,22 +561,17 @@ class TRIME(nn.Module):
 
     def ways(self):
         """How to evaluate the model: name -> attributes to set."""
-        on, off = (dict(inference=x, shuffle=False) for x in (self.tuned, Inference()))
-        if on == off:
-            return dict(off=off)
-        return dict(on=on, shuffled=dict(on, shuffle=True), off=off)
+        on, off = (dict(inference=x, shuffle=False) for x in (self.inference, Inference()))
+        return dict(off=off) if on == off else dict(on=on, shuffled=dict(on, shuffle=True), off=off)
 
     @torch.no_grad()
     def trace(self, tokens, t):
-        """
-        The memories that predict token t + 1 of a document (n,): list of (probability, array of
-        ids, start, end), the largest first; ids[start:end] ends with the memory's value
-        """
-        for f, g, state in self.windows(tokens[None, :t + 1]):
-            pass
-        x, g, logits = self.inference, g[:, -1:], self.embedding.logits(f[:, -1])
-        sim, _, _ = self.memories(g, state)
-        P, _ = x.probabilities(logits.logsumexp(1, keepdim=True), sim)          # (1, M)
+        """The memories that predict token t + 1 of a document (n,), the most probable first:
+        (probability, ids, start, end), where ids[start:end] ends with the memory's value"""
+        x, state = self.inference, self.read(tokens[None, :t])
+        f, g, state = next(self.windows(tokens[None, t:t + 1], state))
+        sim, log_words = self.memories(g, state)[0], self.embedding.logits(f[0])[1]
+        P, _ = x.probabilities(log_words, sim)                      # (1, M)
         where = [(tokens, j) for j in range(t - P.size(1) + x.n_neighbors, t)]
         if x.n_neighbors:
             _, neighbors = self.store.search(g[0], x.n_neighbors, x.linear)
@@ -630,31 +581,30 @@ class TRIME(nn.Module):
 
     def prepare_eval(self, corpus, external, args, path, progress):
         """Opens the datastore of external.train, tunes on corpus.val; keeps both beside `path`."""
-        trained, folder = self.config.memory, Path(path).parent
-        names = {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)   # Table 1
-        names = args.memory or ('local,long,ext' if args.retrieve_from else names)
         if corpus.val is None:
             raise SystemExit('TRIME is tuned on a split val, which this text does not have')
-        if args.retrieve_from and 'ext' not in names:
-            raise SystemExit(f'--retrieve-from needs ext in --memory, which is {names}')
-        x = Inference('local' in names, args.long if 'long' in names else 0,
-                      1024 if 'ext' in names else 0, linear=trained == 'none')
+        trained, folder = self.config.memory, Path(path).parent
+        names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
+        if args.retrieve_from:                                      # Table 5; above, Table 1
+            names = f'{args.memory or "local,long"},ext'
+        x = Inference('local' in names, args.long * ('long' in names), 1024 * ('ext' in names),
+                      linear=trained == 'none')
         self.stride = args.stride or self.stride
         about = dict(checkpoint=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
                      corpus=external.fingerprint, stride=self.stride)
         if x.n_neighbors:
             if args.split == 'train' and external.fingerprint == corpus.fingerprint:
                 raise SystemExit('--split train with --memory ext: each token would find itself')
-            self.store = Datastore(folder / f'datastore-{external.folder.name}', self,
-                                   external.train.tokens, about, progress, args.nprobe)
+            store = folder / f'datastore-{external.folder.name}'
+            self.store = Datastore(store, self, external.train.tokens, about, progress, args.nprobe)
         key = json.dumps([about, corpus.fingerprint, asdict(x), args.nprobe])
         file = folder / 'tuned.json'
         tuned = json.loads(file.read_text()) if file.exists() else {}
         if key not in tuned:
             tuned[key] = asdict(tune(collect(self, corpus.val, x, progress), x, LONG))
             file.write_text(json.dumps(tuned, indent=1))
-        self.inference = self.tuned = Inference(**tuned[key])
-        print(f'{path}: {self.tuned}')
+        self.inference = Inference(**tuned[key])
+        print(f'{path}: {self.inference}')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -662,43 +612,35 @@ class TRIME(nn.Module):
 
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65,
         0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
-LONG = [256 * 2 ** i for i in range(20)]            # tokens
 LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9]
-NEIGHBORS = [1, 8, 64, 512, 1024]
+LONG = [256 * 2 ** i for i in range(20)]            # tokens
 
 
 @torch.no_grad()
 def collect(model, split, x, progress=lambda items, _: items):
-    """
-    By window, arguments of Inference.log_p for 1 of 16 of a split's first 65,536 tokens, with all
-    memories that x may use
-    """
-    model.inference, windows, ends = x, [], np.minimum(split.offsets, 65_536)
-    for a, b in progress([*pairwise(ends)], 'tuning'):
-        tokens = model.ids(split.tokens[a:b])
+    """By window, arguments of Inference.log_p for 1 of 16 of a split's first 65,536 tokens"""
+    model.inference, windows, device = x, [], model.norm.gain.device
+    documents = np.split(split.tokens[:65_536], split.offsets[1:-1])
+    for document in progress(documents, 'tuning'):
+        tokens = torch.from_numpy(document.astype(int)).to(device)
         targets = tokens[1:, None]
         for f, g, state in model.windows(tokens[None, :-1]):
             w, targets = targets[:f.size(1):16], targets[f.size(1):]                # (Q, 1)
-            logits = model.embedding.logits(f[0, ::16])                             # (Q, V)
+            logits, log_words = model.embedding.logits(f[0, ::16])                  # (Q, V)
             sim, value, window = model.memories(g, state, every=16)                 # (Q, M)
-            log_words = logits.logsumexp(1, keepdim=True)
             windows.append((logits.gather(1, w), log_words, sim, value == w, window))
     return windows
 
 
 def tune(windows, x, long=()):
-    """
-    The inference with the highest mean log P over what collect returns: the best values of one
-    grid after the other, until none is better. long: sizes to try besides x.long
-    """
-    grids = [[dict(tau=tau) for tau in TAUS], [dict(long=n) for n in long if n < x.long]]
+    """The Inference with the highest mean log P over what collect returns: the best tau, long and
+    so on in turn, until none is better. long: sizes to try besides x.long"""
+    grids = dict(tau=TAUS, long=[n for n in long if n < x.long])
     if x.linear and x.local:
-        x = replace(x, lam=0.25)                        # at 0 no temperature would matter
-        grids += [[dict(lam=lam) for lam in LAMBDAS]]
+        x, grids['lam'] = replace(x, lam=0.25), LAMBDAS             # at 0 tau would not matter
     if x.n_neighbors:
         x = replace(x, lam_ext=0.25)
-        grids += [[dict(lam_ext=lam) for lam in LAMBDAS],
-                  [dict(tau_ext=tau, n_neighbors=K) for tau in TAUS for K in NEIGHBORS]]
+        grids.update(lam_ext=LAMBDAS, tau_ext=TAUS, n_neighbors=[1, 8, 64, 512, 1024])
 
     def score(x):
         return sum(x.log_p(*window).sum().item() for window in windows)
@@ -706,8 +648,8 @@ def tune(windows, x, long=()):
     before = None
     while x != before:
         before = x
-        for grid in grids:
-            x = max([x, *(replace(x, **values) for values in grid)], key=score)
+        for name, values in grids.items():
+            x = max([x, *(replace(x, **{name: value}) for value in values)], key=score)
     return x
 
 
@@ -715,14 +657,13 @@ def sweep(runs, args):
     """Perplexity by size of the long memory, all else tuned for each size (Figure 3)."""
     result = {}
     for run in runs:
-        x = Inference(local=True, long=args.long, linear=run.model.tuned.linear)
+        x = Inference(local=True, long=args.long, linear=run.model.inference.linear)
         windows = collect(run.model, run.corpus.val, x)
         for size in [0, *(n for n in LONG if n < args.long), args.long]:
             run.model.inference = tune(windows, replace(x, long=size))
             log_p = torch.cat([run.log_p(tokens) for tokens in run.documents])
-            perplexity = math.exp(-log_p.mean())
+            perplexity = result[f'{run.name} {size}'] = math.exp(-log_p.mean())
             print(f'{run.name}  long memory {size:6,}  perplexity {perplexity:9.2f}')
-            result[f'{run.name} {size}'] = perplexity
     return result
 
 
@@ -736,5 +677,5 @@ if __name__ == '__main__':
     model, tokens = TRIME(TRIMEConfig()), torch.randint(4096, (1000,))
     log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])
     print(f'loss {-log_p.mean():.3f}, ln V {math.log(4096):.3f}')
-    for p, _, start, end in model.trace(tokens, t=900)[:3]:
-        print(f'token 901 is predicted with {p:.4f} by the memory of tokens {start} to {end - 2}')
+    p, _, start, end = model.trace(tokens, t=900)[0]
+    print(f'token 901 is predicted with {p:.4f} by the memory of tokens {start} to {end - 2}')

@@ -125,10 +125,6 @@ def test_f_and_g(sizes):
     tables, proj = model.embedding.tables, model.embedding.tail_proj
     words = [tables[0][:6 if sizes else V]] + [t @ p.weight.T for t, p in zip(tables[1:], proj)]
     assert torch.allclose(model.embedding(torch.arange(V)[None])[0], torch.cat(words))
-    x, w = torch.randn(999, C).double(), random_tokens(999)         # a cluster has more than 256
-    row, tail = model.embedding.word(x, w)
-    found = (x @ tables[0].T).gather(1, row) + tail
-    assert torch.allclose(found, word_logits(model.embedding, x).gather(1, w[:, None]))
     last = model.blocks[-1]
     last.norm2.register_forward_hook(lambda _, inputs, g: seen.update(x=inputs[0], g=g))
     f, g = model.encode(tokens)[:2]
@@ -358,7 +354,7 @@ def test_tuning(memory, flags, tmp_path, coarse):
         other = dataclasses.replace(x, tau=factor * x.tau, tau_ext=factor * x.tau_ext)
         assert on < perplexity(model, shuffle=False, inference=other), x
     assert ways['off'] == dict(inference=Inference(), shuffle=False)            # the words alone
-    assert prepared(memory, tmp_path, None, **flags)[0].tuned == x  # nothing to build or tune
+    assert prepared(memory, tmp_path, None, **flags)[0].inference == x  # nothing to build or tune
 
 
 def test_flags_and_task(tmp_path, coarse):
@@ -368,10 +364,9 @@ def test_flags_and_task(tmp_path, coarse):
     assert [*prepared('ext', tmp_path, memory='none')[0].ways()] == ['off']
     other = SimpleNamespace(folder=Path('o'), train=CORPUS.val, fingerprint='o')    # Table 5
     model, _ = prepared('local', tmp_path, external=other, split='train')
-    assert (model.store.text.numpy() == CORPUS.val.tokens).all() and model.tuned.n_neighbors > 0
+    assert (model.store.text.numpy() == CORPUS.val.tokens).all() and model.inference.n_neighbors > 0
     other.fingerprint = 'another text'
     assert 'delete it' in one_line(prepared, 'local', tmp_path, external=other)
-    assert 'needs ext' in one_line(prepared, 'local', tmp_path, external=other, memory='local')
     model, args = prepared('long', tmp_path)
     run = SimpleNamespace(name='run', model=model, corpus=CORPUS, documents=DOCUMENTS)
     run.log_p = lambda tokens: log_p(model, tokens)
