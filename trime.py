@@ -492,14 +492,13 @@ class TRIME(nn.Module):
         mask = partial(memory_mask, memory, batch.doc, config)
         with torch.autocast(g.device.type, enabled=False):          # bf16: steps of 0.125 near 20
             row, tail = self.embedding.word(f, targets.clamp(min=0))
-            loss, memory_prob, word_loss = TrimeLoss.apply(
-                f, g, key, head, row, tail, targets, mask)
-        return loss, dict(memory_prob=memory_prob, loss_without_memory=word_loss)
+            loss, p, word_loss = TrimeLoss.apply(f, g, key, head, row, tail, targets, mask)
+        return loss, dict(memory_prob=p, loss_without_memory=word_loss)
 
     @torch.no_grad()
     def windows(self, tokens, state=None):
-        """Encodes tokens (B, t), which continue the text of `state`. After a window of T tokens a new
-        one begins with its last T - stride, encoded again (App. D). Yields f, g (B, q, C) of the
+        """Encodes tokens (B, t), which continue the text of `state`. After a window of T tokens the
+        next begins with its last T - stride, encoded again (App. D). Yields f, g (B, q, C) of the
         next q tokens, and the state: the last long + T ids (B, n), g of each when it was new
         (B, n, C), g of the window (B, w, C), and its past"""
         T, kept = self.config.block_size, self.config.block_size + self.inference.long
@@ -619,10 +618,9 @@ LONG = [256 * 2 ** i for i in range(20)]            # tokens
 @torch.no_grad()
 def collect(model, split, x, progress=lambda items, _: items):
     """By window, arguments of Inference.log_p for 1 of 16 of a split's first 65,536 tokens"""
-    model.inference, windows, device = x, [], model.norm.gain.device
-    documents = np.split(split.tokens[:65_536], split.offsets[1:-1])
-    for document in progress(documents, 'tuning'):
-        tokens = torch.from_numpy(document.astype(int)).to(device)
+    model.inference, windows = x, []
+    for ids in progress(np.split(split.tokens[:65_536], split.offsets[1:-1]), 'tuning'):
+        tokens = torch.from_numpy(ids.astype(int)).to(model.norm.gain.device)
         targets = tokens[1:, None]
         for f, g, state in model.windows(tokens[None, :-1]):
             w, targets = targets[:f.size(1):16], targets[f.size(1):]                # (Q, 1)
