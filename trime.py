@@ -19,27 +19,25 @@ Where the paper is in this file
 
 Letters used in the shape comments
     B segments    T tokens per segment    C width    H heads    D width per head    V vocabulary
-    N = B T       R rows of a block       Q queries             K neighbors
-    M memories: (c_j, x_j), a context and the token after it; key g(c_j), value x_j
+    N = B T    R rows of a block    Q queries    K neighbors    M memories: (c_j, x_j), a context
+    and the token after it; key g(c_j), value x_j
 
 Where this differs from the paper, and why
-    The three models share one Transformer: RMSNorm, RoPE and GELU replace LayerNorm, sinusoids and
-    ReLU, with GPT-2's initial weights, a final norm, no biases, no sqrt(C) on the embeddings. AdamW
-    and a cosine replace NAG (247M) and the inverse square root (7M).
+    The three models share one Transformer: RMSNorm, RoPE and GELU, GPT-2's initial weights, a final
+    norm, no biases; AdamW and a cosine replace NAG (247M) and the inverse square root (7M).
     In training, memories are of a process's own micro-batch (official code: of all processes), and
-    §4.3's m = 1 masks other segments of the same document (official code: none).
+    §4.3's m = 1 masks other segments of the same document (official code: none). With memory ext g
+    starts small, or at first the words get less than 10% of the probability, and do not recover.
     At test time each context is in memory once (official code: the window's twice), P' of Eq. 8 is
-    over all memories (official code: the external ones), and the datastore has exact similarities
-    of fp16 keys (paper: product quantization).
-    With memory ext g starts small: at a gain of 1 more than 90% of the probability is on other
-    documents at first, and the words do not recover in hundreds of steps.
-    Not here: translation (§5.4) and SRU++ (App. E).
+    over all memories (there: the external ones), and similarities of the datastore's fp16 keys are
+    exact (paper: product quantization). Not here: translation (§5.4), SRU++ (App. E).
 
     $ python trime.py                       a demo on a CPU
     $ python train.py --model trime
 """
-import hashlib, itertools, json, math, random
+import hashlib, json, math, random, re
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -47,7 +45,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+
+MASKED = -1e30      # similarity to a memory that a query may not use: finite, so no row gives nan
 
 
 @dataclass
@@ -72,15 +71,9 @@ class TRIMEConfig:
     stride: int = 0             # tokens scored per window in tests; 0: T/2 (paper: T/6 to T/2)
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            least = 0 if name in ('n_inner', 'm', 'stride') else 1
-            if type(value) is int and value < least:
-                raise ValueError(f'{name} {value} is below {least}')
-            if type(value) is float and not 0 <= value <= 1:
-                raise ValueError(f'{name} {value} is not between 0.0 and 1.0')
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
-        if not all(x.isdecimal() and int(x) for x in self.cutoffs.split(',') if x):
+        if not re.fullmatch('[0-9,]*', self.cutoffs):
             raise ValueError(f'cutoffs {self.cutoffs}: not as 20000,60000')
         if self.memory == 'ext' and self.micro_batch == 1:
             raise ValueError('memory ext is that of other segments: micro_batch 1 has none')
@@ -90,15 +83,13 @@ class TRIMEConfig:
 class EvalConfig:
     Names = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
     memory: Names = ''          # trime: memories at test time; default: as in Table 1
-    long: int = 24_576          # trime: tokens of long memory, at most; tuned on val
+    long: int = 24_576          # trime: tokens of long memory, at most, tuned on val; 0: none
     stride: int = 0             # trime: tokens scored per window (0: as trained)
-    nprobe: int = 16            # trime: lists of the datastore, of 1,000 entries or more, to search
-    recall: bool = False        # trime: measure the recall of this search
+    nprobe: int = 16            # trime: lists of the datastore to search; more: slower, more exact
 
 
-# Table 9: T, B = in-batch memories / T, m, n_layer, n_embd, n_inner, tokens_per_step, lr (247M:
-# ours), warmup, grad_clip, max_steps. App. F: the 7M model's heads. Official code: other heads
-# (its 150M model has 10), cutoffs, div_value, dropout, stride, weight_decay, beta2.
+# Table 9 (lr of 247M: ours), the 7M model's heads App. F; official code: other heads (its 150M
+# model has 10), cutoffs, div_value, dropout, stride, weight_decay, beta2
 WIKITEXT = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000',
                 eval_every=2000)
 ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0, lr=2.5e-4, warmup=0.0,
@@ -215,160 +206,150 @@ class Block(nn.Module):
 # what is new in TRIME
 
 class Embedding(nn.Module):
-    """
-    The input and output embedding, tied. With cutoffs it is adaptive (Baevski & Auli 2019): ids are
-    in order of frequency, those between two cutoffs are a cluster. Cluster i has vectors of
+    """The input and output embedding, tied. With cutoffs it is adaptive (Baevski & Auli 2019): ids
+    are in order of frequency, those between two cutoffs are a cluster. Cluster i has vectors of
     C / div_value^i numbers, W_i that projects them to C, and one row in the head:
 
-        P(w) = P_head(w)  or  P_head(i) P_i(w)  in cluster i,    P_i(w) ∝ exp(table_i[w] · W_iᵀ f)
-    """
+        P(w) = P_head(w)  or  P_head(i) P_i(w)  in cluster i,   P_i(w) ∝ exp(table_i[w] · W_iᵀ f)"""
 
     def __init__(self, config):
         super().__init__()
         C, V = config.n_embd, config.vocab_size
-        self.ends = sorted({min(int(x), V) for x in config.cutoffs.split(',') if x} | {V})
-        sizes = [b - a for a, b in zip(self.ends, self.ends[1:])]
-        widths = [max(1, C // config.div_value ** (i + 1)) for i in range(len(sizes))]
-        head = torch.empty(self.ends[0] + len(sizes), C)            # words, then clusters
-        self.tables = nn.ParameterList([head, *map(torch.empty, sizes, widths)])
-        self.tail_proj = nn.ModuleList(nn.Linear(n, C, bias=False) for n in widths)
+        cutoffs = sorted(int(x) for x in config.cutoffs.split(',') if x)
+        self.ends = [x for x in cutoffs if x < V] + [V]             # of the head's words, clusters
+        self.tables = nn.ParameterList([torch.empty(self.ends[0] + len(self.ends) - 1, C)])
+        self.tail_proj = nn.ModuleList()
+        for i, size in enumerate(np.diff(self.ends), 1):
+            width = max(1, C // config.div_value ** i)
+            self.tables.append(torch.empty(size, width))
+            self.tail_proj.append(nn.Linear(width, C, bias=False))
 
-    def tails(self):
-        """Of each cluster: its row of the head, its first id, the end of its ids, table_i, W_i"""
-        rows = range(self.ends[0], len(self.tables[0]))
-        return zip(rows, self.ends, self.ends[1:], self.tables[1:], self.tail_proj)
+    def clusters(self, ids):
+        """Of each cluster: i = 1, 2, ..., its first id, which of the ids are in it"""
+        for i, (start, end) in enumerate(zip(self.ends, self.ends[1:]), 1):
+            yield i, start, (ids >= start) & (ids < end)
 
     def forward(self, tokens):
         """(B, T) -> (B, T, C)"""
-        x = F.embedding(tokens.clamp(max=len(self.tables[0]) - 1), self.tables[0])
-        for _, start, end, table, proj in self.tails():
-            inside = (tokens >= start) & (tokens < end)
-            x[inside] = proj(F.embedding(tokens[inside] - start, table)).type_as(x)
+        x = F.embedding(tokens.clamp(max=self.ends[0] - 1), self.tables[0])
+        for i, start, inside in self.clusters(tokens):
+            vectors = self.tail_proj[i - 1](F.embedding(tokens[inside] - start, self.tables[i]))
+            x[inside] = vectors.type_as(x)
         return x
+
+    def tail(self, i, f):
+        """log P_i after f: (Q, C) -> (Q, words of cluster i)"""
+        return (f @ self.tail_proj[i - 1].weight @ self.tables[i].T).log_softmax(1)
 
     def word(self, f, w):
         """Words w (Q,) after f (Q, C) -> their rows of the head, log P_i(w) or 0: 2 x (Q, 1)"""
-        def nll(f, w, table, proj):                                 # logits (few words, ids)
-            return F.cross_entropy(f @ proj.weight @ table.T, w, reduction='none')
-
-        index, logprob = w.clone(), f.new_zeros(len(w))
-        for row, start, end, *tail in self.tails():
-            inside = ((w >= start) & (w < end)).nonzero()[:, 0]
-            index[inside] = row
-            for i in inside.split(256):                             # their logits are not kept
-                nats = checkpoint(nll, f[i], w[i] - start, *tail, use_reentrant=False)
-                logprob = logprob.index_put((i,), -nats)
-        return index[:, None], logprob[:, None]
+        row, log_p = w[:, None].clone(), f.new_zeros(len(w), 1)
+        for i, start, inside in self.clusters(w):
+            row[inside] = self.ends[0] + i - 1
+            log_p[inside] = self.tail(i, f[inside]).gather(1, w[inside, None] - start)
+        return row, log_p
 
     def logits(self, f):
         """f (Q, C) -> E_w · f of Eq. 1 for all words (Q, V), log Σ exp of them (Q, 1)"""
         head = f @ self.tables[0].T
-        logits = [head[:, :self.ends[0]]]
-        for row, _, _, table, proj in self.tails():
-            logits.append(head[:, row, None] + (f @ proj.weight @ table.T).log_softmax(1))
-        return torch.cat(logits, dim=1), head.logsumexp(1, keepdim=True)
+        words, clusters = head.tensor_split([self.ends[0]], dim=1)
+        tails = [row[:, None] + self.tail(i, f) for i, row in enumerate(clusters.T, 1)]
+        return torch.cat([words, *tails], dim=1), head.logsumexp(1, keepdim=True)
 
 
-def memory_mask(mode, rows, doc, local, config):
-    """
-    Which memories the queries of slice `rows` may use: a slice of M memories, and (R, M) bool.
-    Memory i holds the answer to query i. doc (B, T): documents of the contexts; local: a bool
-    """
+def memory_mask(memory, doc, config, rows):
+    """The memories of the queries `rows`, a slice, and which ones a query may use, (R, M) bool.
+    Memory i holds the answer to query i. doc (B, T): documents of the contexts"""
     (B, T), doc = doc.shape, doc.flatten()
-    start = dict(none=rows.stop - 1, local=rows.start // T * T).get(mode, 0)    # none: one, masked
-    end = len(doc) if mode == 'ext' else rows.stop
+    end = len(doc) if 'ext' in memory else rows.stop
+    start = dict(local=rows.start // T * T, none=end - 1).get(memory, 0)        # none: no j < i
     i = torch.arange(rows.start, rows.stop, device=doc.device)[:, None]
     j = torch.arange(start, end, device=doc.device)
-    segment, earlier, document = i // T == j // T, j < i, doc[rows, None] == doc[start:end]
-    allowed = segment & earlier & local                             # Eq. 2
-    if mode == 'long':                                              # Eq. 3, §4.2
+    earlier, segment, document = j < i, i // T == j // T, doc[i] == doc[j]      # (R, M)
+    allowed = segment & earlier & (memory != 'ext')                 # Eq. 2
+    if memory == 'long':                                            # Eq. 3, §4.2
         group = (config.m or B) * T
         allowed |= earlier & (i // group == j // group) & (document | (not config.same_document))
-    if mode == 'ext':                                               # §4.3
+    if 'ext' in memory:                                             # §4.3
         allowed |= ~segment & ~(document & config.same_document)
     return slice(start, end), allowed
 
 
-def softmax_(x):
-    """x (R, n) becomes its softmax, in place -> log Σ exp(x) (R, 1). Rows of -inf become zeros."""
-    top = x.amax(1, keepdim=True).clamp(min=-1e30)
-    total = x.sub_(top).exp_().sum(1, keepdim=True)                 # at least 1, or 0
-    x.div_(total.clamp(min=1))
-    return top + total.log()
+def softmax(x):
+    """The softmax of x (R, n), and log Σ exp(x) (R, 1)"""
+    P = x.softmax(1)
+    return P, x.amax(1, keepdim=True) - P.amax(1, keepdim=True).log()
 
 
 class TrimeLoss(torch.autograd.Function):
-    """
-    The TRIME objective, Eq. 5. The next word w has a term for its output embedding, and one for
+    """The TRIME objective, Eq. 5. The next word w has a term for its output embedding, and one for
     each memory whose value is w; sim(q, k) = q · k / sqrt(C):
 
         P(w | c)  ∝  exp(E_w · f(c))  +  Σ_{j: x_j = w} exp(sim(g(c), g(c_j)))
 
     f, query, key (N, C)   f(c), g(c), g(c_j)      head (n, C)   vectors of words and clusters
-    index, tail (N, 1)     of Embedding.word       mask          slice of queries -> memory_mask
+    row, tail (N, 1)       of Embedding.word       mask          slice of queries -> memory_mask
     targets (N,)           w and x_j; -1: neither scored nor a memory
 
-    returns the mean of -log P, and two means without gradient: the probability on memories, the
-    loss without memory. Blocks of R queries: neither (N, n) nor (N, N) is held. The forward pass
-    computes the gradient too, dL/d(E_v · f) = P_v - W_v and dL/d(sim_j) = P_j - W_j: P is the part
-    of row v of the head, of memory j in the sum over everything, W that in the terms of w
-    """
+    returns means over the queries: of -log P and, without gradient, of the probability on memories
+    and the loss without memory. The forward pass computes the gradient too, by blocks of R queries,
+    as (N, n) or (N, N) would be too large. By the exponent of a term, -log P has the derivative
+    P - W: its part in the sum of all terms less its part in the sum of the terms of w."""
     R = 512
 
     @staticmethod
-    def forward(ctx, f, query, key, head, index, tail, targets, mask):
+    def forward(ctx, f, query, key, head, row, tail, targets, mask):
         n, scale = (targets >= 0).sum().clamp(min=1), f.size(1) ** -0.5
-        nll, memory_prob, word_nll = f.new_zeros(3)                 # means over the queries
-        df, dq, dk, dh, dt = (torch.zeros_like(x) for x in (f, query, key, head, tail))
+        loss, memory_prob, word_loss = f.new_zeros(3)
+        df, dquery, dkey, dhead, dtail = map(torch.zeros_like, (f, query, key, head, tail))
         for start in range(0, len(f), TrimeLoss.R):
             rows = slice(start, min(start + TrimeLoss.R, len(f)))
             memories, allowed = mask(rows)
             w, x = targets[rows, None], targets[memories]           # (R, 1), x_j (M,)
-            sim = query[rows] @ key[memories].T * scale             # (R, M)
-            sim.masked_fill_(~allowed | (x < 0), -math.inf)
-            match = sim.masked_fill(x != w, -math.inf)              # of x_j = w
             logits = f[rows] @ head.T                               # (R, n)
-            log_word = logits.gather(1, index[rows]) + tail[rows]   # first term of Eq. 5
-            log_words, log_memory, log_match = map(softmax_, (logits, sim, match))
-            log_w = torch.logaddexp(log_word, log_match)            # second term of Eq. 5
+            sim = query[rows] @ key[memories].T * scale             # (R, M)
+            sim.masked_fill_(~allowed | (x < 0), MASKED)
+            P_words, log_words = softmax(logits)
+            P_memory, log_memory = softmax(sim)
+            W_memory, log_match = softmax(sim.masked_fill(x != w, MASKED))
+            log_word = logits.gather(1, row[rows]) + tail[rows]     # first term of Eq. 5
+            log_w = torch.logaddexp(log_word, log_match)            # with the second term
             log_total = torch.logaddexp(log_words, log_memory)
             weight = (w >= 0).to(f) / n                             # (R, 1) of a query in the mean
-            nll += ((log_total - log_w) * weight).sum()
-            memory_prob += ((log_memory - log_total).exp() * weight).sum()
-            word_nll += ((log_words - log_word) * weight).sum()
+            loss += (weight * (log_total - log_w)).sum()
+            memory_prob += (weight * (log_memory - log_total).exp()).sum()
+            word_loss += (weight * (log_words - log_word)).sum()
             if f.requires_grad:
-                dz = logits.mul_(weight * (log_words - log_total).exp())        # P_v
-                dt[rows] = -weight * (log_word - log_w).exp()
-                dz.scatter_add_(1, index[rows], dt[rows])                       # - W_v
-                df[rows] = dz @ head
-                dh.addmm_(dz.T, f[rows])
-                ds = sim.mul_(weight * (log_memory - log_total).exp())          # P_j
-                ds -= match.mul_(weight * (log_match - log_w).exp())            # - W_j
-                dq[rows] = ds @ key[memories] * scale
-                dk[memories].addmm_(ds.T, query[rows], alpha=scale)
-        ctx.grads = df, dq, dk, dh, None, dt, None, None
-        ctx.mark_non_differentiable(memory_prob, word_nll)
-        return nll, memory_prob, word_nll
+                dlogits = P_words.mul_(weight * (log_words - log_total).exp())
+                dtail[rows] = -weight * (log_word - log_w).exp()
+                dlogits.scatter_add_(1, row[rows], dtail[rows])     # P - W of the words
+                df[rows] = dlogits @ head
+                dhead += dlogits.T @ f[rows]
+                dsim = P_memory.mul_(weight * (log_memory - log_total).exp())
+                dsim -= W_memory.mul_(weight * (log_match - log_w).exp())
+                dquery[rows] = dsim @ key[memories] * scale
+                dkey[memories] += dsim.T @ query[rows] * scale
+        ctx.grads = df, dquery, dkey, dhead, dtail
+        ctx.mark_non_differentiable(memory_prob, word_loss)
+        return loss, memory_prob, word_loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d, *_):
-        return tuple(None if x is None else x * d for x in ctx.grads)
+    def backward(ctx, dloss, *_):
+        df, dquery, dkey, dhead, dtail = (dloss * x for x in ctx.grads)
+        return df, dquery, dkey, dhead, None, dtail, None, None
 
 
 @dataclass
 class Inference:
-    """
-    How words and the memories M (Eq. 7) make one distribution at test time.
+    """How words and the memories M (Eq. 7) make one distribution at test time.
 
         P(w)  ∝ exp(E_w · f) + Σ_{j in M: x_j = w} exp(sim_j / τ)       Eq. 6
         P'(w) ∝ Σ_{j in M: x_j = w} exp(sim_j / τ')                     Eq. 8, with ext
         P(w)  <- (1 - λ) P(w) + λ P'(w)                                 Eq. 9
 
-    linear: Eq. 1, then Eq. 8 and 9 of local and long memory (continuous cache, Grave et al. 2017;
-    τ = 1/θ), then of ext (kNN-LM, Khandelwal et al. 2020), with sim_j = -|q - k|² / (2 sqrt(C)):
-    but for a constant the same as ours for keys of one length.
-    """
+    linear: Eq. 1, then Eq. 8 and 9 of local and long memory (continuous cache, Grave et al. 2017),
+    then of ext (kNN-LM, Khandelwal et al. 2020), with sim_j = -|q - k|² / (2 sqrt(C)): for keys of
+    one length the same as ours, but for a constant"""
     local: bool = False         # local memory: the window
     long: int = 0               # tokens of long memory; with local only
     n_neighbors: int = 0        # K; 0: no external memory
@@ -378,48 +359,40 @@ class Inference:
     tau_ext: float = 1.0        # τ' of Eq. 8; linear: of kNN-LM
     lam_ext: float = 0.0        # λ of Eq. 9; linear: of kNN-LM
 
-    def probabilities(self, log_total, sim):
-        """
-        P (Q, M) of memories, the last n_neighbors of ext, and a term (Q, 1) that turns logits into
-        log P(w) without memories. log_total (Q, 1): of Embedding.logits; sim (Q, M)
-        """
-        x = torch.full_like(sim, -math.inf) if self.linear else sim / self.tau
-        shift = -torch.logaddexp(log_total, x.logsumexp(1, keepdim=True))
-        P = (x + shift).exp()                                       # Eq. 6; linear: Eq. 1
+    def probabilities(self, log_words, sim):
+        """P (Q, M) of memories, and log (Q, 1) of the factor from exp(E_w · f) to the rest of P(w).
+        log_words (Q, 1): log Σ exp(E_w · f); sim (Q, M): the last n_neighbors are of ext"""
+        x = torch.full_like(sim, MASKED) if self.linear else sim / self.tau
+        log_factor = -torch.logaddexp(log_words, x.logsumexp(1, keepdim=True))
+        P = (x + log_factor).exp()                                  # Eq. 6; linear: Eq. 1
         n = sim.size(1) - self.n_neighbors
-        cache, ext = slice(n), slice(n, None) if self.linear else slice(None)
+        cache, ext = slice(n), slice(n if self.linear else 0, None)
         for group, tau, lam in ((cache, self.tau, self.lam), (ext, self.tau_ext, self.lam_ext)):
             if lam > 0:
-                x = sim[:, group] / tau
-                lam = lam * (softmax_(x) > -math.inf).to(x)         # 0: no memories yet
+                x = sim[:, group]
+                lam = lam * (x > MASKED).any(1, keepdim=True)       # 0: no memories yet
                 P *= 1 - lam
-                P[:, group] += lam * x                              # Eq. 8, 9
-                shift = shift + torch.log1p(-lam)
-        return P, shift
+                P[:, group] += lam * (x / tau).softmax(1)           # Eq. 8, 9
+                log_factor = log_factor + torch.log1p(-lam)
+        return P, log_factor
 
-    def log_p(self, logits, log_total, sim, value, window):
-        """log P(w) (Q, V) of all words; or (Q, 1) of one: logits are of it, value is x_j = w"""
+    def log_p(self, logit, log_words, sim, match, window):
+        """log P(w) of a word (Q, 1), from what `collect` returns, by the memories in use"""
         used = slice(max(0, window.start - self.long), window.stop + self.n_neighbors)
-        P, shift = self.probabilities(log_total, sim[:, used])
-        if value.dtype == torch.bool:
-            match = (P * value[:, used]).sum(1, keepdim=True)
-        else:
-            match = torch.zeros_like(logits).scatter_add_(1, value[:, used], P)
-        return torch.logaddexp(logits + shift, match.log())
+        P, log_factor = self.probabilities(log_words, sim[:, used])
+        P_memory = (P * match[:, used]).sum(1, keepdim=True)
+        return torch.logaddexp(logit + log_factor, P_memory.log())
 
 
 class Datastore:
-    """
-    External memory, Eq. 4: entry j is the key g(c_j) and the value x_j of position j of a text. The
-    keys are fp16 in a faiss inverted file, memory-mapped; the values are the text. A search visits
-    the nprobe nearest lists of each query; the similarities that it returns are exact.
-    """
+    """External memory, Eq. 4: entry j is the key g(c_j) and the value x_j of position j of a text.
+    The keys are fp16 in a faiss inverted file, memory-mapped; similarities are exact."""
     SHARD = 2 ** 31                     # bytes of keys held in memory while a store is built
 
     def __init__(self, folder, model, text, about, progress, nprobe=16):
         """Opens the store of text (n + 1,) in folder, or builds it. about: what it depends on"""
         import faiss
-        self.text, self.nprobe, file = text, nprobe, folder / 'about.json'
+        self.text, file = torch.from_numpy(text.astype(int)), folder / 'about.json'
         if not file.exists():                                       # it is written last
             self.build(folder, model, progress)
             file.write_text(json.dumps(about))
@@ -427,31 +400,29 @@ class Datastore:
             raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
         flags = faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR     # memory-mapped
         self.index = faiss.read_index(str(folder / 'keys.faiss'), flags)
+        self.index.nprobe = nprobe
 
     @torch.no_grad()
     def build(self, folder, model, progress):
         """Writes keys.faiss, keys.ivfdata."""
         import faiss.contrib.ondisk
-        n, C, T = len(self.text) - 1, model.config.n_embd, model.config.block_size
+        text = self.text[None, :-1].to(model.norm.gain.device)
+        n, C, T = text.size(1), model.config.n_embd, model.config.block_size
         entry = 2 * C + 8                                           # bytes: a key, its number
-        n_lists = max(1, min(n // 1000, 16_384))
-        memory = min(n * entry, self.SHARD) + 64 * n_lists * 4 * C + 8 * n
-        print(f'{folder}: {n:,} entries, {n * entry / 1e9:.2f} GB on disk; to build it, twice that '
-              f'and {memory / 1e9:.2f} GB of memory')
+        print(f'{folder}: {n:,} entries, {n * entry / 1e9:.2f} GB on disk; to build it, twice that')
         folder.mkdir(parents=True, exist_ok=True)
-        text = model.ids(self.text[:-1])[None]
+        n_lists = max(1, min(n // 1000, 16_384))
         starts = range(0, n, max(T, T * n // (64 * n_lists)))       # k-means of a sample of keys
         sample = torch.cat([model.encode(text[:, start:start + T])[1][0] for start in starts])
         index = faiss.index_factory(C, f'IVF{n_lists},SQfp16')
         index.by_residual = False
         index.train(sample.float().cpu().numpy())
-        start, shards = 0, []
+        end, shards = 0, []
         for _, g, _ in progress(model.windows(text), folder.name, n // model.stride):
-            end = start + g.size(1)
+            start, end = end, end + g.size(1)
             index.add_with_ids(g[0].float().cpu().numpy(), np.arange(start, end))
-            start = end
             if index.ntotal * entry >= self.SHARD or end == n:
-                shards.append(str(folder / f'shard-{len(shards)}.faiss'))
+                shards.append(str(folder / f'shard-{len(shards)}'))
                 faiss.write_index(index, shards[-1])
                 index.reset()
         faiss.contrib.ondisk.merge_ondisk(index, shards, str(folder / 'keys.ivfdata'))
@@ -459,17 +430,13 @@ class Datastore:
         for shard in shards:
             Path(shard).unlink()
 
-    def search(self, query, K, l2=False, nprobe=0):
-        """
-        The K entries most similar to each query (Q, C): similarities, falling, and entries (Q, K);
-        -inf and -1 where there are fewer. l2: sim is -|q - k|² / (2 sqrt(C)), not q · k / sqrt(C)
-        """
+    def search(self, query, K, l2=False):
+        """The K entries most similar to each query (Q, C): similarities, falling, entries (Q, K)"""
         import faiss
         self.index.metric_type = faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT
-        self.index.nprobe = nprobe or self.nprobe
         sim, j = map(torch.from_numpy, self.index.search(query.float().cpu().numpy(), K))
-        sim = sim / (-2 if l2 else 1) / query.size(1) ** 0.5
-        return sim.masked_fill(j < 0, -math.inf).to(query), j.to(query.device)
+        sim = sim / (-2 if l2 else 1) / query.size(1) ** 0.5        # l2: see Inference
+        return sim.clamp(min=MASKED).to(query), j                   # MASKED, -1: there are fewer
 
 
 # --------------------------------------------------------------------------------------------------
@@ -481,30 +448,25 @@ class TRIME(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config = config
+        self.config, C = config, config.n_embd
         self.embedding = Embedding(config)                          # also the output embedding E
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = RMSNorm(config.n_embd)
-        self.inference = self.tuned = Inference(local=config.memory != 'none')
+        self.norm = RMSNorm(C)
+        self.inference = Inference(local=config.memory != 'none')
         self.shuffle, self.store = False, None
-        self.stride = config.stride or config.block_size // 2 or 1
+        self.stride = config.stride or config.block_size // 2
         if config.memory == 'ext':                                  # g starts with norm C^(1/4)
-            nn.init.constant_(self.blocks[-1].norm2.gain, config.n_embd ** -0.25)
-        for name, p in self.named_parameters():                     # GPT-2's, for width C
-            if p.dim() == 2:
-                std = 0.02 * math.sqrt(768 / config.n_embd)
+            nn.init.constant_(self.blocks[-1].norm2.gain, C ** -0.25)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:                                        # GPT-2's, for width C
+                std = 0.02 * math.sqrt(768 / C)
                 std /= math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 1
                 nn.init.normal_(p, std=p.size(1) ** -0.5 if 'tail_proj' in name else std)
 
-    def ids(self, array):
-        return torch.from_numpy(array.astype(np.int64)).to(self.norm.gain.device)
-
     def encode(self, tokens, past=None):
-        """
-        f(c) and g(c) (B, t, C) for the contexts of tokens (B, t), and the new past; g is the input
-        of the last MLP (§3). past: what an earlier call returned for the tokens before these
-        """
-        start = 0 if past is None else past[0][0].size(1)
+        """Tokens (B, t) -> f, g (B, t, C) of their contexts, and past, the keys and values so far;
+        g is the input of the last MLP (§3)"""
+        start = past[0][0].size(1) if past else 0
         positions = start + torch.arange(tokens.size(1), device=tokens.device)
         angles = rotary(positions, self.config.n_embd // self.config.n_head)
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
@@ -514,76 +476,67 @@ class TRIME(nn.Module):
         return self.norm(x), g, past
 
     def forward(self, batch, progress):
-        """
-        The training loss () in nats per token, and a dict of what to log; in eval mode, a causal
-        loss. batch: tokens, targets, doc (B, T) int64 (targets -1: not scored), seed of all
-        randomness; progress: step / max_steps
-        """
+        """The training loss () in nats per token, causal in eval mode, and a dict to log. batch:
+        tokens, targets (-1: not scored), doc (B, T), seed; progress: step / max_steps"""
         config = self.config
         memory = config.memory if self.training else config.memory.replace('ext', 'local')
+        if memory == 'ext' and random.Random(batch.seed).random() >= config.p:      # §4.3
+            memory = 'local,ext'
         if progress < config.ce_warmup:                             # §5.2
             memory = 'none'
-        local = memory != 'ext' or random.Random(batch.seed).random() >= config.p   # §4.3
-        if self.training and config.dropout:
-            torch.manual_seed(batch.seed)
-        f, g = (fp32(x).flatten(0, 1) for x in self.encode(batch.tokens)[:2])       # 2 x (N, C)
+        torch.manual_seed(batch.seed)                               # of dropout
+        f, g, _ = self.encode(batch.tokens)
+        f, g = fp32(f).flatten(0, 1), fp32(g).flatten(0, 1)         # 2 x (N, C)
         key = g if config.memory_grad else g.detach()
-        targets = batch.targets.flatten()
-        mask = lambda rows: memory_mask(memory, rows, batch.doc, local, config)
+        head, targets = self.embedding.tables[0], batch.targets.flatten()
+        mask = partial(memory_mask, memory, batch.doc, config)
         with torch.autocast(g.device.type, enabled=False):          # bf16: steps of 0.125 near 20
-            word = self.embedding.word(f, targets.clamp(min=0))
-            loss, memory_prob, without_memory = TrimeLoss.apply(
-                f, g, key, self.embedding.tables[0], *word, targets, mask)
-        return loss, dict(memory_prob=memory_prob, loss_without_memory=without_memory)
+            row, tail = self.embedding.word(f, targets.clamp(min=0))
+            loss, p, word_loss = TrimeLoss.apply(f, g, key, head, row, tail, targets, mask)
+        return loss, dict(memory_prob=p, loss_without_memory=word_loss)
 
     @torch.no_grad()
     def windows(self, tokens, state=None):
-        """
-        Encodes tokens (B, t), which continue the text of `state`. When the window has T tokens, a
-        new one begins with the last T - stride of them, encoded again (App. D). Yields f, g
-        (B, q, C) of the next q tokens and the state after them: the last long + T ids (B, n); g of
-        each when it was new (B, n, C); g of the window (B, w, C); the window's past
-        """
-        T, S, kept = self.config.block_size, self.stride, self.inference.long
+        """Encodes tokens (B, t), which continue the text of `state`. After a window of T tokens the
+        next begins with its last T - stride, encoded again (App. D). Yields f, g (B, q, C) of the
+        next q tokens, and the state: the last long + T ids (B, n), g of each when it was new
+        (B, n, C), g of the window (B, w, C), and its past"""
+        T, kept = self.config.block_size, self.config.block_size + self.inference.long
         none = self.norm.gain.new_zeros(len(tokens), 0, self.config.n_embd)
-        text, scored, keys, past = state or (tokens[:, :0], none, none, None)
+        text, keys, window, past = state or (tokens[:, :0], none, none, None)
         while tokens.size(1):
-            if keys.size(1) == T:
-                _, keys, past = self.encode(text[:, text.size(1) - (T - S):])
-            new, tokens = tokens.tensor_split([min(self.PIECE, T - keys.size(1))], dim=1)
+            if window.size(1) == T:
+                _, window, past = self.encode(text[:, text.size(1) - T + self.stride:])
+            new, tokens = tokens.tensor_split([T - window.size(1)], dim=1)
             f, g, past = self.encode(new, past)
-            keys = torch.cat([keys, g], dim=1)
-            text = torch.cat([text, new], dim=1)[:, -kept - T:]
-            scored = torch.cat([scored, g], dim=1)[:, -kept - T:]
-            yield f, g, (text, scored, keys, past)
+            text = torch.cat([text, new], dim=1)[:, -kept:]
+            keys = torch.cat([keys, g], dim=1)[:, -kept:]
+            window = torch.cat([window, g], dim=1)
+            yield f, g, (text, keys, window, past)
 
     def memories(self, g, state, every=1):
-        """
-        Memories of every n-th of the last queries of the state's text, g (B, q, C): similarities,
-        -inf where masked, values x_j (Q, M), and a slice, the window's. Long memory comes before
-        it, the oldest first, external memory after it, the most similar first
-        """
-        (text, scored, keys, _), x = state, self.inference
-        n, start = text.size(1), text.size(1) - keys.size(1)
-        first = max(0, start - x.long) if x.local else n
-        j = torch.arange(first, n, device=g.device)                 # (M,)
-        i = torch.arange(n - g.size(1), n, every, device=g.device)[:, None]
-        k = torch.cat([scored[:, :start], keys], dim=1)[:, first:]  # (B, M, C) Eq. 2, 3
-        g = g[:, ::every]
-        sim = (g @ k.transpose(1, 2) / g.size(2) ** 0.5).masked_fill(j >= i, -math.inf)
-        shuffled = lambda j, M: (j + M // 2 * self.shuffle) % M     # another of M memories
-        j = first + shuffled(j - first, (i - first).clamp(min=1))   # (queries, M)
-        sim, value = sim.flatten(0, 1), text[:, (j + 1).clamp(max=n - 1)].flatten(0, 1)
-        if x.n_neighbors:
-            sim_ext, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)    # Eq. 4
-            j = shuffled(j.cpu().numpy(), len(self.store.text) - 1)
-            sim = torch.cat([sim, sim_ext], dim=1)
-            value = torch.cat([value, self.ids(self.store.text[j + 1])], dim=1)
-        return sim, value, slice(start - first, n - first)
+        """Of every n-th of the text's last queries, g (B, q, C): similarities to memories and their
+        values x_j (Q, M), long, local, then external, and the slice of the local ones"""
+        (text, keys, window, _), x = state, self.inference
+        n, start = text.size(1), text.size(1) - window.size(1)
+        first = max(0, start - x.long) if x.local else n - 1
+        position = torch.arange(n, device=g.device)
+        i, j = position[-g.size(1)::every, None], position[first:-1]            # (q, 1), (M,)
+        g, key = g[:, ::every], torch.cat([keys[:, :start], window], dim=1)[:, first:-1]
+        sim = (g @ key.mT / g.size(2) ** 0.5).masked_fill(j >= i, MASKED)       # Eq. 2, 3
+        M = (i - first).clamp(min=1)                                # memories of query i
+        j = first + (j - first + M // 2 * self.shuffle) % M         # (q, M)
+        sim, value = sim.flatten(0, 1), text[:, j + 1].flatten(0, 1)
+        if x.n_neighbors:                                           # Eq. 4
+            sim_ext, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)
+            M = len(self.store.text) - 1
+            value_ext = self.store.text[1 + (j + M // 2 * self.shuffle) % M].to(g.device)
+            sim, value = torch.cat([sim, sim_ext], dim=1), torch.cat([value, value_ext], dim=1)
+        return sim, value, slice(start - first, n - 1 - first)
 
     def read(self, tokens, state=None):
         """The state that `stream` returns, without its predictions."""
-        for *_, state in self.windows(tokens, state):
+        for _, _, state in self.windows(tokens, state):
             pass
         return state
 
@@ -593,75 +546,64 @@ class TRIME(nn.Module):
 
     @torch.no_grad()
     def stream(self, tokens, state=None):
-        """
-        log P(next token | tokens so far) of tokens (B, t), any t >= 1, which continue the text of
-        `state`, of the last call. -> (B, t, V) fp32, each row sums to one, and the new state
-        """
+        """log P(next token | tokens so far) (B, t, V) of tokens (B, t), which continue the text of
+        `state`, and the new state; any t >= 1, in fp32"""
         parts = []
         for f, g, state in self.windows(tokens, state):
-            with torch.autocast(f.device.type, enabled=False):
-                words = self.embedding.logits(fp32(f).flatten(0, 1))
-                log_probs = self.inference.log_p(*words, *self.memories(fp32(g), state))
+            logits, log_words = self.embedding.logits(f.flatten(0, 1))          # (Q, V)
+            sim, value, _ = self.memories(g, state)                 # (Q, M)
+            P, log_factor = self.inference.probabilities(log_words, sim)
+            P_memory = torch.zeros_like(logits).scatter_add_(1, value, P)
+            log_probs = torch.logaddexp(logits + log_factor, P_memory.log())
             parts.append(log_probs.unflatten(0, f.shape[:2]))       # (B, q, V)
         return torch.cat(parts, dim=1), state
 
     def ways(self):
         """How to evaluate the model: name -> attributes to set."""
-        on, off = (dict(inference=x, shuffle=False) for x in (self.tuned, Inference()))
-        if self.tuned.local or self.tuned.n_neighbors:
-            return dict(on=on, shuffled=dict(on, shuffle=True), off=off)
-        return dict(off=off)
+        on, off = (dict(inference=x, shuffle=False) for x in (self.inference, Inference()))
+        return dict(off=off) if on == off else dict(on=on, shuffled=dict(on, shuffle=True), off=off)
 
     @torch.no_grad()
     def trace(self, tokens, t):
-        """
-        The memories that predict token t + 1 of a document (n,): list of (probability, array of
-        ids, start, end), the largest first; ids[start:end] ends with the memory's value
-        """
+        """The memories that predict token t + 1 of a document (n,), the most probable first:
+        (probability, ids, start, end), where ids[start:end] ends with the memory's value"""
         x, state = self.inference, self.read(tokens[None, :t])
         f, g, state = next(self.windows(tokens[None, t:t + 1], state))
-        _, log_total = self.embedding.logits(f[0])
-        sim, _, window = self.memories(g, state)
-        P = x.probabilities(log_total, sim)[0][0].tolist()          # (M,)
-        where = [(tokens, j) for j in range(t + 1 - window.stop, t + 1)]
+        sim, log_words = self.memories(g, state)[0], self.embedding.logits(f[0])[1]
+        P, _ = x.probabilities(log_words, sim)                      # (1, M)
+        where = [(tokens, j) for j in range(t - P.size(1) + x.n_neighbors, t)]
         if x.n_neighbors:
-            _, j = self.store.search(g[0], x.n_neighbors, x.linear)
-            where += [(self.store.text, j) for j in j[0].tolist()]
-        found = [(p, ids, max(0, j - 11), j + 2) for p, (ids, j) in zip(P, where) if p > 0]
+            _, neighbors = self.store.search(g[0], x.n_neighbors, x.linear)
+            where += [(self.store.text, j) for j in neighbors[0].tolist()]
+        found = [(p, ids, max(0, j - 11), j + 2) for p, (ids, j) in zip(P[0].tolist(), where) if p]
         return sorted(found, key=lambda memory: -memory[0])
 
     def prepare_eval(self, corpus, external, args, path, progress):
         """Opens the datastore of external.train, tunes on corpus.val; keeps both beside `path`."""
+        if corpus.val is None:
+            raise SystemExit('TRIME is tuned on a split val, which this text does not have')
         trained, folder = self.config.memory, Path(path).parent
-        if corpus.val is None or min(args.long, args.stride) < 0 or args.nprobe < 1:
-            raise SystemExit('TRIME: a split val to tune on; --long, --stride >= 0; --nprobe >= 1')
         names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
-        names = (args.memory or 'local,long,ext') if args.retrieve_from else names
-        if args.retrieve_from and 'ext' not in names:
-            raise SystemExit(f'--retrieve-from needs ext in --memory, which is {names}')
-        x = Inference('local' in names, args.long if 'long' in names else 0,
-                      1024 if 'ext' in names else 0, linear=trained == 'none')      # Table 1
+        if args.retrieve_from:                                      # Table 5; above, Table 1
+            names = f'{args.memory or "local,long"},ext'
+        x = Inference('local' in names, args.long * ('long' in names), 1024 * ('ext' in names),
+                      linear=trained == 'none')
         self.stride = args.stride or self.stride
         about = dict(checkpoint=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
                      corpus=external.fingerprint, stride=self.stride)
         if x.n_neighbors:
             if args.split == 'train' and external.fingerprint == corpus.fingerprint:
                 raise SystemExit('--split train with --memory ext: each token would find itself')
-            self.store = Datastore(folder / f'datastore-{external.folder.name}', self,
-                                   external.train.tokens, about, progress, args.nprobe)
-            if args.recall:
-                windows = self.windows(self.ids(corpus.val.tokens[:8192])[None])
-                query = torch.cat([g[0, ::32] for _, g, _ in windows])
-                found, best = (self.store.search(query, 1024, x.linear, n)[0] for n in (0, 2 ** 20))
-                print(f'recall of 1,024 entries: {(found >= best[:, -1:]).float().mean():.1%}')
+            store = folder / f'datastore-{external.folder.name}'
+            self.store = Datastore(store, self, external.train.tokens, about, progress, args.nprobe)
         key = json.dumps([about, corpus.fingerprint, asdict(x), args.nprobe])
         file = folder / 'tuned.json'
         tuned = json.loads(file.read_text()) if file.exists() else {}
         if key not in tuned:
             tuned[key] = asdict(tune(collect(self, corpus.val, x, progress), x, LONG))
             file.write_text(json.dumps(tuned, indent=1))
-        self.inference = self.tuned = Inference(**tuned[key])
-        print(f'{path}: {self.tuned}')
+        self.inference = Inference(**tuned[key])
+        print(f'{path}: {self.inference}')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -669,43 +611,43 @@ class TRIME(nn.Module):
 
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65,
         0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
-LONG = [256 * 2 ** i for i in range(20)]            # tokens
 LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9]
+LONG = [256 * 2 ** i for i in range(20)]            # tokens
 
 
 @torch.no_grad()
 def collect(model, split, x, progress=lambda items, _: items):
-    """Arguments of Inference.log_p, by window, for 1 of 16 of a split's first 65,536 tokens"""
-    model.inference, windows, ends = x, [], np.minimum(split.offsets, 65_536)
-    for a, b in progress([*zip(ends, ends[1:])], 'tuning'):
-        tokens = model.ids(split.tokens[a:b])
+    """By window, arguments of Inference.log_p for 1 of 16 of a split's first 65,536 tokens"""
+    model.inference, windows = x, []
+    for ids in progress(np.split(split.tokens[:65_536], split.offsets[1:-1]), 'tuning'):
+        tokens = torch.from_numpy(ids.astype(int)).to(model.norm.gain.device)
         targets = tokens[1:, None]
         for f, g, state in model.windows(tokens[None, :-1]):
             w, targets = targets[:f.size(1):16], targets[f.size(1):]                # (Q, 1)
-            logits, log_total = model.embedding.logits(f[0, ::16])
-            sim, value, window = model.memories(g, state, every=16)
-            windows.append((logits.gather(1, w), log_total, sim, value == w, window))
+            logits, log_words = model.embedding.logits(f[0, ::16])                  # (Q, V)
+            sim, value, window = model.memories(g, state, every=16)                 # (Q, M)
+            windows.append((logits.gather(1, w), log_words, sim, value == w, window))
     return windows
 
 
-def tune(windows, x, long):
-    """
-    The inference with the highest mean log P over what collect returns: the best values of one
-    grid after the other, until none is better. long: sizes below x.long
-    """
-    cache, ext = x.linear and x.local, x.n_neighbors > 0
-    x = replace(x, lam=0.25 * cache, lam_ext=0.25 * ext)    # at 0 no temperature would matter
-    grids = [dict(tau=TAUS), dict(long=[n for n in long if n < x.long])]
-    grids += [dict(lam=LAMBDAS)] * cache
-    grids += [dict(lam_ext=LAMBDAS), dict(tau_ext=TAUS, n_neighbors=[1, 8, 64, 512, 1024])] * ext
+def tune(windows, x, long=()):
+    """The Inference with the highest mean log P over what collect returns: the best tau, long and
+    so on in turn, until none is better. long: sizes to try besides x.long"""
+    grids = dict(tau=TAUS, long=[n for n in long if n < x.long])
+    if x.linear and x.local:
+        x, grids['lam'] = replace(x, lam=0.25), LAMBDAS             # at 0 tau would not matter
+    if x.n_neighbors:
+        x = replace(x, lam_ext=0.25)
+        grids.update(lam_ext=LAMBDAS, tau_ext=TAUS, n_neighbors=[1, 8, 64, 512, 1024])
 
-    score = lambda x: sum(x.log_p(*window).sum().item() for window in windows)
+    def score(x):
+        return sum(x.log_p(*window).sum().item() for window in windows)
+
     before = None
     while x != before:
         before = x
-        for grid in grids:
-            tries = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
-            x = max([x, *(replace(x, **tried) for tried in tries)], key=score)
+        for name, values in grids.items():
+            x = max([x, *(replace(x, **{name: value}) for value in values)], key=score)
     return x
 
 
@@ -713,14 +655,13 @@ def sweep(runs, args):
     """Perplexity by size of the long memory, all else tuned for each size (Figure 3)."""
     result = {}
     for run in runs:
-        x = Inference(local=True, long=args.long, linear=run.model.tuned.linear)
+        x = Inference(local=True, long=args.long, linear=run.model.inference.linear)
         windows = collect(run.model, run.corpus.val, x)
         for size in [0, *(n for n in LONG if n < args.long), args.long]:
-            run.model.inference = tune(windows, replace(x, long=size), [])
+            run.model.inference = tune(windows, replace(x, long=size))
             log_p = torch.cat([run.log_p(tokens) for tokens in run.documents])
-            perplexity = math.exp(-log_p.mean())
+            perplexity = result[f'{run.name} {size}'] = math.exp(-log_p.mean())
             print(f'{run.name}  long memory {size:6,}  perplexity {perplexity:9.2f}')
-            result[f'{run.name} {size}'] = perplexity
     return result
 
 
@@ -734,5 +675,5 @@ if __name__ == '__main__':
     model, tokens = TRIME(TRIMEConfig()), torch.randint(4096, (1000,))
     log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])
     print(f'loss {-log_p.mean():.3f}, ln V {math.log(4096):.3f}')
-    for p, _, start, end in model.trace(tokens, t=900)[:3]:
-        print(f'token 901 is predicted with {p:.4f} by the memory of tokens {start} to {end - 2}')
+    p, _, start, end = model.trace(tokens, t=900)[0]
+    print(f'token 901 is predicted with {p:.4f} by the memory of tokens {start} to {end - 2}')
