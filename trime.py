@@ -45,6 +45,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 MASKED = -1e30      # similarity to a memory that a query may not use: finite, so no row gives nan
 
@@ -246,7 +247,9 @@ class Embedding(nn.Module):
         row, log_p = w[:, None].clone(), f.new_zeros(len(w), 1)
         for i, start, inside in self.clusters(w):
             row[inside] = self.ends[0] + i - 1
-            log_p[inside] = self.tail(i, f[inside]).gather(1, w[inside, None] - start)
+            for q in inside.nonzero()[:, 0].split(256):             # their log P_i are not kept
+                tail = checkpoint(self.tail, i, f[q], use_reentrant=False)
+                log_p[q] = tail.gather(1, w[q, None] - start)
         return row, log_p
 
     def logits(self, f):
