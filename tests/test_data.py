@@ -93,6 +93,10 @@ def jsonl(texts):
     return ''.join(json.dumps(dict(text=text)) + '\n' for text in texts)
 
 
+def write_splits(folder, train, val):
+    return write(folder, train_jsonl=jsonl(train), val_jsonl=jsonl(val))
+
+
 def documents(corpus):
     """The texts of the documents of train, val and test"""
     for split in (corpus.train, corpus.val, corpus.test):
@@ -149,7 +153,7 @@ def test_few_files_are_cut_at_line_ends(tmp_path, n):
 
 
 def test_a_document_without_words_is_none(tmp_path):
-    where = write(tmp_path / 'src', train_jsonl=jsonl(['one two', ' ', 'three']))
+    where = write_splits(tmp_path / 'src', ['one two', ' ', 'three'], [])
     assert prepared(where, 'word').train.offsets.tolist() == [0, 2, 3]
 
 
@@ -159,7 +163,7 @@ def test_pieces_change_nothing(tmp_path, monkeypatch, name):
     symbols = ['a', 'bc', ' ', '  ', '\n', '\n\n', '\r\n', '.', "'s", '12', 'é', ' x']
     texts = [words(2000, i, symbols) for i in range(9)]
     monkeypatch.setattr(data, 'PIECE', 50)
-    corpus = prepared(write(tmp_path / 'p', train_jsonl=jsonl(texts)), name, 300)
+    corpus = prepared(write_splits(tmp_path / 'p', texts, []), name, 300)
     found = np.split(corpus.train.tokens, corpus.train.offsets[1:-1])
     for ids, text in zip(found, texts, strict=True):
         assert ids.tolist() == corpus.tokenizer.encode(text).tolist() + [299] * (name == 'bpe')
@@ -177,8 +181,7 @@ def test_code_is_the_standard_library(tmp_path):
 
 def test_a_changed_source_makes_another_folder(tmp_path):
     where = write(tmp_path / 'src', train_txt=words(90, 1), val_txt='old')
-    first, same = prepared(where), prepared(where)
-    changed = prepared(write(where, val_txt='new'))
+    first, same, changed = prepared(where), prepared(where), prepared(write(where, val_txt='new'))
     assert first.folder == same.folder != changed.folder
     copy = prepared(shutil.copytree(where, tmp_path / 'copy'))
     assert copy.fingerprint == changed.fingerprint != first.fingerprint
@@ -211,13 +214,12 @@ def test_downloads(tmp_path, monkeypatch):
     """Once each, files or a zip of them; a failure names the folder for them."""
     with zipfile.ZipFile(archive := io.BytesIO(), 'w') as z:
         z.writestr('wikitext-103/wiki.train.tokens', ' train\n' * 100)
-        z.writestr('wikitext-103/wiki.valid.tokens', ' valid\n' * 100)
     web = {'wikitext-103-v1.zip': archive.getvalue(), 'input.txt': b'line\n' * 100}
     download = lambda url, file: file.write_bytes(web.pop(Path(url).name))
     monkeypatch.setattr(torch.hub, 'download_url_to_file', download)
-    for kind in ('bytes', 'word'):
+    for kind in ('bytes', 'word'):                              # twice from one download
         assert load('shakespeare', kind, root=tmp_path).train.n_words == 90
-        assert load('wikitext103', kind, root=tmp_path).val.n_words == 100
+        assert load('wikitext103', kind, root=tmp_path).train.n_words == 100
     assert str(tmp_path / 'downloads/wikitext2') in one_line(load, 'wikitext2', root=tmp_path)
 
 
