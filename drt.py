@@ -21,16 +21,11 @@ Letters used in the shape comments
     K chunks retrieved for one    M chunks to retrieve from         G groups   W window
 
 Where this differs from the paper, and why
-    As in the official code, a chunk is S - 1 tokens and its landmark, whose key takes no part in
-    cross-attention, and has a sink; H + O of Eq. 2 is the residual (there: only the MLP's input).
-    Five things differ from 124m. l_k is the mean of C_k; h begins at 0, and in all groups the mean
-    of the landmark's chunk less that of the l_k it may retrieve is added, normed. With a retrieved
-    chunk the next one is read, each with half of w_k. ALiBi's slopes begin at 4, not 2^(-8/H), with
-    which 4 heads read less. The key of a token has the value of the next one; at first W_Q = W_K
-    and W_O = W_Vᵀ: GCA begins by copying what followed a like token. No Gumbel noise. Scores and
-    weights are fp32 (official code: bf16). Retrieval never crosses joined documents; self-attention
-    does, as one bias serves all blocks. Initial weights: 0.02 sqrt(768/C), the official scale; what
-    adds to the residual, GCA apart, is scaled by depth. Table 4's corpus is one text.
+    Fields marked (ours); the preset 124m has the paper's. As in the official code, a chunk is S - 1
+    tokens and its landmark, whose key takes no part in cross-attention, and has a sink; H + O of
+    Eq. 2 is the residual (there: only the MLP's input). Scores and weights are fp32 (there: bf16).
+    Retrieval never crosses joined documents; self-attention does. Initial weights: 0.02 for C = 768
+    (as there), for what adds to the residual, GCA apart, scaled by depth. Table 4: one corpus.
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
@@ -58,14 +53,14 @@ class DRTConfig:
     n_inner: int = 0            # width inside the MLP; 0: 8/3 C, rounded up (paper: 2,048)
     window: int = 128           # positions that a query attends to, itself included, W (paper: 512)
     chunk_size: int = 32        # positions of a chunk, its landmark included, S (paper: 64)
-    slope: float = 4.0          # ALiBi's steepest slope; the last is 2^-8 (ours; paper: 2^(-8/H))
+    slope: float = 4.0          # ALiBi's first slope, the last is 2^-8 (ours; paper: 2^(-8/H))
     n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
-    next_chunk: bool = True     # with each of them the next one is read, as in RPT (ours)
+    next_chunk: bool = True     # the one after it is read too, each with half of w_k (ours)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens'] = 'lower'   # it reads layers' output or embeddings
     n_encoder: int = 2          # layers of the chunk encoder; 0: none (official code)
-    compare_means: bool = True  # means of chunks, centered, are added to the query (ours)
-    shift_values: bool = True   # values are of the next token; weights begin by copying (ours)
+    compare_means: bool = True  # l_k: mean of C_k; centered, it is added to h, at first 0 (ours)
+    shift_values: bool = True   # values are of the next token; W_Q = W_K, W_O = W_Vᵀ at first (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     mlm: float = 0.15           # encoder tokens: share masked at first; 0: none (official code)
     retriever: Literal['learned', 'random', 'off'] = 'learned'      # random: paper appendix A.5
@@ -74,8 +69,8 @@ class DRTConfig:
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head) or self.n_layer % max(1, 2 * self.groups):
             raise ValueError('n_embd: a multiple of 2 n_head; n_layer: a multiple of 2 groups')
-        if min(self.window, self.chunk_size) < 2 or self.slope < 2 ** -8:
-            raise ValueError('window and chunk_size: 2 or more; slope: 2^-8 or more')
+        if self.chunk_size < 2 or self.slope < 2 ** -8:
+            raise ValueError('chunk_size: 2 or more; slope: 2^-8 or more')
 
 
 TASKS = {}
@@ -238,10 +233,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """
-    One pre-norm Transformer layer; returns its keys and values too, for streaming. Layers of the
-    upper half have grouped cross-attention, O = Σ_k w_k softmax(Q K_kᵀ / sqrt(D)) V_k (Eq. 2, 3).
-    """
+    """A pre-norm Transformer layer; those of the upper half have grouped cross-attention."""
     def __init__(self, config, retrieves=False):
         super().__init__()
         C, self.n_head = config.n_embd, config.n_head
@@ -256,7 +248,7 @@ class Block(nn.Module):
         x = x + y
         if cross_attend is not None:
             q = self.gca.query(self.gca.norm(x)).unflatten(-1, (self.n_head, -1))   # (B, L, H, D)
-            x = x + self.gca.proj(cross_attend(q).flatten(2))       # H + O of Eq. 2
+            x = x + self.gca.proj(cross_attend(q).flatten(2))       # H + O of Eq. 2; O is like q
         return x + self.mlp(self.norm2(x)), past
 
 
@@ -272,7 +264,7 @@ class ChunkEncoder(nn.Module):
         self.norm, self.kv = RMSNorm(C), nn.Linear(C, 2 * C, bias=False)
 
     def forward(self, x):
-        """x (B, N, S, C) -> C_k (B, N, S, C), k and v (B, N S, H, D)"""
+        """x (B, N, S, C) -> C_k (B, N, S, C), its keys and values (2, B, N, S, H, D)"""
         angles = rotary(torch.arange(x.size(2), device=x.device), x.size(3) // self.n_head)
         y = self.norm_in(x).flatten(0, 1)                           # (B N, S, C)
         for block in self.blocks:
@@ -283,7 +275,7 @@ class ChunkEncoder(nn.Module):
         y = self.norm(y).view(x.shape)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (B, N, S, H, D)
         v = v.roll(-1, dims=2) if self.shift else v                 # the last token's: landmark's
-        return y, k.flatten(1, 2), v.flatten(1, 2)
+        return y, torch.stack([k, v])
 
 
 class State(NamedTuple):
@@ -304,11 +296,11 @@ class DRT(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        seed = torch.randint(2 ** 48, (), device='cpu').item()
         self.config, self.kernel = config, 'auto'                   # kernel: of gca
         self.retriever, self.source = config.retriever, 'text'      # see ways
         self.corpus, self.offload = None, ''                        # see prepare_eval
         retrieves, n_upper = config.groups > 0, config.n_layer // 2
+        seed = torch.randint(2 ** 48, (), device='cpu').item()
         n_ids = config.vocab_size + retrieves * (1 + (config.encoder == 'tokens'))  # landmark, mask
         self.embedding = nn.Embedding(n_ids, config.n_embd)         # also the output embedding
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - n_upper))
@@ -324,39 +316,40 @@ class DRT(nn.Module):
                 nn.init.normal_(p, std=0.02 * math.sqrt(768 / config.n_embd) / deep)
         for norm in self.landmark_norms if config.compare_means else ():
             nn.init.zeros_(norm.gain)
-        if retrieves and config.shift_values:                       # like attends to like, and
-            k, v = self.encoder.kv.weight.detach().chunk(2)         # what it reads is written
+        if retrieves and config.shift_values:       # GCA begins by copying what followed like tokens
+            k, v = self.encoder.kv.weight.detach().chunk(2)
             for block in self.upper:
                 block.gca.query.weight.data.copy_(k)
                 block.gca.proj.weight.data.copy_(v.T)
 
     def empty_state(self, B):
-        """Before a text. The chunks of a corpus that may be retrieved come before those of the text."""
+        """Of no text; but the chunks of a corpus, if they may be retrieved, come first (B = 1)."""
         config, E = self.config, self.embedding.weight
         w, none = E.new_zeros(B, 1, config.n_neighbors), E.new_empty(B, 0, config.n_embd)
-        state = State([None] * config.n_layer, none, none, [], [(w, w.int() - 1)] * config.groups)
-        if self.source != 'text':                                   # Table 4; B = 1
-            state = state._replace(landmarks=self.corpus[1].landmarks, kv=self.corpus[1].kv)
-        return state
+        landmarks, kv = (none, []) if self.source == 'text' else self.corpus[1:]
+        reads = [(w, w.int() - 1)] * config.groups
+        return State([None] * config.n_layer, none, landmarks, kv, reads)
 
     def insert(self, x, value, s=0):
         """§3.1: `value` after every S - 1 tokens, s of which came before: x (B, T) -> (B, L)"""
-        T, n = x.size(1), self.config.chunk_size - 1
-        if not self.config.groups:                                  # the base LM has no landmarks
-            return x
+        T = x.size(1)                                               # the base LM has no landmarks
+        n = self.config.chunk_size - 1 if self.config.groups else T + 1
         chunks = F.pad(x, (s, -(s + T) % n)).unflatten(1, (-1, n))
         return F.pad(chunks, (0, 1), value=value).flatten(1)[:, s:s + T + (s + T) // n]
 
-    def retrieve(self, h, landmarks, allowed, noise):
+    def retrieve(self, g, x, landmarks, allowed, noise):
         """
         Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r + noise, weighted by the
-        softmax of r. h (B, N, C) of the last N of landmarks (B, M, C), allowed (B, N, M), noise too
+        softmax of r. x (B, N, C) of the last N of landmarks (B, M, C), allowed (B, N, M), noise too
         -> w (B, N, K) fp32, idx (B, N, K) int32; 0 and -1 where no chunk is left
         """
         K, (N, M) = self.config.n_neighbors, allowed.shape[1:]
-        with torch.autocast(h.device.type, enabled=False):          # bf16 would tie scores
-            h, l = fp32(h), fp32(landmarks)
-            if self.config.compare_means and self.retriever == 'learned':
+        with torch.autocast(x.device.type, enabled=False):          # bf16 would tie scores
+            h, l = fp32(self.landmark_norms[g](x)), fp32(landmarks)
+            if self.retriever == 'random':                          # appendix A.5
+                table = torch.rand(M, h.size(2), generator=torch.Generator().manual_seed(g))
+                h = (table[M - N:] * 12 ** 0.5 - 3 ** 0.5).to(h)
+            elif self.config.compare_means:
                 mean = allowed.type_as(l) @ l / allowed.sum(2, keepdim=True).clamp(min=1)
                 h = h + F.rms_norm(l[:, M - N:] - mean, l.shape[2:], eps=1e-6)
             r = h @ l.mT / math.sqrt(h.size(-1))                    # (B, N, M)
@@ -366,9 +359,8 @@ class DRT(nn.Module):
             w = r.gather(2, idx * valid).masked_fill(~valid, -1e30).softmax(2) * valid
         return w, idx.masked_fill(~valid, -1).int()
 
-    def store(self, k, v):
-        """Of chunks k, v (B, N S, H, D) -> a list of N, each (2, B, S, H, D), with --offload on disk"""
-        kv = torch.stack([k, v]).unflatten(2, (-1, self.config.chunk_size))
+    def store(self, kv):
+        """kv (2, B, N, S, H, D) -> a list of N chunks, (2, B, S, H, D) fp16, with --offload in a file"""
         kv = kv.half() if kv.dtype == torch.float32 else kv         # fp64 is for the tests
         if self.offload:                    # the file is unlinked at once: freed with the tensor
             with tempfile.NamedTemporaryFile(dir=self.offload) as file:
@@ -384,8 +376,8 @@ class DRT(nn.Module):
         """
         config, S, (B, L) = self.config, self.config.chunk_size, ids.shape
         past, unfinished, landmarks, kv, reads = state or self.empty_state(B)
-        past, reads, s, first = list(past), list(reads), unfinished.size(1), landmarks.size(1)
-        x, chunks = self.embedding(ids), None                       # (B, L, C)
+        past, reads, s, chunks = list(past), list(reads), unfinished.size(1), None
+        x = self.embedding(ids)                                     # (B, L, C)
         for i, block in enumerate(self.lower):
             x, past[i] = block(x, past[i])
 
@@ -394,43 +386,40 @@ class DRT(nn.Module):
             y = x if config.encoder == 'lower' else self.embedding(seen)
             unfinished = torch.cat([unfinished, y], dim=1)
         N = unfinished.size(1) // S
-        M = first + N
         if N > 0:
-            chunks, k, v = self.encoder(unfinished[:, :N * S].unflatten(1, (N, S)))
+            chunks, new_kv = self.encoder(unfinished[:, :N * S].unflatten(1, (N, S)))
             unfinished = unfinished[:, N * S:]
             l = chunks.mean(2) if config.compare_means else chunks[:, :, -1]    # (B, N, C)
             landmarks = torch.cat([landmarks, l], dim=1)            # (B, M, C)
-            kv = kv + self.store(k, v) if docs is None else kv
+            kv = kv + self.store(new_kv) if docs is None else new_kv        # (2, B, N, S, H, D)
         if not upper:
             return None, None, State(past, unfinished, landmarks, kv, reads)
 
-        allowed = torch.ones(B, N, M, dtype=torch.bool, device=x.device).tril(first - 1)
+        M, same, read = landmarks.size(1), True, kv                 # of M the last N are new
+        allowed = torch.ones(B, N, M, dtype=torch.bool, device=x.device).tril(M - N - 1)
         if self.source != 'text':                                   # Table 4
-            n = len(self.corpus[1].kv)
+            n = len(self.corpus[2])
             allowed[..., n - 1] &= not config.next_chunk            # its last one has no next one
             allowed[..., n:] &= self.source == 'both'
-        same = x.new_ones(1)
         if docs is not None and N > 0:
             ends = docs[:, S - 1::S]                                # (B, N) of the landmarks
-            allowed &= ends[:, :, None] == docs[:, None, :N * S:S]  # the chunk's first token's
-            same = docs == F.pad(ends, (1, 0)).repeat_interleave(S, dim=1)[:, :L]
-            same = same[..., None, None]                            # as the landmark that retrieved
+            allowed &= ends[:, :, None] == docs[:, None, :N * S:S]  # chunks that are all of it
+            retrieved_for = F.pad(ends, (1, 0)).repeat_interleave(S, dim=1)[:, :L]
+            same = (docs == retrieved_for)[:, :, None, None]        # (B, L, 1, 1)
 
         def cross_attend(q):                                        # (B, L, H, D) -> the same
             q = F.pad(q, (0, 0, 0, 0, s, (N + 1) * S - s - L))      # N + 1 whole chunks
-            keys, values = k.type_as(q), v.type_as(q)
-            o = gca(q, keys, values, w, idx, S, S - 1, config.sink, kernel=self.kernel)
+            k, v = read.type_as(q).flatten(2, 3)                    # (B, n S, H, D)
+            o = gca(q, k, v, w, idx, S, S - 1, config.sink, kernel=self.kernel)
             return o[:, s:s + L] * same
 
-        retrieves, size = self.retriever != 'off' and M > 0, len(self.upper) // max(1, config.groups)
-        for i, block in enumerate(self.upper):
-            g, inside = divmod(i, size)
-            if retrieves and not inside:                            # a group begins
-                h = self.landmark_norms[g](x[:, S - 1 - s::S])      # (B, N, C)
-                if self.retriever == 'random':                      # appendix A.5
-                    rows = torch.rand(M, h.size(2), generator=torch.Generator().manual_seed(g))
-                    h = (rows[first:] * 12 ** 0.5 - 3 ** 0.5).to(h).expand_as(h)
-                new = self.retrieve(h, landmarks, allowed, 0 if noise is None else noise[g])
+        n_lower, size = len(self.lower), len(self.upper) // max(1, config.groups)
+        retrieves = self.retriever != 'off' and M > 0
+        for i, block in enumerate(self.upper, n_lower):
+            g, j = divmod(i - n_lower, size)
+            if retrieves and j == 0:                                # a group begins
+                h = x[:, S - 1 - s::S]                              # (B, N, C) of the landmarks
+                new = self.retrieve(g, h, landmarks, allowed, 0 if noise is None else noise[g])
                 w, idx = (torch.cat([y[:, -1:], z], dim=1) for y, z in zip(reads[g], new))
                 reads[g] = w, idx               # (B, N + 1, K): landmark n retrieves for chunk n + 1
                 if config.next_chunk:                               # 2 K columns
@@ -438,9 +427,7 @@ class DRT(nn.Module):
                     idx = torch.stack([idx, idx + (idx >= 0)], dim=3).flatten(2)    # -1 remains
                 if docs is None:                                    # each retrieved chunk once
                     numbers, idx = idx.clamp(min=0).unique(return_inverse=True)     # (w is 0 at -1)
-                    read = torch.stack([kv[i] for i in numbers.tolist()], dim=2)
-                    k, v = read.flatten(2, 3).to(x.device)              # (B, n S, H, D)
-            i += len(self.lower)
+                    read = torch.stack([kv[m] for m in numbers.tolist()], dim=2)
             x, past[i] = block(x, past[i], cross_attend if retrieves else None)
         return self.norm(x), chunks, State(past, unfinished, landmarks, kv, reads)
 
@@ -453,23 +440,24 @@ class DRT(nn.Module):
         ids, targets = self.insert(batch.tokens, V), self.insert(batch.targets, -1)         # (B, L)
         docs = self.insert(batch.doc, 0)
         docs = docs.where(ids < V, docs.roll(1, dims=1))            # a landmark's: its last token's
-        (B, L), device, noise, masked = ids.shape, ids.device, None, None
-        generator = torch.Generator(device).manual_seed(batch.seed)
+        (B, L), N, noise, masked = ids.shape, ids.size(1) // S, None, None
+        generator = torch.Generator(ids.device).manual_seed(batch.seed)
         if self.training and config.gumbel:                         # §3.2: Gumbel noise
-            noise = torch.empty(config.groups, B, L // S, L // S, device=device)
+            noise = torch.empty(config.groups, B, N, N, device=ids.device)
             noise = -noise.exponential_(generator=generator).log()
         if self.training and config.groups and config.encoder == 'tokens' and progress < 0.5:
-            masked = torch.rand(B, L, device=device, generator=generator) < config.mlm
-            masked &= targets >= 0
+            u = torch.rand(B, L, device=ids.device, generator=generator)
+            masked = (u < config.mlm) & (targets >= 0)
 
         f, chunks, state = self.encode(ids, None, docs, noise, masked)
-        loss, log = cross_entropy(f, self.embedding.weight[:V], targets), {}
+        E, log = self.embedding.weight[:V], {}
+        loss = cross_entropy(f, E, targets)
         if config.groups:
             top = state.reads[-1][0][:, :-1].detach().amax(2)       # (B, N)
             log['top_weight'] = top.sum() / (top > 0).sum().clamp(min=1)
         if masked is not None:                                      # §3.2: MLM trains the encoder
-            words = ids.masked_fill(~masked, -1)[:, :L // S * S]
-            mlm = cross_entropy(chunks.flatten(1, 2), self.embedding.weight[:V], words)
+            words = ids.masked_fill(~masked, -1)[:, :N * S]
+            mlm = cross_entropy(chunks.flatten(1, 2), E, words)
             log.update(lm_loss=loss.detach(), mlm_loss=mlm.detach())
             loss = loss + mlm
         return loss, log
@@ -490,16 +478,13 @@ class DRT(nn.Module):
 
     @torch.no_grad()
     def read(self, tokens, state=None):
-        """
-        The state that `stream` returns, without predictions: the upper layers are computed only for
-        the last tokens, all that the attention of a later one can reach through every layer
-        """
+        """The state of `stream`: upper layers only where later self-attention can reach (§3.3)"""
         state, c = state or self.empty_state(len(tokens)), self.config
         ids = self.insert(tokens, c.vocab_size, state.unfinished.size(1))
         reach = len(self.upper) * c.window + (1 + c.groups) * c.chunk_size
         begin = max(0, ids.size(1) - reach)
-        for i in range(0, begin, 8 * self.PIECE):
-            state = self.encode(ids[:, i:min(begin, i + 8 * self.PIECE)], state, upper=False)[-1]
+        for i in range(0, begin, self.PIECE):
+            state = self.encode(ids[:, i:min(begin, i + self.PIECE)], state, upper=False)[-1]
         for i in range(begin, ids.size(1), self.PIECE):
             state = self.encode(ids[:, i:i + self.PIECE], state)[-1]
         return state
@@ -509,9 +494,9 @@ class DRT(nn.Module):
         if not self.config.groups or self.config.retriever == 'off':
             return {'off': {}}
         on = dict(retriever=self.config.retriever, source='text')
-        table4 = {source: dict(on, source=source) for source in ('corpus', 'both') if self.corpus}
-        return dict(on=on, **table4, shuffled=dict(on, retriever='random'),
-                    off=dict(on, retriever='off'))
+        sources = ('corpus', 'both') if self.corpus else ()         # Table 4
+        return dict(on=on, **{source: dict(on, source=source) for source in sources},
+                    shuffled=dict(on, retriever='random'), off=dict(on, retriever='off'))
 
     def trace(self, tokens, t):
         """Chunks read for token t + 1: [(weight, where, start, end)], where: a text or corpus"""
@@ -525,18 +510,17 @@ class DRT(nn.Module):
 
     @torch.no_grad()
     def prepare_eval(self, corpus, external, args, path, progress):
-        """Table 4: with --retrieve-from, external.train is read, a text before any other one"""
-        self.offload = args.offload
-        if not args.retrieve_from or 'on' not in self.ways():
-            return
-        tokens, state = torch.from_numpy(external.train.tokens.astype('int64')), self.empty_state(1)
-        if args.split == 'train' and external.fingerprint == corpus.fingerprint:
-            raise SystemExit('--split train with --retrieve-from: each text would find itself')
-        if len(tokens) < 2 * (self.config.chunk_size - 1):
-            raise SystemExit(f'--retrieve-from {external.name}: it is shorter than two chunks')
-        for piece in progress(tokens.split(32 * self.PIECE), 'reading the corpus'):
-            state = self.read(piece[None].to(state.landmarks.device), state)
-        self.corpus = tokens, state
+        """Table 4: with --retrieve-from, reads external.train as a text before any other one"""
+        self.offload, name, state = args.offload, external.name, self.empty_state(1)
+        if args.retrieve_from and 'on' in self.ways():
+            tokens = torch.from_numpy(external.train.tokens.astype('int64'))
+            if args.split == 'train' and external.fingerprint == corpus.fingerprint:
+                raise SystemExit('--split train with --retrieve-from: each text would find itself')
+            if len(tokens) < 2 * (self.config.chunk_size - 1):
+                raise SystemExit(f'--retrieve-from {name}: its text is shorter than two chunks')
+            for piece in progress(tokens.split(16 * self.PIECE), 'reading the corpus'):
+                state = self.read(piece[None].to(state.landmarks.device), state)
+            self.corpus = tokens, state.landmarks, state.kv
 
 
 # --------------------------------------------------------------------------------------------------
