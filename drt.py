@@ -4,10 +4,10 @@ DRT, the Differentiable Retrieval-based Transformer: the language model's loss t
     Xiang Hu, Zhihao Teng, Jun Zhao, Wei Wu and Kewei Tu, "Efficient Length-Generalizable Attention
     via Causal Retrieval for Long-Context Language Modeling", ICML 2025, arXiv:2410.01651
 
-A landmark token ends each chunk of a text. It scores all earlier chunks and retrieves the best few;
-the upper half of the layers attends to them while it predicts the next chunk. Each retrieved chunk
-has a softmax of its own, and the softmaxed scores weight the results: the loss reaches the scores,
-and a chunk that helps is scored higher. There is no other supervision.
+A landmark token ends each chunk of a text. It scores all earlier chunks, and the best few are read.
+The upper half of the layers attends to them while it predicts the next chunk: to each with its own
+softmax, weighted by the softmaxed scores. So the loss reaches the scores, and a chunk that helps is
+scored higher. There is no other supervision.
 
 Where the paper is in this file
     §3.1           landmarks; ALiBi; the chunk encoder   DRT.insert; SelfAttention; ChunkEncoder
@@ -60,7 +60,7 @@ class DRTConfig:
     encoder: Literal['lower', 'tokens'] = 'lower'   # it reads layers' output or embeddings
     n_encoder: int = 2          # layers of the chunk encoder; 0: none (official code)
     compare_means: bool = True  # l_k: mean of C_k; centered, it is added to h, at first 0 (ours)
-    shift_values: bool = True   # values are of the next token; W_Q = W_K, W_O = W_Vᵀ at first (ours)
+    shift_values: bool = True   # values are of the next token; at first W_Q, W_O = W_K, W_Vᵀ (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     mlm: float = 0.15           # encoder tokens: share masked at first; 0: none (official code)
     retriever: Literal['learned', 'random', 'off'] = 'learned'      # random: paper appendix A.5
@@ -316,7 +316,7 @@ class DRT(nn.Module):
                 nn.init.normal_(p, std=0.02 * math.sqrt(768 / config.n_embd) / deep)
         for norm in self.landmark_norms if config.compare_means else ():
             nn.init.zeros_(norm.gain)
-        if retrieves and config.shift_values:       # GCA begins by copying what followed like tokens
+        if retrieves and config.shift_values:   # GCA begins by copying what followed a like token
             k, v = self.encoder.kv.weight.detach().chunk(2)
             for block in self.upper:
                 block.gca.query.weight.data.copy_(k)
@@ -324,11 +324,10 @@ class DRT(nn.Module):
 
     def empty_state(self, B):
         """Of no text; but the chunks of a corpus, if they may be retrieved, come first (B = 1)."""
-        config, E = self.config, self.embedding.weight
-        w, none = E.new_zeros(B, 1, config.n_neighbors), E.new_empty(B, 0, config.n_embd)
+        c, E = self.config, self.embedding.weight
+        w, none = E.new_zeros(B, 1, c.n_neighbors), E.new_empty(B, 0, c.n_embd)
         landmarks, kv = (none, []) if self.source == 'text' else self.corpus[1:]
-        reads = [(w, w.int() - 1)] * config.groups
-        return State([None] * config.n_layer, none, landmarks, kv, reads)
+        return State([None] * c.n_layer, none, landmarks, kv, [(w, w.int() - 1)] * c.groups)
 
     def insert(self, x, value, s=0):
         """§3.1: `value` after every S - 1 tokens, s of which came before: x (B, T) -> (B, L)"""
@@ -345,7 +344,7 @@ class DRT(nn.Module):
         """
         K, (N, M) = self.config.n_neighbors, allowed.shape[1:]
         with torch.autocast(x.device.type, enabled=False):          # bf16 would tie scores
-            h, l = fp32(self.landmark_norms[g](x)), fp32(landmarks)
+            h, l = self.landmark_norms[g](fp32(x)), fp32(landmarks)
             if self.retriever == 'random':                          # appendix A.5
                 table = torch.rand(M, h.size(2), generator=torch.Generator().manual_seed(g))
                 h = (table[M - N:] * 12 ** 0.5 - 3 ** 0.5).to(h)
@@ -360,12 +359,12 @@ class DRT(nn.Module):
         return w, idx.masked_fill(~valid, -1).int()
 
     def store(self, kv):
-        """kv (2, B, N, S, H, D) -> a list of N chunks, (2, B, S, H, D) fp16, with --offload in a file"""
+        """kv (2, B, N, S, H, D) -> a list of N chunks, fp16, with --offload in a mapped file"""
         kv = kv.half() if kv.dtype == torch.float32 else kv         # fp64 is for the tests
-        if self.offload:                    # the file is unlinked at once: freed with the tensor
+        if self.offload:                # the file is unlinked at once: it is freed with the tensor
             with tempfile.NamedTemporaryFile(dir=self.offload) as file:
-                kv.cpu().view(torch.uint8).numpy().tofile(file)
-                kv = torch.from_file(file.name, size=kv.numel(), dtype=kv.dtype).view(kv.shape)
+                torch.save(kv, file.name)
+                kv = torch.load(file.name, map_location='cpu', mmap=True)
         return list(kv.unbind(2))
 
     def encode(self, ids, state=None, docs=None, noise=None, masked=None, upper=True):
@@ -374,13 +373,12 @@ class DRT(nn.Module):
         docs (B, L), noise (G, B, N, N) on the scores, masked (B, L): hidden from the encoder
         -> f (B, L, C), C_k (B, N, S, C) of the N chunks that end here, the new state
         """
-        config, S, (B, L) = self.config, self.config.chunk_size, ids.shape
+        config, S, (B, L), chunks = self.config, self.config.chunk_size, ids.shape, None
         past, unfinished, landmarks, kv, reads = state or self.empty_state(B)
-        past, reads, s, chunks = list(past), list(reads), unfinished.size(1), None
+        past, reads, s = list(past), list(reads), unfinished.size(1)
         x = self.embedding(ids)                                     # (B, L, C)
         for i, block in enumerate(self.lower):
             x, past[i] = block(x, past[i])
-
         if config.groups:                                           # else the base LM
             seen = ids if masked is None else ids.masked_fill(masked, config.vocab_size + 1)
             y = x if config.encoder == 'lower' else self.embedding(seen)
@@ -391,11 +389,11 @@ class DRT(nn.Module):
             unfinished = unfinished[:, N * S:]
             l = chunks.mean(2) if config.compare_means else chunks[:, :, -1]    # (B, N, C)
             landmarks = torch.cat([landmarks, l], dim=1)            # (B, M, C)
-            kv = kv + self.store(new_kv) if docs is None else new_kv        # (2, B, N, S, H, D)
+            kv = kv + self.store(new_kv) if docs is None else new_kv
         if not upper:
             return None, None, State(past, unfinished, landmarks, kv, reads)
 
-        M, same, read = landmarks.size(1), True, kv                 # of M the last N are new
+        M, same = landmarks.size(1), True
         allowed = torch.ones(B, N, M, dtype=torch.bool, device=x.device).tril(M - N - 1)
         if self.source != 'text':                                   # Table 4
             n = len(self.corpus[2])
@@ -413,21 +411,21 @@ class DRT(nn.Module):
             o = gca(q, k, v, w, idx, S, S - 1, config.sink, kernel=self.kernel)
             return o[:, s:s + L] * same
 
-        n_lower, size = len(self.lower), len(self.upper) // max(1, config.groups)
-        retrieves = self.retriever != 'off' and M > 0
+        retrieves, n_lower = self.retriever != 'off' and M > 0, len(self.lower)
         for i, block in enumerate(self.upper, n_lower):
-            g, j = divmod(i - n_lower, size)
+            g, j = divmod(i - n_lower, len(self.upper) // max(1, config.groups))
             if retrieves and j == 0:                                # a group begins
                 h = x[:, S - 1 - s::S]                              # (B, N, C) of the landmarks
                 new = self.retrieve(g, h, landmarks, allowed, 0 if noise is None else noise[g])
                 w, idx = (torch.cat([y[:, -1:], z], dim=1) for y, z in zip(reads[g], new))
-                reads[g] = w, idx               # (B, N + 1, K): landmark n retrieves for chunk n + 1
+                reads[g] = w, idx           # (B, N + 1, K): landmark n retrieves for chunk n + 1
                 if config.next_chunk:                               # 2 K columns
                     w = w.repeat_interleave(2, dim=2) / 2
                     idx = torch.stack([idx, idx + (idx >= 0)], dim=3).flatten(2)    # -1 remains
+                read = kv                                           # (2, B, N, S, H, D)
                 if docs is None:                                    # each retrieved chunk once
                     numbers, idx = idx.clamp(min=0).unique(return_inverse=True)     # (w is 0 at -1)
-                    read = torch.stack([kv[m] for m in numbers.tolist()], dim=2)
+                    read = torch.stack([kv[m] for m in numbers.tolist()], dim=2).to(x.device)
             x, past[i] = block(x, past[i], cross_attend if retrieves else None)
         return self.norm(x), chunks, State(past, unfinished, landmarks, kv, reads)
 
@@ -450,8 +448,8 @@ class DRT(nn.Module):
             masked = (u < config.mlm) & (targets >= 0)
 
         f, chunks, state = self.encode(ids, None, docs, noise, masked)
-        E, log = self.embedding.weight[:V], {}
-        loss = cross_entropy(f, E, targets)
+        E = self.embedding.weight[:V]
+        loss, log = cross_entropy(f, E, targets), {}
         if config.groups:
             top = state.reads[-1][0][:, :-1].detach().amax(2)       # (B, N)
             log['top_weight'] = top.sum() / (top > 0).sum().clamp(min=1)
@@ -506,20 +504,21 @@ class DRT(nn.Module):
                 if k >= 0:
                     where, k = (tokens, k - M) if k >= M else (self.corpus[0], k)
                     found.append((weight, where, k * n, (k + 1 + self.config.next_chunk) * n))
-        return sorted(found, key=lambda read: read[0], reverse=True)
+        return sorted(found, key=lambda read: -read[0])
 
     @torch.no_grad()
     def prepare_eval(self, corpus, external, args, path, progress):
         """Table 4: with --retrieve-from, reads external.train as a text before any other one"""
-        self.offload, name, state = args.offload, external.name, self.empty_state(1)
+        self.offload = args.offload
         if args.retrieve_from and 'on' in self.ways():
-            tokens = torch.from_numpy(external.train.tokens.astype('int64'))
+            state, tokens = self.empty_state(1), external.train.tokens.astype('int64')
             if args.split == 'train' and external.fingerprint == corpus.fingerprint:
                 raise SystemExit('--split train with --retrieve-from: each text would find itself')
             if len(tokens) < 2 * (self.config.chunk_size - 1):
-                raise SystemExit(f'--retrieve-from {name}: its text is shorter than two chunks')
+                raise SystemExit('--retrieve-from: its text is shorter than two chunks')
+            tokens = torch.from_numpy(tokens).to(state.landmarks.device)
             for piece in progress(tokens.split(16 * self.PIECE), 'reading the corpus'):
-                state = self.read(piece[None].to(state.landmarks.device), state)
+                state = self.read(piece[None], state)
             self.corpus = tokens, state.landmarks, state.kv
 
 
