@@ -4,16 +4,16 @@ DRT, the Differentiable Retrieval-based Transformer: the language model's loss t
     Xiang Hu, Zhihao Teng, Jun Zhao, Wei Wu and Kewei Tu, "Efficient Length-Generalizable Attention
     via Causal Retrieval for Long-Context Language Modeling", ICML 2025, arXiv:2410.01651
 
-A landmark token ends each chunk of a text. It scores all earlier chunks and retrieves the best few;
-the upper half of the layers attends to them while it predicts the next chunk. Each retrieved chunk
-has a softmax of its own, and the softmaxed scores weight the results: the loss reaches the scores,
-and a chunk that helps is scored higher. There is no other supervision.
+A landmark token ends each chunk of a text. It scores all earlier chunks, and the best few are read.
+The upper half of the layers attends to them while it predicts the next chunk: to each with its own
+softmax, weighted by the softmaxed scores. So the loss reaches the scores, and a chunk that helps is
+scored higher. There is no other supervision.
 
 Where the paper is in this file
     §3.1           landmarks; ALiBi; the chunk encoder   DRT.insert; SelfAttention; ChunkEncoder
     Eq. 1 to 3     scores, top K; cross-attention        DRT.retrieve; Block, gca_kernel.py
     §3.2, §3.3     Gumbel top-k, MLM; inference          DRT.forward; DRT.stream, State
-    §4.4, Table 4  retrieval from a corpus               DRT.index
+    §4.4, Table 4  retrieval from a corpus               DRT.prepare_eval
 
 Letters used in the shape comments
     B sequences    T tokens    L positions: tokens and landmarks    C width    V vocabulary
@@ -21,16 +21,11 @@ Letters used in the shape comments
     K chunks retrieved for one    M chunks to retrieve from         G groups   W window
 
 Where this differs from the paper, and why
-    As in the official code, a chunk is S - 1 tokens and its landmark, whose key takes no part in
-    cross-attention, and has a sink; H + O of Eq. 2 is the residual (there: only the MLP's input).
-    Five things differ from 124m. l_k is the mean of C_k; h begins at 0, and in all groups the mean
-    of the landmark's chunk less that of the l_k it may retrieve is added, normed. With a retrieved
-    chunk the next one is read, each with half of w_k. ALiBi's slopes begin at 4, not 2^(-8/H), with
-    which 4 heads read less. The key of a token has the value of the next one; at first W_Q = W_K
-    and W_O = W_Vᵀ: GCA begins by copying what followed a like token. No Gumbel noise. Scores and
-    weights are fp32 (official code: bf16). Retrieval never crosses joined documents; self-attention
-    does, as one bias serves all blocks. Initial weights: 0.02 sqrt(768/C), the official scale; what
-    adds to the residual, GCA apart, is scaled by depth. Table 4's corpus is one text.
+    Fields marked (ours); the preset 124m has the paper's. As in the official code, a chunk is S - 1
+    tokens and its landmark, whose key takes no part in cross-attention, and has a sink; H + O of
+    Eq. 2 is the residual (there: only the MLP's input). Scores and weights are fp32 (there: bf16).
+    Retrieval never crosses joined documents; self-attention does. Initial weights: 0.02 for C = 768
+    (as there), for what adds to the residual, GCA apart, scaled by depth. Table 4: one corpus.
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
@@ -44,7 +39,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gca_kernel import gca, gca_plan
+from gca_kernel import gca
 
 
 @dataclass
@@ -58,27 +53,24 @@ class DRTConfig:
     n_inner: int = 0            # width inside the MLP; 0: 8/3 C, rounded up (paper: 2,048)
     window: int = 128           # positions that a query attends to, itself included, W (paper: 512)
     chunk_size: int = 32        # positions of a chunk, its landmark included, S (paper: 64)
-    slope: float = 4.0          # ALiBi's steepest slope; the last is 2^-8 (ours; paper: 2^(-8/H))
+    slope: float = 4.0          # ALiBi's first slope, the last is 2^-8 (ours; paper: 2^(-8/H))
     n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
-    next_chunk: bool = True     # with each of them the next one is read, as in RPT (ours)
+    next_chunk: bool = True     # the one after it is read too, each with half of w_k (ours)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens'] = 'lower'   # it reads layers' output or embeddings
     n_encoder: int = 2          # layers of the chunk encoder; 0: none (official code)
-    compare_means: bool = True  # means of chunks, centered, are added to the query (ours)
-    shift_values: bool = True   # values are of the next token; weights begin by copying (ours)
+    compare_means: bool = True  # l_k: mean of C_k; centered, it is added to h, at first 0 (ours)
+    shift_values: bool = True   # values are of the next token; at first W_Q, W_O = W_K, W_Vᵀ (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
-    mlm: float = 0.15           # with encoder tokens: masked in the first half (official code)
+    mlm: float = 0.15           # encoder tokens: share masked at first; 0: none (official code)
     retriever: Literal['learned', 'random', 'off'] = 'learned'      # random: paper appendix A.5
     sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            low = dict(window=2, chunk_size=2, slope=2**-8, n_inner=0, groups=0, n_encoder=0, mlm=0)
-            if type(value) in (int, float) and not value >= low.get(name, 1):      # nan is not
-                raise ValueError(f'{name} {value} is below {low.get(name, 1)}')
         if self.n_embd % (2 * self.n_head) or self.n_layer % max(1, 2 * self.groups):
-            raise ValueError(f'n_embd {self.n_embd} must be a multiple of 2 n_head {self.n_head}, '
-                             f'n_layer {self.n_layer} of 2 groups {self.groups}')
+            raise ValueError('n_embd: a multiple of 2 n_head; n_layer: a multiple of 2 groups')
+        if self.chunk_size < 2 or self.slope < 2 ** -8:
+            raise ValueError('chunk_size: 2 or more; slope: 2^-8 or more')
 
 
 TASKS = {}
@@ -221,11 +213,10 @@ class SelfAttention(nn.Module):
     def forward(self, x, past):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)     # 3 x (B, L, H, D)
         if past is not None:
-            k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
+            k, v = (torch.cat(pair, dim=1) for pair in zip(past, (k, v)))       # (B, P + L, H, D)
         slopes = torch.linspace(math.log2(self.slope), -8, self.n_head, device=x.device).exp2()
         y = attend(q, k, v, self.window, self.window, slopes.view(1, -1, 1, 1))     # (B, L, H, D)
-        past = k[:, 1 - self.window:].clone(), v[:, 1 - self.window:].clone()
-        return self.proj(y.flatten(-2)), past
+        return self.proj(y.flatten(2)), (k[:, 1 - self.window:], v[:, 1 - self.window:])
 
 
 class MLP(nn.Module):
@@ -242,24 +233,22 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """
-    One pre-norm Transformer layer; returns its keys and values too, for streaming. Layers of the
-    upper half have grouped cross-attention (Eq. 2 and 3), Σ_k w_k softmax(Q K_kᵀ / sqrt(D)) V_k.
-    """
+    """A pre-norm Transformer layer; those of the upper half have grouped cross-attention."""
     def __init__(self, config, retrieves=False):
         super().__init__()
         C, self.n_head = config.n_embd, config.n_head
         self.norm1, self.attention = RMSNorm(C), SelfAttention(config)
         self.norm2, self.mlp = RMSNorm(C), MLP(config)
-        query, proj = (nn.Linear(C, C, bias=False) for _ in range(2))
-        self.gca = nn.ModuleDict(dict(norm=RMSNorm(C), query=query, proj=proj) if retrieves else {})
+        if retrieves:
+            query, proj = nn.Linear(C, C, bias=False), nn.Linear(C, C, bias=False)
+            self.gca = nn.ModuleDict(dict(norm=RMSNorm(C), query=query, proj=proj))
 
     def forward(self, x, past, cross_attend=None):
         y, past = self.attention(self.norm1(x), past)
         x = x + y
-        if cross_attend is not None:                                # H + O of Eq. 2
-            q = self.gca.query(self.gca.norm(x)).unflatten(-1, (self.n_head, -1))
-            x = x + self.gca.proj(cross_attend(q).flatten(-2))      # q and O are (B, L, H, D)
+        if cross_attend is not None:
+            q = self.gca.query(self.gca.norm(x)).unflatten(-1, (self.n_head, -1))   # (B, L, H, D)
+            x = x + self.gca.proj(cross_attend(q).flatten(2))       # H + O of Eq. 2; O is like q
         return x + self.mlp(self.norm2(x)), past
 
 
@@ -275,27 +264,27 @@ class ChunkEncoder(nn.Module):
         self.norm, self.kv = RMSNorm(C), nn.Linear(C, 2 * C, bias=False)
 
     def forward(self, x):
-        """x (B, N, S, C) -> C_k (B, N, S, C), k and v (B, N S, H, D)"""
+        """x (B, N, S, C) -> C_k (B, N, S, C), its keys and values (2, B, N, S, H, D)"""
         angles = rotary(torch.arange(x.size(2), device=x.device), x.size(3) // self.n_head)
         y = self.norm_in(x).flatten(0, 1)                           # (B N, S, C)
         for block in self.blocks:
             q, k, v = block.qkv(block.norm1(y)).unflatten(-1, (3, self.n_head, -1)).unbind(2)
             q, k, v = (t.transpose(1, 2) for t in (rotate(q, angles), rotate(k, angles), v))
-            y = y + block.proj(softmax_attention(q, k, v).transpose(1, 2).flatten(-2))
+            y = y + block.proj(softmax_attention(q, k, v).transpose(1, 2).flatten(2))
             y = y + block.mlp(block.norm2(y))
         y = self.norm(y).view(x.shape)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (B, N, S, H, D)
         v = v.roll(-1, dims=2) if self.shift else v                 # the last token's: landmark's
-        return y, k.flatten(1, 2), v.flatten(1, 2)
+        return y, torch.stack([k, v])
 
 
 class State(NamedTuple):
     """What streaming keeps of a text (§3.3). Only landmarks and kv grow, once a chunk."""
     past: list                  # of each layer, keys and values of the last W - 1 positions
     unfinished: torch.Tensor    # (B, s, C) what the encoder will read of the unfinished chunk
-    landmarks: torch.Tensor     # (B, M, C)
+    landmarks: torch.Tensor     # (B, M, C) l_k of all chunks
     kv: list                    # of each chunk, (2, B, S, H, D) fp16
-    reads: list                 # of each group, w and idx (B, 1, K) of the unfinished chunk
+    reads: list                 # of each group, w and idx (B, n, K); the unfinished chunk's last
 
 
 # --------------------------------------------------------------------------------------------------
@@ -307,9 +296,10 @@ class DRT(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, retrieves, n_upper = config, config.groups > 0, config.n_layer // 2
-        self.retriever, self.offload, self.kernel = config.retriever, None, 'auto'
-        self.source, self.corpus = 'text', None                     # see ways, index
+        self.config, self.kernel = config, 'auto'                   # kernel: of gca
+        self.retriever, self.source = config.retriever, 'text'      # see ways
+        self.corpus, self.offload = None, ''                        # see prepare_eval
+        retrieves, n_upper = config.groups > 0, config.n_layer // 2
         seed = torch.randint(2 ** 48, (), device='cpu').item()
         n_ids = config.vocab_size + retrieves * (1 + (config.encoder == 'tokens'))  # landmark, mask
         self.embedding = nn.Embedding(n_ids, config.n_embd)         # also the output embedding
@@ -318,171 +308,153 @@ class DRT(nn.Module):
         self.landmark_norms = nn.ModuleList(RMSNorm(config.n_embd) for _ in range(config.groups))
         self.encoder = ChunkEncoder(config) if retrieves else None
         self.norm = RMSNorm(config.n_embd)
-        for name, p in self.named_parameters():         # GPT-2's, for width C
-            if p.dim() == 2:                            # by name: settings share what they can
+        for name, p in self.named_parameters():
+            if p.dim() == 2:        # by name: models with other settings share what they can
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
                 adds = name.endswith('proj.weight') and 'gca' not in name
                 deep = math.sqrt(2 * config.n_layer) if adds else 1
                 nn.init.normal_(p, std=0.02 * math.sqrt(768 / config.n_embd) / deep)
         for norm in self.landmark_norms if config.compare_means else ():
             nn.init.zeros_(norm.gain)
-        if retrieves and config.shift_values:                       # like attends to like, and
-            k, v = self.encoder.kv.weight.detach().chunk(2)         # what it reads is written
+        if retrieves and config.shift_values:   # GCA begins by copying what followed a like token
+            k, v = self.encoder.kv.weight.detach().chunk(2)
             for block in self.upper:
                 block.gca.query.weight.data.copy_(k)
                 block.gca.proj.weight.data.copy_(v.T)
 
     def empty_state(self, B):
-        config, E = self.config, self.embedding.weight
-        none, w = E.new_empty(B, 0, config.n_embd), E.new_zeros(B, 1, config.n_neighbors)
-        landmarks, kv = (none, []) if self.source == 'text' else self.corpus[1:]    # B = 1
-        reads = [(w, w.int() - 1)] * config.groups
-        return State([None] * config.n_layer, none, landmarks.to(none), list(kv), reads)
+        """Of no text; but the chunks of a corpus, if they may be retrieved, come first (B = 1)."""
+        c, E = self.config, self.embedding.weight
+        w, none = E.new_zeros(B, 1, c.n_neighbors), E.new_empty(B, 0, c.n_embd)
+        landmarks, kv = (none, []) if self.source == 'text' else self.corpus[1:]
+        return State([None] * c.n_layer, none, landmarks, kv, [(w, w.int() - 1)] * c.groups)
 
     def insert(self, x, value, s=0):
-        """`value` after every S - 1 tokens, s of which came before: x (B, T) -> (B, L)"""
-        T, n = x.size(1), self.config.chunk_size - 1
+        """§3.1: `value` after every S - 1 tokens, s of which came before: x (B, T) -> (B, L)"""
+        T = x.size(1)                                               # the base LM has no landmarks
+        n = self.config.chunk_size - 1 if self.config.groups else T + 1
         chunks = F.pad(x, (s, -(s + T) % n)).unflatten(1, (-1, n))
         return F.pad(chunks, (0, 1), value=value).flatten(1)[:, s:s + T + (s + T) // n]
 
-    def retrieve(self, h, landmarks, allowed, noise):
+    def retrieve(self, g, x, landmarks, allowed, noise):
         """
         Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r + noise, weighted by the
-        softmax of r. h (B, N, C) of the last N of landmarks (B, M, C), allowed (B, N, M), noise too
+        softmax of r. x (B, N, C) of the last N of landmarks (B, M, C), allowed (B, N, M), noise too
         -> w (B, N, K) fp32, idx (B, N, K) int32; 0 and -1 where no chunk is left
         """
-        K = min(self.config.n_neighbors, landmarks.size(1))
-        with torch.autocast(h.device.type, enabled=False):          # bf16 would tie scores
-            h, l = fp32(h), fp32(landmarks)
-            if self.config.compare_means and self.retriever == 'learned':
+        K, (N, M) = self.config.n_neighbors, allowed.shape[1:]
+        with torch.autocast(x.device.type, enabled=False):          # bf16 would tie scores
+            h, l = self.landmark_norms[g](fp32(x)), fp32(landmarks)
+            if self.retriever == 'random':                          # appendix A.5
+                table = torch.rand(M, h.size(2), generator=torch.Generator().manual_seed(g))
+                h = (table[M - N:] * 12 ** 0.5 - 3 ** 0.5).to(h)
+            elif self.config.compare_means:
                 mean = allowed.type_as(l) @ l / allowed.sum(2, keepdim=True).clamp(min=1)
-                h = h + F.rms_norm(l[:, l.size(1) - h.size(1):] - mean, l.shape[2:], eps=1e-6)
+                h = h + F.rms_norm(l[:, M - N:] - mean, l.shape[2:], eps=1e-6)
             r = h @ l.mT / math.sqrt(h.size(-1))                    # (B, N, M)
-            idx = (r.detach() + noise).masked_fill(~allowed, -math.inf).topk(K).indices
-            valid = allowed.gather(2, idx)                          # (B, N, K)
-            w = r.gather(2, idx).masked_fill(~valid, -1e30).softmax(2) * valid  # finite in any row
-        pad = 0, self.config.n_neighbors - K
-        return F.pad(w, pad), F.pad(idx.masked_fill(~valid, -1).int(), pad, value=-1)
+            noisy = (r.detach() + noise).masked_fill(~allowed, -math.inf)
+            best, idx = F.pad(noisy, (0, K), value=-math.inf).topk(K)           # (B, N, K)
+            valid = best > -math.inf
+            w = r.gather(2, idx * valid).masked_fill(~valid, -1e30).softmax(2) * valid
+        return w, idx.masked_fill(~valid, -1).int()
 
-    def read_lower(self, tokens, state, masked=None, store=True):
+    def store(self, kv):
+        """kv (2, B, N, S, H, D) -> a list of N chunks, fp16, with --offload in a mapped file"""
+        kv = kv.half() if kv.dtype == torch.float32 else kv         # fp64 is for the tests
+        if self.offload:                # the file is unlinked at once: it is freed with the tensor
+            with tempfile.NamedTemporaryFile(dir=self.offload) as file:
+                torch.save(kv, file.name)
+                kv = torch.load(file.name, map_location='cpu', mmap=True)
+        return list(kv.unbind(2))
+
+    def encode(self, ids, state=None, docs=None, noise=None, masked=None, upper=True):
         """
-        The lower layers and the chunk encoder on tokens (B, T), which continue the text of state;
-        masked (B, L): what the encoder does not see; store: whether the state keeps k and v
-        -> x (B, L, C), C_k (B, N, S, C), k and v (B, N S, H, D) of N chunks that end here, state
+        ids (B, L), of tokens and landmarks, continue the text of state. Only in training: documents
+        docs (B, L), noise (G, B, N, N) on the scores, masked (B, L): hidden from the encoder
+        -> f (B, L, C), C_k (B, N, S, C) of the N chunks that end here, the new state
         """
-        config, S = self.config, self.config.chunk_size
-        past, unfinished, landmarks, kv, reads = state
-        past, chunks, k, v = list(past), None, None, None
-        ids, blocks = tokens, [*self.lower, *self.upper]            # of the base LM
-        if config.groups:
-            ids = self.insert(tokens, config.vocab_size, unfinished.size(1))
-            blocks = self.lower
+        config, S, (B, L), chunks = self.config, self.config.chunk_size, ids.shape, None
+        past, unfinished, landmarks, kv, reads = state or self.empty_state(B)
+        past, reads, s = list(past), list(reads), unfinished.size(1)
         x = self.embedding(ids)                                     # (B, L, C)
-        for i, block in enumerate(blocks):
+        for i, block in enumerate(self.lower):
             x, past[i] = block(x, past[i])
-        if config.groups:
-            ids = ids if masked is None else ids.masked_fill(masked, config.vocab_size + 1)
-            read = x if config.encoder == 'lower' else self.embedding(ids)
-            unfinished = torch.cat([unfinished, read], dim=1)
+        if config.groups:                                           # else the base LM
+            seen = ids if masked is None else ids.masked_fill(masked, config.vocab_size + 1)
+            y = x if config.encoder == 'lower' else self.embedding(seen)
+            unfinished = torch.cat([unfinished, y], dim=1)
         N = unfinished.size(1) // S
-        if N:
-            chunks, k, v = self.encoder(unfinished[:, :N * S].unflatten(1, (N, S)))
-            new = chunks.mean(2) if config.compare_means else chunks[:, :, -1]
-            landmarks = torch.cat([landmarks, new], dim=1)
-        if N and store:
-            new = torch.stack([k, v]).unflatten(2, (N, S))
-            new = new.half() if new.dtype == torch.float32 else new     # fp64 is for the tests
-            if self.offload:                # to a file, unlinked at once: freed with the tensor
-                with tempfile.NamedTemporaryFile(dir=self.offload) as file:
-                    new.cpu().view(torch.uint8).numpy().tofile(file)
-                    mapped = torch.from_file(file.name, size=new.numel(), dtype=new.dtype)
-                new = mapped.view(new.shape)
-            kv = kv + list(new.unbind(2))
-        state = State(past, unfinished[:, N * S:].clone(), landmarks, kv, reads)
-        return x, chunks, k, v, state
+        if N > 0:
+            chunks, new_kv = self.encoder(unfinished[:, :N * S].unflatten(1, (N, S)))
+            unfinished = unfinished[:, N * S:]
+            l = chunks.mean(2) if config.compare_means else chunks[:, :, -1]    # (B, N, C)
+            landmarks = torch.cat([landmarks, l], dim=1)            # (B, M, C)
+            kv = kv + self.store(new_kv) if docs is None else new_kv
+        if not upper:
+            return None, None, State(past, unfinished, landmarks, kv, reads)
 
-    def encode(self, tokens, state=None, doc=None, noise=None, masked=None):
-        """
-        tokens (B, T) continue the text of state. In training they are whole chunks with documents
-        doc (B, T), noise (G, B, N, N), ids masked (B, L) from the encoder.
-        -> f (B, T, C), C_k (B, N, S, C), w and idx (B, N + 1, K) of each group, what the unfinished
-        chunk and the N next ones read, and the new state
-        """
-        config, S, (B, T) = self.config, self.config.chunk_size, tokens.shape
-        state = state or self.empty_state(B)
-        s, first = state.unfinished.size(1), state.landmarks.size(1)
-        x, chunks, k, v, state = self.read_lower(tokens, state, masked, store=doc is None)
-        if not config.groups:
-            return self.norm(x), None, [], state
-        N, L = state.landmarks.size(1) - first, x.size(1)
-        allowed = torch.ones(B, N, first + N, dtype=torch.bool, device=x.device).tril(first - 1)
-        if self.source != 'text':               # Table 4; a corpus's last chunk has no next one
-            allowed[..., len(self.corpus[2]) - 1] &= not config.next_chunk
-            allowed[..., len(self.corpus[2]):] &= self.source == 'both'
-        if doc is not None:
-            docs = self.insert(doc, 0).unflatten(1, (N, S))
-            docs[..., -1] = last = docs[..., -2]                    # (B, N) a landmark's document
-            allowed &= docs[:, None, :, 0] == last[:, :, None]      # chunks that are all of it
-            same = docs == F.pad(last, (1, -1))[..., None]          # (B, N, S) the retrieving one's
+        M, same = landmarks.size(1), True
+        allowed = torch.ones(B, N, M, dtype=torch.bool, device=x.device).tril(M - N - 1)
+        if self.source != 'text':                                   # Table 4
+            n = len(self.corpus[2])
+            allowed[..., n - 1] &= not config.next_chunk            # its last one has no next one
+            allowed[..., n:] &= self.source == 'both'
+        if docs is not None and N > 0:
+            ends = docs[:, S - 1::S]                                # (B, N) of the landmarks
+            allowed &= ends[:, :, None] == docs[:, None, :N * S:S]  # chunks that are all of it
+            retrieved_for = F.pad(ends, (1, 0)).repeat_interleave(S, dim=1)[:, :L]
+            same = (docs == retrieved_for)[:, :, None, None]        # (B, L, 1, 1)
 
         def cross_attend(q):                                        # (B, L, H, D) -> the same
-            q = F.pad(q, (0, 0, 0, 0, s, -(s + L) % S))             # whole chunks
-            keys, values = k.to(q.dtype), v.to(q.dtype)
-            o = gca(q, keys, values, w, idx, S, S - 1, config.sink, plan=plan, kernel=self.kernel)
-            return o[:, s:s + L] if doc is None else o * same.view(B, L, 1, 1)
+            q = F.pad(q, (0, 0, 0, 0, s, (N + 1) * S - s - L))      # N + 1 whole chunks
+            k, v = read.type_as(q).flatten(2, 3)                    # (B, n S, H, D)
+            o = gca(q, k, v, w, idx, S, S - 1, config.sink, kernel=self.kernel)
+            return o[:, s:s + L] * same
 
-        n_lower, size, reads = len(self.lower), len(self.upper) // config.groups, []
-        for g, norm in enumerate(self.landmark_norms):
-            h = norm(x[:, S - 1 - s::S])                            # (B, N, C)
-            if self.retriever == 'random':                          # a hash of (chunk, group)
-                n = torch.arange(first * h.size(2), (first + N) * h.size(2), dtype=torch.double)
-                n = torch.sin((n + 1) * (12.9898 + g)) * 43758.5453 % 1 - 0.5
-                h = (n * 12 ** 0.5).view(h.shape[1:]).to(h).expand_as(h)
-            new = self.retrieve(h, state.landmarks, allowed, 0 if noise is None else noise[g])
-            w, idx = (torch.cat(pair, dim=1) for pair in zip(state.reads[g], new))
-            reads.append((w, idx))                                  # landmark n - 1 retrieves for n
-            w, idx = (y[:, :-(-(s + L) // S)] for y in (w, idx))
-            if config.next_chunk:                                   # 2 K columns
-                w = w.repeat_interleave(2, dim=2) / 2
-                idx = torch.stack([idx, idx + (idx >= 0)], dim=3).flatten(2)    # -1 remains
-            retrieves = self.retriever != 'off' and first + N > 0
-            if retrieves and doc is None:                           # each retrieved chunk once
-                numbers, idx = idx.clamp(min=0).unique(return_inverse=True)     # (w is 0 at -1)
-                kv = [state.kv[i].to(x.device) for i in numbers.tolist()]
-                k, v = torch.stack(kv, dim=2).flatten(2, 3)
-            plan = gca_plan(idx, k.size(1) // S) if retrieves else None
-            for i, block in enumerate(self.upper[g * size:g * size + size], n_lower + g * size):
-                x, state.past[i] = block(x, state.past[i], cross_attend if retrieves else None)
-        t = torch.arange(s, s + T, device=x.device)                 # landmarks predict nothing
-        f = self.norm(x.index_select(1, t + t // (S - 1) - s))
-        last = [tuple(y[:, -1:].clone() for y in pair) for pair in reads]
-        return f, chunks, reads, state._replace(reads=last)
+        retrieves, n_lower = self.retriever != 'off' and M > 0, len(self.lower)
+        for i, block in enumerate(self.upper, n_lower):
+            g, j = divmod(i - n_lower, len(self.upper) // max(1, config.groups))
+            if retrieves and j == 0:                                # a group begins
+                h = x[:, S - 1 - s::S]                              # (B, N, C) of the landmarks
+                new = self.retrieve(g, h, landmarks, allowed, 0 if noise is None else noise[g])
+                w, idx = (torch.cat([y[:, -1:], z], dim=1) for y, z in zip(reads[g], new))
+                reads[g] = w, idx           # (B, N + 1, K): landmark n retrieves for chunk n + 1
+                if config.next_chunk:                               # 2 K columns
+                    w = w.repeat_interleave(2, dim=2) / 2
+                    idx = torch.stack([idx, idx + (idx >= 0)], dim=3).flatten(2)    # -1 remains
+                read = kv                                           # (2, B, N, S, H, D)
+                if docs is None:                                    # each retrieved chunk once
+                    numbers, idx = idx.clamp(min=0).unique(return_inverse=True)     # (w is 0 at -1)
+                    read = torch.stack([kv[m] for m in numbers.tolist()], dim=2).to(x.device)
+            x, past[i] = block(x, past[i], cross_attend if retrieves else None)
+        return self.norm(x), chunks, State(past, unfinished, landmarks, kv, reads)
 
     def forward(self, batch, progress):
         """
         batch: tokens, targets, doc (B, T) int64 (target -1: not scored), seed; progress: 0 to 1
         -> loss () in nats per token (in eval mode without noise and MLM), a dict to log
         """
-        config, n, device = self.config, self.config.chunk_size - 1, batch.tokens.device
-        pad = 0, -batch.tokens.size(1) % n                          # whole chunks
-        tokens, targets = F.pad(batch.tokens, pad), F.pad(batch.targets, pad, value=-1)
-        B, N, noise, masked, log = len(tokens), tokens.size(1) // n, None, None, {}
-        generator = torch.Generator(device).manual_seed(batch.seed)
+        config, S, V = self.config, self.config.chunk_size, self.config.vocab_size
+        ids, targets = self.insert(batch.tokens, V), self.insert(batch.targets, -1)         # (B, L)
+        docs = self.insert(batch.doc, 0)
+        docs = docs.where(ids < V, docs.roll(1, dims=1))            # a landmark's: its last token's
+        (B, L), N, noise, masked = ids.shape, ids.size(1) // S, None, None
+        generator = torch.Generator(ids.device).manual_seed(batch.seed)
         if self.training and config.gumbel:                         # §3.2: Gumbel noise
-            noise = torch.empty(config.groups, B, N, N, device=device)
+            noise = torch.empty(config.groups, B, N, N, device=ids.device)
             noise = -noise.exponential_(generator=generator).log()
         if self.training and config.groups and config.encoder == 'tokens' and progress < 0.5:
-            masked = torch.rand(B, N * (n + 1), device=device, generator=generator) < config.mlm
-            masked &= self.insert(targets, -1) >= 0
+            u = torch.rand(B, L, device=ids.device, generator=generator)
+            masked = (u < config.mlm) & (targets >= 0)
 
-        f, chunks, reads, _ = self.encode(tokens, None, F.pad(batch.doc, pad), noise, masked)
-        E = self.embedding.weight[:config.vocab_size]
-        loss = cross_entropy(f, E, targets)
-        if reads:
-            w = reads[-1][0][:, :-1].detach()                       # (B, N, K)
-            log['top_weight'] = w.amax(2).sum() / (w > 0).any(2).sum().clamp(min=1)
+        f, chunks, state = self.encode(ids, None, docs, noise, masked)
+        E = self.embedding.weight[:V]
+        loss, log = cross_entropy(f, E, targets), {}
+        if config.groups:
+            top = state.reads[-1][0][:, :-1].detach().amax(2)       # (B, N)
+            log['top_weight'] = top.sum() / (top > 0).sum().clamp(min=1)
         if masked is not None:                                      # §3.2: MLM trains the encoder
-            words = self.insert(tokens, 0).masked_fill(~masked, -1)
+            words = ids.masked_fill(~masked, -1)[:, :N * S]
             mlm = cross_entropy(chunks.flatten(1, 2), E, words)
             log.update(lm_loss=loss.detach(), mlm_loss=mlm.detach())
             loss = loss + mlm
@@ -495,23 +467,24 @@ class DRT(nn.Module):
     @torch.no_grad()
     def stream(self, tokens, state=None):
         """log_probs of tokens (B, t) that continue the text of state, and the new state"""
-        f, _, _, state = self.encode(tokens, state)
-        with torch.autocast(f.device.type, enabled=False):
-            logits = fp32(f) @ fp32(self.embedding.weight[:self.config.vocab_size]).T
+        state, V = state or self.empty_state(len(tokens)), self.config.vocab_size
+        ids = self.insert(tokens, V, state.unfinished.size(1))
+        f, _, state = self.encode(ids, state)
+        with torch.autocast(f.device.type, enabled=False):          # landmarks predict nothing
+            logits = fp32(f[:, ids[0] < V]) @ fp32(self.embedding.weight[:V]).T
         return logits.log_softmax(-1), state
 
     @torch.no_grad()
     def read(self, tokens, state=None):
-        """
-        The state that `stream` returns, without predictions: the upper layers are computed only for
-        the last tokens, all that the attention of a later one can reach through every layer
-        """
-        state, T, c = state or self.empty_state(len(tokens)), tokens.size(1), self.config
-        begin = max(0, T - len(self.upper) * c.window - (1 + c.groups) * c.chunk_size)
-        for i in range(0, begin, 8 * self.PIECE):
-            state = self.read_lower(tokens[:, i:min(begin, i + 8 * self.PIECE)], state)[-1]
-        for i in range(begin, T, self.PIECE):
-            state = self.encode(tokens[:, i:i + self.PIECE], state)[-1]
+        """The state of `stream`: upper layers only where later self-attention can reach (§3.3)"""
+        state, c = state or self.empty_state(len(tokens)), self.config
+        ids = self.insert(tokens, c.vocab_size, state.unfinished.size(1))
+        reach = len(self.upper) * c.window + (1 + c.groups) * c.chunk_size
+        begin = max(0, ids.size(1) - reach)
+        for i in range(0, begin, self.PIECE):
+            state = self.encode(ids[:, i:min(begin, i + self.PIECE)], state, upper=False)[-1]
+        for i in range(begin, ids.size(1), self.PIECE):
+            state = self.encode(ids[:, i:i + self.PIECE], state)[-1]
         return state
 
     def ways(self):
@@ -519,28 +492,34 @@ class DRT(nn.Module):
         if not self.config.groups or self.config.retriever == 'off':
             return {'off': {}}
         on = dict(retriever=self.config.retriever, source='text')
-        table4 = {source: dict(on, source=source) for source in ('corpus', 'both') if self.corpus}
-        return dict(on=on, **table4, shuffled=dict(on, retriever='random'),
-                    off=dict(on, retriever='off'))
+        sources = ('corpus', 'both') if self.corpus else ()         # Table 4
+        return dict(on=on, **{source: dict(on, source=source) for source in sources},
+                    shuffled=dict(on, retriever='random'), off=dict(on, retriever='off'))
 
     def trace(self, tokens, t):
         """Chunks read for token t + 1: [(weight, where, start, end)], where: a text or corpus"""
         n, found, M = self.config.chunk_size - 1, [], len(self.empty_state(1).kv)
-        for w, idx in self.read(tokens[None, :t]).reads if self.retriever != 'off' else []:
-            for p, k in zip(*(y[0, 0][idx[0, 0] >= 0].tolist() for y in (w, idx))):
-                where, i = (tokens, k - M) if k >= M else (self.corpus[0], k)
-                found.append((p, where, i * n, i * n + n * (1 + self.config.next_chunk)))
-        return sorted(found, key=lambda read: read[0], reverse=True)
+        for w, idx in self.read(tokens[None, :t]).reads:
+            for weight, k in zip(w[0, -1].tolist(), idx[0, -1].tolist()):
+                if k >= 0:
+                    where, k = (tokens, k - M) if k >= M else (self.corpus[0], k)
+                    found.append((weight, where, k * n, (k + 1 + self.config.next_chunk) * n))
+        return sorted(found, key=lambda read: -read[0])
 
-    def index(self, tokens, progress):
-        """Of a corpus (n,), a text before any other: landmarks (1, M, C), kv (M, 2, 1, S, H, D)"""
-        state = None
-        for piece in progress(tokens.split(32 * self.PIECE), 'reading the corpus'):
-            state = self.read(piece[None], state)
-        return state.landmarks, torch.stack(state.kv)
-
+    @torch.no_grad()
     def prepare_eval(self, corpus, external, args, path, progress):
+        """Table 4: with --retrieve-from, reads external.train as a text before any other one"""
         self.offload = args.offload
+        if args.retrieve_from and 'on' in self.ways():
+            state, tokens = self.empty_state(1), external.train.tokens.astype('int64')
+            if args.split == 'train' and external.fingerprint == corpus.fingerprint:
+                raise SystemExit('--split train with --retrieve-from: each text would find itself')
+            if len(tokens) < 2 * (self.config.chunk_size - 1):
+                raise SystemExit('--retrieve-from: its text is shorter than two chunks')
+            tokens = torch.from_numpy(tokens).to(state.landmarks.device)
+            for piece in progress(tokens.split(16 * self.PIECE), 'reading the corpus'):
+                state = self.read(piece[None], state)
+            self.corpus = tokens, state.landmarks, state.kv
 
 
 # --------------------------------------------------------------------------------------------------

@@ -42,15 +42,12 @@ HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
     """
-    Grouped cross-attention by its definition; the K retrieved chunks are gathered.
+    The definition of `gca`, with its arguments. Scores and softmax are fp32, or fp64 where q is.
 
         O_n = Σ_k w_nk softmax(Q_n K_cᵀ · scale) V_c,    c = idx_nk              (DRT, Eq. 2 and 3)
-
-    Arguments and result as in `gca`. Scores and softmax are fp32, or fp64 where q is.
     """
     (B, N, K), (H, D), Hkv = idx.shape, q.shape[2:], k.size(2)
     M, G, n_keys = k.size(1) // chunk, H // Hkv, n_keys or chunk
-    assert idx.is_cuda or idx.max() < M, (idx.max(), M)         # on a GPU this would synchronize
     dtype, fp32 = q.dtype, torch.promote_types(q.dtype, torch.float32)
     b, h = (torch.arange(n, device=q.device) for n in (B, Hkv))
     chunks = b.view(B, 1, 1, 1) * M + idx[:, :, None].clamp(min=0)          # (B, N, 1, K)
@@ -82,12 +79,12 @@ def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
     n_rows = max(1, SCORES // (chunk * q.size(2) * idx.size(2) * n_keys))
     if idx.size(0) * idx.size(1) <= n_rows:
         return gca_reference(q, k, v, w, idx, chunk, n_keys, sink, scale)
-    o, fp32 = [], torch.promote_types(k.dtype, torch.float32)
-    for q_b, *kv, w_b, idx_b in zip(*(x.split(1) for x in (q, k.to(fp32), v.to(fp32), w, idx))):
-        rows = zip(q_b.split(n_rows * chunk, 1), w_b.split(n_rows, 1), idx_b.split(n_rows, 1))
-        o += [checkpoint(gca_reference, q_i, *kv, w_i, idx_i, chunk, n_keys, sink, scale,
-                         use_reentrant=False) for q_i, w_i, idx_i in rows]
-    return torch.cat(o, 1).view(q.shape)
+    o, shape, fp32 = [], q.shape, torch.promote_types(k.dtype, torch.float32)
+    for q, k, v, w, idx in zip(*(x.split(1) for x in (q, k.to(fp32), v.to(fp32), w, idx))):
+        for rows in zip(q.split(n_rows * chunk, 1), w.split(n_rows, 1), idx.split(n_rows, 1)):
+            o.append(checkpoint(gca_reference, rows[0], k, v, *rows[1:], chunk, n_keys, sink, scale,
+                                use_reentrant=False))
+    return torch.cat(o, dim=1).view(shape)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -228,32 +225,25 @@ def kernels():
     return [triton.jit(kernel) for kernel in (forward_kernel, dq_kernel, dkdv_kernel)]
 
 
-def options(capability, S, D, itemsize):
+def options(q, k, chunk, n_keys):
     """
-    num_warps, num_stages; BLOCK of dkdv_kernel. Chosen by compiling for sm_80 and sm_90: at S = 64
-    in 16 bits no register is spilled, and loads of the next chunk overlap with products.
+    Constants and launch options of all kernels, and BLOCK of dkdv_kernel. By compiling for sm_80
+    and sm_90: at S = 64 in 16 bits no register is spilled, and loads overlap with products.
     """
-    shared = {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99)       # KiB per program
-    room = shared * 1024 / (S * D * itemsize)           # tiles: q, do, and k and v for each stage
-    stages = 3 if room > 8.1 else 2 if room > 6.1 else 1
-    warps = 4 if S <= 64 and S * D <= 64 * 64 else 8
-    return dict(num_warps=warps, num_stages=stages), min(S, 64 if capability[0] >= 9 else 32)
-
-
-def prepare(q, k, v, chunk, n_keys):
-    """Contiguous q, k, v; the constants of all kernels with launch options; BLOCK."""
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
-    launch, block = options(capability, chunk, q.size(3), q.element_size())
-    sizes = dict(S=chunk, KEYS=n_keys, D=q.size(3), G=q.size(2) // k.size(2)) | launch
-    return q.contiguous(), k.contiguous(), v.contiguous(), sizes, block
+    D, tile = q.size(3), chunk * q.size(3) * q.element_size()       # bytes of k or v in a stage
+    stages = 3 if tile <= 12 * 1024 else 2 if tile <= 16 * 1024 else 1
+    warps = 4 if chunk <= 64 and chunk * D <= 64 * 64 else 8
+    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    sizes = dict(S=chunk, KEYS=n_keys, D=D, G=q.size(2) // k.size(2))
+    return sizes | dict(num_warps=warps, num_stages=stages), min(chunk, 64 if hopper else 32)
 
 
 @torch.library.custom_op('nanorlm::gca', mutates_args=())
 def gca_forward(q: Tensor, k: Tensor, v: Tensor, w: Tensor, idx: Tensor, entries: Tensor,
                 start: Tensor, order: Tensor, chunk: int, n_keys: int, sink: bool,
                 scale: float) -> Tensor:
-    (B, N, K), H, M, o = idx.shape, q.size(2), k.size(1) // chunk, q.new_empty(q.shape)
-    q, k, v, sizes, _ = prepare(q, k, v, chunk, n_keys)
+    (B, N, K), H, M, o = idx.shape, q.size(2), k.size(1) // chunk, torch.empty_like(q)
+    sizes, _ = options(q, k, chunk, n_keys)
     with torch.cuda.device_of(q):
         kernels()[0][N, B * H](q, k, v, w, idx, o, H, N, M, K, scale, SINK=sink, **sizes)
     return o
@@ -264,7 +254,7 @@ def gca_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, idx: Te
                  entries: Tensor, start: Tensor, order: Tensor, chunk: int, n_keys: int,
                  sink: bool, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (B, N, K), H, M, do = idx.shape, q.size(2), k.size(1) // chunk, do.contiguous()
-    q, k, v, sizes, block = prepare(q, k, v, chunk, n_keys)
+    sizes, block = options(q, k, chunk, n_keys)
     dq, dk, dv, dw = *map(torch.empty_like, (q, k, v)), w.new_empty(B, H, N, K)
     lse, delta = w.new_empty(2, B, H, N, K, chunk)
     with torch.cuda.device_of(q):
@@ -294,7 +284,7 @@ gca_forward.register_autograd(backward, setup_context=save)
 
 def gca_plan(idx, n_chunks):
     """
-    The inverse of idx (B, N, K), for the backward pass; layers with the same idx can share it.
+    The inverse of idx (B, N, K), for the backward pass
 
         entries   (B, N K) int32     n K + slot, sorted by chunk, then by number; unused slots last
         start     (B, M + 1) int32   those of chunk c are entries[start[c]:start[c + 1]]
@@ -313,15 +303,15 @@ def gca_plan(idx, n_chunks):
 
 def why_not_triton(q, chunk):
     """Why the kernels cannot run on q (B, T, H, D) with such chunks; '' if they can."""
-    dtypes, sizes, D = (torch.float32, torch.float16, torch.bfloat16), (16, 32, 64, 128), q.size(3)
+    D, size = q.size(3), q.element_size()
+    fits = chunk in (16, 32, 64, 128) and 16 <= D <= 128 and chunk * D * size <= 2 ** 15
     if not HAS_TRITON:
         return 'the package triton is not installed'
     if not q.is_cuda and os.environ.get('TRITON_INTERPRET') != '1':
         return f'q is on {q.device}, not on a GPU'
-    if q.dtype not in dtypes or chunk not in sizes or not 16 <= D <= 128:
-        return f'{q.dtype}, chunk {chunk}, head size {D}; needs 16 or 32 bits, {sizes}, 16 to 128'
-    if chunk * D * q.element_size() > 2 ** 15:
-        return f'chunks of {chunk} in heads of size {D} do not fit on the chip in {q.dtype}'
+    if not fits or size > 4:
+        return f'{q.dtype}, chunk {chunk}, head size {D}: they need 16 or 32 bits, chunks of ' \
+               '16, 32, 64 or 128, heads of 16 to 128, and a chunk of at most 32 KiB'
     return ''
 
 
@@ -342,18 +332,19 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     Returns o like q, exact zeros for a chunk of queries without chunks. NotImplementedError if
     kernel is 'triton' and cannot run. Deterministic, except for kernel 'torch' on a GPU.
     """
-    M, D = k.size(1) // chunk, q.size(3)
+    M, D, reason = k.size(1) // chunk, q.size(3), why_not_triton(q, chunk)
     assert k.shape == v.shape and w.shape == idx.shape and q.size(1) == idx.size(1) * chunk
-    if kernel == 'triton' and (reason := why_not_triton(q, chunk)):
+    if kernel == 'triton' and reason:
         raise NotImplementedError(f"kernel='triton' cannot run: {reason}. kernel='torch' can.")
     if 0 in (idx.numel(), q.numel(), M):
         return torch.zeros_like(q)
     n_keys, scale = n_keys or chunk, scale or D ** -0.5
-    if kernel == 'torch' or kernel == 'auto' and (not q.is_cuda or why_not_triton(q, chunk)):
+    if kernel == 'torch' or kernel == 'auto' and (reason or not q.is_cuda):
         return gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale)
     if D & (D - 1):                                     # the width of a tile is a power of 2
         q, k, v = (F.pad(x, (0, 2 ** D.bit_length() - D)) for x in (q, k, v))
-    w, idx, plan = w.float().contiguous(), idx.int().contiguous(), plan or gca_plan(idx, M)
+    q, k, v, w, idx = (x.contiguous() for x in (q, k, v, w.float(), idx.int()))
+    plan = plan or gca_plan(idx, M)
     return gca_forward(q, k, v, w, idx, *plan, chunk, n_keys, sink, scale)[..., :D]
 
 
@@ -371,11 +362,11 @@ def compare(dtype, device, B=2, N=9, S=64, K=3, H=4, D=64):
         o = f(*inputs, idx, S, **options)
         return o, *torch.autograd.grad(o, inputs, do.to(o.dtype))
 
-    exact = run(gca_reference, *(x.double() for x in (q, k, v, w)))
+    exact = run(gca_reference, q.double(), k.double(), v.double(), w.double())
     for kernel in ('torch',) if why_not_triton(q, S) else ('torch', 'triton'):
         found = run(gca, q, k, v, w, kernel=kernel)
-        errors = [f'{(a - b).abs().max() / b.abs().max():9.1e}' for a, b in zip(found, exact)]
-        print(f'{kernel:7}{str(dtype)[6:]:9}', *errors)
+        errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, exact)]
+        print(f'{kernel:7}{str(dtype)[6:]:9}', *(f'{error:9.1e}' for error in errors))
 
 
 def benchmark(B=8, T=16_384, S=64, K=8, H=12, D=64):
@@ -384,9 +375,10 @@ def benchmark(B=8, T=16_384, S=64, K=8, H=12, D=64):
     q, k, v, do = torch.randn(4, B, T, H, D, device='cuda', dtype=torch.bfloat16)
     w = torch.randn(B, T // S, K, device='cuda').softmax(2)
     idx = torch.rand(B, T // S, T // S, device='cuda').topk(K).indices.int()
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    methods = dict(gca=lambda: gca(*inputs, w, idx, S), sdpa=lambda: F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in inputs), is_causal=True).transpose(1, 2))
+    inputs = q, k, v = [x.requires_grad_() for x in (q, k, v)]
+    heads = [x.transpose(1, 2) for x in inputs]         # (B, H, T, D)
+    methods = dict(gca=lambda: gca(q, k, v, w, idx, S), sdpa=lambda: (
+        F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)))
     print(f'\n{torch.cuda.get_device_name()}, B={B} T={T:,} S={S} K={K} H={H} D={D} bfloat16')
     for name, f in methods.items():
         forward, both = do_bench(f), do_bench(lambda: torch.autograd.grad(f(), inputs, do))

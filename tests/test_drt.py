@@ -1,5 +1,6 @@
 """DRT against its definitions, by loops in fp64."""
 import io, math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,15 @@ def random_tokens(seed=0, t=T, b=B):
 def changed(tokens, t):
     """The tokens with another one in place t."""
     return (tokens + F.one_hot(torch.tensor(t), tokens.size(1))) % V
+
+
+def trained(model, batch):
+    """What forward gives to `encode`, f of the tokens, and the state that it returns"""
+    calls, encode = [], model.encode
+    model.encode = lambda *args: calls.extend([args, encode(*args)]) or calls[1]
+    model(batch, 0)
+    model.encode, (f, _, state) = encode, calls[1]
+    return calls[0], f[:, calls[0][0][0] < V], state
 
 
 def mlp(module, x):
@@ -172,14 +182,13 @@ def test_documents_are_respected():
     model, a = small(window=2, n_neighbors=9), random_tokens()
     doc = (torch.arange(T) >= 16).long().expand(B, T)
     b = torch.cat([random_tokens(1)[:, :16], a[:, 16:]], dim=1)
-    f, g = model.encode(a, doc=doc)[0], model.encode(b, doc=doc)[0]
+    f, g = (trained(model, batch_of(x, doc))[1] for x in (a, b))
     assert torch.equal(f[:, 21:], g[:, 21:])                    # 4 layers, window 2
-    assert model(batch_of(a, doc), 0)[0] != model(batch_of(a), 0)[0]            # in training too
     for block in model.upper:                   # without attention, tokens show what they read
         block.attention.proj.weight.data.zero_()
-    f = model.encode(a, doc=doc)[0]
+    f = trained(model, batch_of(a, doc))[1]
     model.retriever = 'off'
-    reads = (f != model.encode(a, doc=doc)[0]).any(2).any(0).tolist()
+    reads = (f != trained(model, batch_of(a, doc))[1]).any(2).any(0).tolist()
     assert reads == [False] * 6 + [True] * 10 + [False] * 8 + [True] * 12       # from chunk 8 on
 
 
@@ -187,7 +196,7 @@ def test_documents_are_respected():
 def test_streaming_equals_one_pass(settings, monkeypatch, tmp_path):
     """Pieces of any size: the same log P and the same chunks, of up to 38; also after read."""
     model, tokens = small(**settings), random_tokens(t=120)
-    full, reads = model.log_probs(tokens), model.encode(tokens)[2]
+    full, after = model.stream(tokens)
     monkeypatch.setattr(DRT, 'PIECE', 20)                       # of read
     model.offload = str(tmp_path)
     for sizes in ([1] * 120, [3] * 40, [4] * 30, [7, 51, 1, 61], [120]):
@@ -196,7 +205,8 @@ def test_streaming_equals_one_pass(settings, monkeypatch, tmp_path):
             log_probs, state = model.stream(piece, state)
             parts.append(log_probs)
         torch.testing.assert_close(torch.cat(parts, dim=1), full, rtol=0, atol=EPS)
-        torch.testing.assert_close(state.reads, [(w[:, -1:], idx[:, -1:]) for w, idx in reads])
+        for pair in zip(state.reads, after.reads):
+            torch.testing.assert_close(*([x[:, -1] for x in read] for read in pair))
     for n in (0, 7, 20, 85, 95):
         state = model.read(tokens[:, :n])
         model.stream(tokens[:, n:].flip(1), state)              # a state is never changed
@@ -207,7 +217,7 @@ def test_the_state_is_bounded():
     """§3.3: only landmarks, keys and values grow with the text."""
     model, sizes = small(), []
     for t in (100, 190):
-        state = model.stream(random_tokens(t=t))[1]
+        state = model.stream(random_tokens(t=1), model.read(random_tokens(t=t)))[1]
         torch.save((state.past, state.unfinished, state.reads), file := io.BytesIO())
         sizes.append(file.tell())
     assert sizes[0] == sizes[1] < 20_000
@@ -223,13 +233,32 @@ def test_ways():
         assert torch.equal(small(retriever=retriever).log_probs(tokens), log_probs[-1])
     assert min((log_probs[0] - other).abs().max() for other in log_probs[1:]) > 0.01
     model.retriever = 'random'                                  # appendix A.5
-    assert len(model.encode(tokens)[2][0][1].unique()) > 9
+    assert len(model.stream(random_tokens(t=120))[1].reads[0][1].unique()) > 20
     for norm in model.landmark_norms:
         norm.gain.data.zero_()                                  # it ignores the text
     assert torch.equal(model.log_probs(tokens), log_probs[1])
-    h, l = torch.randn(2, 1, 6, 16).double()                    # and means are not added
-    assert model.retrieve(h, l, torch.ones(1, 6, 6) > 0, 0)[1].equal((h @ l.mT).topk(K)[1].int())
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
+
+
+def prepare(model, corpus, text='text', **args):
+    """prepare_eval with --retrieve-from, a text `text` and the corpus (n,)"""
+    train = SimpleNamespace(tokens=corpus.numpy().astype('uint16'))
+    external = SimpleNamespace(name='books', fingerprint='books', train=train)
+    args = SimpleNamespace(**{**dict(retrieve_from='books', split='val', offload=''), **args})
+    model.prepare_eval(SimpleNamespace(fingerprint=text), external, args, '', lambda x, _: x)
+
+
+def test_what_a_corpus_must_be():
+    """Another text than the one that is scored, and longer than a chunk; not read without need."""
+    model, corpus = small(), random_tokens(t=40)[0]
+    for message, more in (('find itself', dict(text='books', split='train')), ('two chunks', {})):
+        n = 40 if more else 2 * S - 3
+        with pytest.raises(SystemExit, match=message):
+            prepare(model, corpus[:n], **more)
+    prepare(model, corpus, retrieve_from='')
+    for other in (model, small(groups=0), small(retriever='off')):
+        prepare(other, corpus, retrieve_from='books' * (other is not model))
+        assert other.corpus is None
 
 
 @pytest.mark.parametrize('settings', [{}, dict(n_neighbors=30), dict(encoder='tokens'),
@@ -242,8 +271,8 @@ def test_retrieval_from_a_corpus(settings, monkeypatch):
         vars(model).update(attributes)
         before[way] = model.log_probs(text[None])
     model.retriever, corpus = 'learned', random_tokens(1, t=40)[0]          # 13 chunks and a token
-    monkeypatch.setattr(DRT, 'PIECE', 1)                        # it is read in two pieces
-    model.corpus = corpus, *model.index(corpus, lambda items, _: items)
+    monkeypatch.setattr(DRT, 'PIECE', 1)                        # it is read in pieces
+    prepare(model, corpus)
     monkeypatch.setattr(DRT, 'PIECE', 20)
     assert list(model.ways()) == ['on', 'corpus', 'both', 'shuffled', 'off']
     for way, attributes in model.ways().items():
@@ -264,14 +293,12 @@ def test_retrieval_from_a_corpus(settings, monkeypatch):
 
 def test_gumbel_top_k_samples_from_the_softmax():
     """§3.2: the first in proportion to exp(r); noise enters no weight."""
-    model, n, noise = small(compare_means=False, groups=1, gumbel=True), 6000, []
-    encode = model.encode
-    model.encode = lambda *args: noise.append(args[3]) or encode(*args)
-    model.train()(batch_of(random_tokens(t=12, b=n // 4)), 0)               # (1, n / 4, 4, 4)
+    model, n = small(compare_means=False, groups=1, gumbel=True), 6000
+    noise = trained(model.train(), batch_of(random_tokens(t=12, b=n // 4)))[0][3]  # (1, n/4, 4, 4)
     h, landmarks = torch.randn(1, 1, 16).double(), 2 * torch.randn(1, 4, 16).double()
-    scores = (h @ landmarks.mT / 4).flatten()
-    w, idx = model.retrieve(h.expand(1, n, 16), landmarks, torch.ones(1, n, 4, dtype=torch.bool),
-                            noise[0].view(1, n, 4))
+    scores = (model.landmark_norms[0](h) @ landmarks.mT / 4).flatten()
+    w, idx = model.retrieve(0, h.expand(1, n, 16), landmarks, torch.ones(1, n, 4) > 0,
+                            noise.view(1, n, 4))
     torch.testing.assert_close(w, scores[idx.long()].softmax(-1))
     first = idx[0, :, 0].bincount(minlength=4) / n
     torch.testing.assert_close(first.double(), scores.softmax(0), rtol=0, atol=0.03)    # over 4 sd
@@ -306,25 +333,25 @@ def test_the_loss_scores_each_target_once():
     """In slices of 256 tokens; targets are shifted before landmarks, which predict nothing."""
     model, batch = small(), batch_of(random_tokens(t=351))
     batch.targets[0, 7:21] = -1
-    (loss, log), (f, _, reads, _) = model(batch, 0), model.encode(batch.tokens)
+    (loss, log), (_, f, state) = model(batch, 0), trained(model, batch)
     logits = f @ model.embedding.weight[:V].T
     expected = F.cross_entropy(logits.mT, batch.targets, ignore_index=-1)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(log['top_weight'], reads[-1][0][:, 2:-1].amax(2).mean())     # of any
+    w, _ = state.reads[-1]                                      # chunks 0 and 1 have none
+    torch.testing.assert_close(log['top_weight'], w[:, 2:-1].amax(2).mean())
     gradients = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected))
     torch.testing.assert_close(*gradients)
 
 
 def test_mlm():
     """§3.2: in the first half the encoder predicts masked tokens; the decoder sees them."""
-    model, masks = small(encoder='tokens', mlm=0.3).train(), []
-    encode, batch = model.encode, batch_of(random_tokens(t=35))
-    model.encode = lambda *args: masks.append(args[4]) or encode(*args)
-    loss, log = model(batch, 0.49)
-    masked = masks[0].view(B, 12, S)
-    assert not masked[..., -1].any() and not masked[:, -1, 1:].any()        # landmarks, padding
+    model = small(encoder='tokens', mlm=0.3).train()
+    batch = batch_of(random_tokens(t=35))                       # 11 chunks and two tokens
+    masked, (loss, log) = trained(model, batch)[0][4], model(batch, 0.49)
+    masked = masked[:, :11 * S].view(B, 11, S)
+    assert not masked[..., -1].any()                            # landmarks
     assert 0.15 < masked[..., :-1].float().mean() < 0.45
-    ids = F.pad(F.pad(batch.tokens, (0, 1)).view(B, 12, S - 1), (0, 1), value=V)    # landmarks
+    ids = F.pad(batch.tokens[:, :33].view(B, 11, S - 1), (0, 1), value=V)
     chunks = model.encoder(model.embedding(ids.masked_fill(masked, V + 1)))[0]
     mlm = F.cross_entropy(chunks[masked] @ model.embedding.weight[:V].T, ids[masked])
     torch.testing.assert_close((log['mlm_loss'], loss), (mlm, log['lm_loss'] + mlm))
@@ -337,9 +364,9 @@ def test_scores_are_fp32_under_autocast():
     model, allowed = small(n_neighbors=3).float(), torch.ones(1, 6, 40, dtype=torch.bool)
     h, landmarks = torch.randn(1, 6, 16).bfloat16(), 8 * torch.randn(1, 40, 16).bfloat16()
     with torch.autocast('cpu', torch.bfloat16):
-        w, idx = model.retrieve(h, landmarks, allowed, 0)
+        w, idx = model.retrieve(0, h, landmarks, allowed, 0)
         assert w.dtype == model.log_probs(random_tokens()).dtype == torch.float32
-    wanted = model.retrieve(h.double(), landmarks.double(), allowed, 0)
+    wanted = model.double().retrieve(0, h.double(), landmarks.double(), allowed, 0)
     torch.testing.assert_close((w.double(), idx), wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -373,7 +400,8 @@ def test_the_preset_is_the_papers(more, millions):
     names = 'window chunk_size n_neighbors slope gumbel sink shift_values next_chunk compare_means'
     has = [vars(model.config)[x] for x in names.split()]
     assert has == [512, 64, 8, 2 ** (-8 / 12), True, True, False, False, False]
-    assert 'slope nan' in str(pytest.raises(ValueError, DRTConfig, slope=math.nan).value)
+    for bad in (dict(n_head=3), dict(groups=4), dict(chunk_size=1), dict(slope=0.0)):
+        pytest.raises(ValueError, DRTConfig, **bad)
 
 
 def facts(n, generator, n_alike=0):
