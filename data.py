@@ -161,12 +161,13 @@ class Tokenizer:
 # corpora: their files, splits and documents; on disk
 GITHUB = 'https://raw.githubusercontent.com/'
 WIKITEXT2 = GITHUB + 'pytorch/examples/main/word_language_model/data/wikitext-2/'
-DOWNLOADS = {
-    'shakespeare': [GITHUB + 'karpathy/char-rnn/master/data/tinyshakespeare/input.txt'],
-    'wikitext2': [WIKITEXT2 + file for file in ('train.txt', 'valid.txt', 'test.txt')],
-    'wikitext103': ['https://wikitext.smerity.com/wikitext-103-v1.zip'],
-    'enwik8': ['http://mattmahoney.net/dc/enwik8.zip'],
-    'pg19': ['gs://deepmind-gutenberg/'],       # nothing here reads it: a message
+DOWNLOADS = {                                   # {URL: begin of its sha256, where it is known}
+    'shakespeare': {GITHUB + 'karpathy/char-rnn/master/data/tinyshakespeare/input.txt': '86c4e6aa'},
+    'wikitext2': {WIKITEXT2 + 'train.txt': '9e9fa1ad', WIKITEXT2 + 'valid.txt': 'f0737ed3',
+                  WIKITEXT2 + 'test.txt': 'd790b833'},
+    'wikitext103': {'https://wikitext.smerity.com/wikitext-103-v1.zip': ''},
+    'enwik8': {'http://mattmahoney.net/dc/enwik8.zip': ''},
+    'pg19': {'gs://deepmind-gutenberg/': ''},   # nothing here reads it: a message
 }
 HIDDEN = '[.].*|.*[.]zip|corpora'              # names of files and folders that are omitted
 NOT_CODE = (HIDDEN + '|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
@@ -182,10 +183,10 @@ def fetch(name, folder):
         return
     part = folder.with_suffix('.part')
     part.mkdir(parents=True, exist_ok=True)
-    for url in DOWNLOADS[name]:
+    for url, sha256 in DOWNLOADS[name].items():
         file = part / Path(url).name
         try:
-            torch.hub.download_url_to_file(url, file)
+            torch.hub.download_url_to_file(url, file, sha256)
         except Exception as error:                              # of several packages
             raise SystemExit(f'{url}: {error!r}; put its files, unpacked, into {folder}')
         if file.suffix == '.zip':
@@ -250,7 +251,10 @@ def documents(paths, part):
         text = dict(train=text[:a], val=text[a:b], test=text[b:])[part]
     if paths[0].suffix == '.jsonl':
         for line in filter(bytes.strip, text.split(b'\n')):
-            yield json.loads(line)['text'].encode('utf-8', 'replace').decode()
+            try:
+                yield json.loads(line)['text'].encode('utf-8', 'replace').decode()
+            except (ValueError, LookupError, TypeError, AttributeError):
+                raise SystemExit(f'{paths[0]}: {line[:60]!r} is no {{"text": "..."}}')
     else:
         yield from ARTICLE.split(text.decode())
 
@@ -286,13 +290,18 @@ class Corpus:
 
     def __init__(self, name, folder, hops=0):
         self.name, self.folder, self.hops = name, folder, hops
-        meta = json.loads((folder / 'meta.json').read_text())
-        self.tokenizer = Tokenizer.from_dict(meta['tokenizer'])
-        for split, m in meta['splits'].items():
-            tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
-            offsets = np.fromfile(folder / f'{split}.idx', np.int64)
-            assert len(tokens) == offsets[-1] == m['tokens'], f'{folder} is damaged: delete it'
-            setattr(self, split, Split(split, tokens, offsets, m['bytes'], m['words']))
+        try:
+            meta = json.loads((folder / 'meta.json').read_text())
+            self.tokenizer = Tokenizer.from_dict(meta['tokenizer'])
+            for split, m in meta['splits'].items():
+                tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
+                offsets = np.fromfile(folder / f'{split}.idx', np.int64)
+                assert len(tokens) == offsets[-1] == m['tokens'], f'the size of {split}.bin'
+                assert np.diff(offsets).min() > 0, f'{split}.idx'
+                assert tokens[:1 << 26].max() < self.tokenizer.n_vocab, f'an id of {split}.bin'
+                setattr(self, split, Split(split, tokens, offsets, m['bytes'], m['words']))
+        except (OSError, ValueError, LookupError, AssertionError) as error:
+            raise SystemExit(f'{folder} is damaged ({error}): delete it to prepare it again')
         text = digest([m['sha256'] for m in meta['splits'].values()])
         self.fingerprint = f'{text[:8]}-{digest(meta["tokenizer"])[:8]}'
 
@@ -300,6 +309,8 @@ class Corpus:
         """Of a split, see Batches; with hops see Needles"""
         if self.hops:
             return Needles(split, self.tokenizer, self.hops, chunk=chunk, grow=grow, **how)
+        if grow:
+            raise SystemExit('--grow-context is for --data niah or niah2')
         return Batches(split, **how)
 
 

@@ -4,8 +4,8 @@ Trains any model of this repository: on a laptop's CPU, on one GPU, or on many u
     $ python train.py --model trime --memory none --out out/vanilla
     $ torchrun --standalone --nproc_per_node=8 train.py --model rpt --tokens-per-step 16384
 
-The folder of a run, out/<model> or --out, gets config.json, log.jsonl, best.pt (the weights with the
-lowest validation loss) and ckpt.pt, from which the same command resumes. A run that was interrupted
+The folder of a run, out/<model> or --out, gets config.json, log.jsonl, best.pt (the weights with
+the lowest validation loss) and ckpt.pt, from which the same command resumes. An interrupted run
 equals another one, bit for bit on a CPU, as does one on more processes.
 """
 import os

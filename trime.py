@@ -487,7 +487,8 @@ class TRIME(nn.Module):
             memory = 'local,ext'
         if progress < config.ce_warmup:                             # §5.2
             memory = 'none'
-        torch.manual_seed(batch.seed)                               # of dropout
+        if self.training:
+            torch.manual_seed(batch.seed)                           # of dropout
         f, g, _ = self.encode(batch.tokens)
         f, g = fp32(f).flatten(0, 1), fp32(g).flatten(0, 1)         # 2 x (N, C)
         key = g if config.memory_grad else g.detach()

@@ -210,12 +210,31 @@ def test_a_killed_preparation_leaves_no_corpus(tmp_path, monkeypatch, owner, nam
     assert [len(corpus.train.tokens) for corpus in corpora] == [1 + corpora[0].train.n_bytes] * 3
 
 
+@pytest.mark.parametrize('bad', ['{"txt": "x"}', 'nonsense', '{"text": 3}', '["text"]'])
+def test_bad_lines_of_jsonl(tmp_path, bad):
+    assert bad in one_line(prepared, write(tmp_path / 'src', train_jsonl=jsonl(['a']) + bad))
+
+
+@pytest.mark.parametrize('file, damage', [
+    ('meta.json', lambda b: b[:40]), ('train.idx', lambda b: b[:8] + b[:8] + b[16:]),
+    ('train.bin', lambda b: b[:90]), ('train.bin', lambda b: b'\1\1' + b[2:])])        # the id 257
+def test_a_damaged_corpus_is_named(tmp_path, file, damage):
+    where = write(tmp_path / 'src', train_jsonl=jsonl(words(40, i) for i in range(20)))
+    folder = prepared(where).folder
+    (folder / file).write_bytes(damage((folder / file).read_bytes()))
+    assert str(folder) in one_line(prepared, where)
+
+
 def test_downloads(tmp_path, monkeypatch):
     """Once each, files or a zip of them; a failure names the folder for them."""
     with zipfile.ZipFile(archive := io.BytesIO(), 'w') as z:
         z.writestr('wikitext-103/wiki.train.tokens', ' train\n' * 100)
     web = {'wikitext-103-v1.zip': archive.getvalue(), 'input.txt': b'line\n' * 100}
-    download = lambda url, file: file.write_bytes(web.pop(Path(url).name))
+    with monkeypatch.context() as m:
+        url = write(tmp_path, input_txt='line\n').joinpath('input.txt').as_uri()
+        m.setitem(data.DOWNLOADS, 'shakespeare', {url: 'abcdef'})       # of another file
+        assert 'hash' in one_line(load, 'shakespeare', root=tmp_path)
+    download = lambda url, file, sha256: file.write_bytes(web.pop(Path(url).name))
     monkeypatch.setattr(torch.hub, 'download_url_to_file', download)
     for kind in ('bytes', 'word'):                              # twice from one download
         assert load('shakespeare', kind, root=tmp_path).train.n_words == 90

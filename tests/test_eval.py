@@ -226,8 +226,9 @@ def test_the_default_tasks_and_those_of_a_model(run, monkeypatch, capsys):
     assert [row['run'] for row in result['table']['rows']] == [*'aaaccc']
     assert all(f'{row["loss"]:#.5g}' in screen for row in result['table']['rows'])
     assert [x['run'] for x in result['examples']] == ['a', 'c']
-    for on, off in zip(result['samples'][::2], result['samples'][1::2], strict=True):
-        assert (on['way'], off['way']) == ('on', 'off')
+    for text, on, off in zip(*(result['samples'][i::3] for i in range(3)), strict=True):
+        assert [x['way'] for x in (text, on, off)] == ['the document', 'on', 'off']
+        assert text['text'] == TEXTS[1][2400:2405]
         assert on['prompt'] == off['prompt'] == TEXTS[1][1376:2400]         # up to its middle
         assert on['text'] != off['text'] and on['text'] in screen and off['text'] in screen
     scored = [start for _, start, tokens in BIGRAM.made[-1].streamed if len(tokens) > 1]
@@ -272,7 +273,10 @@ def test_the_context_comes_before_the_prompt(run):
 @pytest.mark.parametrize('text, share', [('abcdefgh' * 2, 1 / 9), ('abcdefgh', 0), ('abc', 0)])
 def test_the_share_of_repeated_8_grams(run, monkeypatch, text, share):
     monkeypatch.setattr(evaluation, 'generate', lambda *_: text)
-    assert evaluate('a', '--task', 'generate')[0]['repeated'] == pytest.approx(share)
+    rows = evaluate('a', '--task', 'generate')
+    assert [row['way'] for row in rows] == ['the document', 'on', 'off']
+    assert rows[1]['repeated'] == pytest.approx(share)
+    assert rows[0]['text'] in ''.join(TEXTS) and rows[0]['repeated'] > 0.9      # 'third\n'
 
 
 def test_the_plot_has_the_losses_by_position(run, monkeypatch):
@@ -341,7 +345,7 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     found = evaluate(*names, '--task', 'examples', *corpus)
     assert {x['run'] for x in found for y in x['retrieved'] if y['ago'] is None} == {*names[:2]}
     rows = evaluate('out/drt', '--task', 'generate', '--max-tokens', '2', *corpus)
-    assert [row['way'] for row in rows] == ['both', 'off']
+    assert [row['way'] for row in rows] == ['the document', 'both', 'off']
 
 
 @pytest.mark.parametrize('task, hops', [('niah', 1), ('niah2', 2)])

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUDGET = {'trime.py': 738, 'rpt.py': 871, 'drt.py': 553, 'gca_kernel.py': 403, 'bm25.py': 144,
-          'data.py': 610, 'train.py': 415, 'eval.py': 570}  # lines; a raised one needs a reason
+BUDGET = {'trime.py': 683, 'rpt.py': 741, 'drt.py': 532, 'gca_kernel.py': 395, 'bm25.py': 144,
+          'data.py': 575, 'train.py': 381, 'eval.py': 398}  # lines; a raised one needs a reason
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'setup', 'demo'}
 PAPERS = {('MLP', 'drt.py')}                            # SwiGLU
@@ -30,7 +30,7 @@ def test_the_budgets():
     sizes = {path.name: n_lines(path) for path in ROOT.glob('*.py')}
     assert sizes.keys() == BUDGET.keys()
     assert {name: n for name, n in sizes.items() if n > BUDGET[name]} == {}
-    assert sum(n_lines(path) for path in (ROOT / 'tests').glob('*.py')) <= 3119
+    assert sum(n_lines(path) for path in (ROOT / 'tests').glob('*.py')) <= 3000
 
 
 @pytest.mark.parametrize('name', BUDGET)
