@@ -51,6 +51,9 @@ def progress(items, desc, total=None, quiet=False):
 # GPT-2's words for bpe: contractions, letters, numbers, punctuation, blanks
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
+NO_GPT2 = ('no access to gpt2: TIKTOKEN_CACHE_DIR may have its vocab.bpe and encoder.json, named '
+           '6d1cbeee0f20b3d9449abfede4726ed8212e3aee and 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
+
 
 def words_of(text):
     """The words that WikiText's papers count: between blanks, and <eos> for each line end."""
@@ -122,7 +125,10 @@ class Tokenizer:
         if name == 'bytes':
             return cls(name)
         if name == 'gpt2':
-            gpt2 = tiktoken.get_encoding('gpt2')
+            try:
+                gpt2 = tiktoken.get_encoding('gpt2')
+            except Exception:                                   # of several packages
+                raise SystemExit(NO_GPT2)
             tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
             return cls(name, [token.decode('latin-1') for token in tokens], gpt2._pat_str)
         counts = Counter()
@@ -172,7 +178,7 @@ DOWNLOADS = {                                   # {URL: begin of its sha256, whe
 HIDDEN = '[.].*|.*[.]zip|corpora'              # names of files and folders that are omitted
 NOT_CODE = (HIDDEN + '|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
             'config-.*|_sysconfigdata.*')       # the last two: by an installer
-SPLIT_NAME = re.compile(r'(?:.*[/._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:[/.].*)?')
+SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:[.].*)?')
 # where an article of WikiText begins: ' = Title = ' between blank lines, after some text
 ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n *$)(?<=\S\s*\n *\n)')
 
@@ -191,6 +197,8 @@ def fetch(name, folder):
             raise SystemExit(f'{url}: {error!r}; put its files, unpacked, into {folder}')
         if file.suffix == '.zip':
             shutil.unpack_archive(file, part)
+            for path in part.glob('*/*'):
+                path.replace(part / path.name)
     part.rename(folder)
 
 
@@ -222,7 +230,8 @@ def split_files(files, code):
         name = name.split('/')[0] if code else name
         groups[name].append(path)
         sizes[name] += len(text)
-    split_of = {name: match[1] for name in groups if (match := SPLIT_NAME.fullmatch(name))}
+    split_of = {name: match[1] for name in groups
+                if (match := SPLIT_NAME.fullmatch(name.split('/')[0]))}
     if 'train' not in split_of.values():
         n_bytes = sizes.total()
         room = dict(val=n_bytes // 20, test=n_bytes // 20, train=n_bytes)
@@ -382,8 +391,10 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
         prepare(folder, split_files(files, code), tokenizer, vocab_size)
     corpus = Corpus(name, folder, hops)
     if not quiet:
-        print(f'{folder}: {len(corpus.train.tokens):,} tokens to train on, '
-              f'fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
+        splits = [split for split in (corpus.train, corpus.val, corpus.test) if split]
+        print(f'{folder}: {sum(len(s.offsets) - 1 for s in splits)} documents,',
+              ', '.join(f'{s.name} {len(s.tokens):,}' for s in splits),
+              f'tokens, fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
     return corpus
 
 

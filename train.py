@@ -273,8 +273,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
 def train(module, model_config, config, corpus=None):
     """One run, from its configuration to its folder. -> the path of ckpt.pt"""
     # where are we
-    name = module.__name__
-    out = Path(config.out or f'out/{name}')
+    name, out = module.__name__, Path(config.out or f'out/{module.__name__}')
     device = hardware(config.device)
     bf16, autocast = precision(device, config.dtype)
     B, T = model_config.micro_batch, model_config.block_size

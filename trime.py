@@ -153,7 +153,6 @@ def rotate(x, rotary):
 
 class SelfAttention(nn.Module):
     """Causal multi-head attention with rotary positions, over the whole segment."""
-
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
@@ -188,7 +187,6 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """One pre-norm Transformer layer; returns the input g of its MLP, its keys and values too."""
-
     def __init__(self, config):
         super().__init__()
         self.norm1, self.attention = RMSNorm(config.n_embd), SelfAttention(config)
@@ -212,7 +210,6 @@ class Embedding(nn.Module):
     C / div_value^i numbers, W_i that projects them to C, and one row in the head:
 
         P(w) = P_head(w)  or  P_head(i) P_i(w)  in cluster i,   P_i(w) ∝ exp(table_i[w] · W_iᵀ f)"""
-
     def __init__(self, config):
         super().__init__()
         C, V = config.n_embd, config.vocab_size
