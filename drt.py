@@ -363,7 +363,8 @@ class DRT(nn.Module):
         kv = kv.half() if kv.dtype == torch.float32 else kv         # fp64 is for the tests
         if self.offload:                # the file is unlinked at once: it is freed with the tensor
             with tempfile.NamedTemporaryFile(dir=self.offload) as file:
-                torch.save(kv, file.name)
+                torch.save(kv, file)
+                file.flush()
                 kv = torch.load(file.name, map_location='cpu', mmap=True)
         return list(kv.unbind(2))
 
@@ -397,13 +398,13 @@ class DRT(nn.Module):
         allowed = torch.ones(B, N, M, dtype=torch.bool, device=x.device).tril(M - N - 1)
         if self.source != 'text':                                   # Table 4
             n = len(self.corpus[2])
-            allowed[..., n - 1] &= not config.next_chunk            # its last one has no next one
+            allowed[..., n - 1] &= not config.next_chunk            # there is none after it
             allowed[..., n:] &= self.source == 'both'
-        if docs is not None and N > 0:
-            ends = docs[:, S - 1::S]                                # (B, N) of the landmarks
-            allowed &= ends[:, :, None] == docs[:, None, :N * S:S]  # chunks that are all of it
+        if docs is not None and N > 0:          # no retrieval from another document
+            ends = docs[:, S - 1::S]                                # (B, N) the landmarks'
+            allowed &= ends[:, :, None] == docs[:, None, :N * S:S]  # chunks wholly in it
             retrieved_for = F.pad(ends, (1, 0)).repeat_interleave(S, dim=1)[:, :L]
-            same = (docs == retrieved_for)[:, :, None, None]        # (B, L, 1, 1)
+            same = (docs == retrieved_for)[:, :, None, None]        # (B, L, 1, 1) bool
 
         def cross_attend(q):                                        # (B, L, H, D) -> the same
             q = F.pad(q, (0, 0, 0, 0, s, (N + 1) * S - s - L))      # N + 1 whole chunks
@@ -413,7 +414,7 @@ class DRT(nn.Module):
 
         retrieves, n_lower = self.retriever != 'off' and M > 0, len(self.lower)
         for i, block in enumerate(self.upper, n_lower):
-            g, j = divmod(i - n_lower, len(self.upper) // max(1, config.groups))
+            g, j = divmod(i - n_lower, len(self.upper) // max(1, config.groups))    # layer j of g
             if retrieves and j == 0:                                # a group begins
                 h = x[:, S - 1 - s::S]                              # (B, N, C) of the landmarks
                 new = self.retrieve(g, h, landmarks, allowed, 0 if noise is None else noise[g])
@@ -448,14 +449,13 @@ class DRT(nn.Module):
             masked = (u < config.mlm) & (targets >= 0)
 
         f, chunks, state = self.encode(ids, None, docs, noise, masked)
-        E = self.embedding.weight[:V]
-        loss, log = cross_entropy(f, E, targets), {}
+        loss, log = cross_entropy(f, self.embedding.weight[:V], targets), {}
         if config.groups:
             top = state.reads[-1][0][:, :-1].detach().amax(2)       # (B, N)
             log['top_weight'] = top.sum() / (top > 0).sum().clamp(min=1)
         if masked is not None:                                      # §3.2: MLM trains the encoder
             words = ids.masked_fill(~masked, -1)[:, :N * S]
-            mlm = cross_entropy(chunks.flatten(1, 2), E, words)
+            mlm = cross_entropy(chunks.flatten(1, 2), self.embedding.weight[:V], words)
             log.update(lm_loss=loss.detach(), mlm_loss=mlm.detach())
             loss = loss + mlm
         return loss, log
