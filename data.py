@@ -146,6 +146,7 @@ class Tokenizer:
         if self.name == 'word':
             unk = self.ids['<unk>']
             return np.array([self.ids.get(word, unk) for word in words_of(text)], np.uint32)
+        text = text.encode('utf-8', 'replace').decode()         # '?' for a lone surrogate
         return self.bpe.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids):
@@ -210,7 +211,8 @@ def list_files(where, code):
     for folder, folders, names in os.walk(where):
         folders[:] = [name for name in folders if not re.fullmatch(omit, name)]
         for path in (Path(folder, name) for name in names if not re.fullmatch(omit, name)):
-            if path.stat().st_size and (path.suffix == '.py' or not code):
+            wanted = path.suffix == '.py' or not code
+            if wanted and path.is_file() and path.stat().st_size:
                 files[path.relative_to(where).as_posix()] = path
     return dict(sorted(files.items()))
 
@@ -352,13 +354,15 @@ def prepare(folder, sources, tokenizer, vocab_size):
         tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
     new = folder.with_name(f'{folder.name}-{os.getpid()}')
     new.mkdir(parents=True, exist_ok=True)
-    splits = {split: write_split(new / split, sources[split], tokenizer) for split in SPLITS}
-    splits = {split: m for split, m in splits.items() if m['tokens']}
-    meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
-    (new / 'meta.json').write_text(json.dumps(meta))
-    with contextlib.suppress(OSError):                          # if another process was faster
-        new.rename(folder)
-    shutil.rmtree(new, ignore_errors=True)
+    try:
+        splits = {split: write_split(new / split, sources[split], tokenizer) for split in SPLITS}
+        splits = {split: m for split, m in splits.items() if m['tokens']}
+        meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
+        (new / 'meta.json').write_text(json.dumps(meta))
+        with contextlib.suppress(OSError):                      # if another process was faster
+            new.rename(folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):

@@ -453,7 +453,7 @@ class DRT(nn.Module):
         if config.groups:
             top = state.reads[-1][0][:, :-1].detach().amax(2)       # (B, N)
             log['top_weight'] = top.sum() / (top > 0).sum().clamp(min=1)
-        if masked is not None:                                      # §3.2: MLM trains the encoder
+        if masked is not None and N > 0:                            # §3.2: MLM trains the encoder
             words = ids.masked_fill(~masked, -1)[:, :N * S]
             mlm = cross_entropy(chunks.flatten(1, 2), self.embedding.weight[:V], words)
             log.update(lm_loss=loss.detach(), mlm_loss=mlm.detach())

@@ -38,6 +38,7 @@ Where we differ from the paper, and why
 import hashlib, math, os, zlib
 from collections import namedtuple
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -310,7 +311,8 @@ class NeighborEncoder(nn.Module):
         mask = recent | (j == i)                                            # (B, n K, n K)
         y = self.norm3(c)
         c = c + self.gate_attention(y, y, mask=mask[:, None])
-        z = self.gate(self.norm_gate(c)) / config.n_embd                    # (B, 1, n K, 1)
+        with torch.autocast(c.device.type, enabled=False):                  # z is tiny
+            z = self.gate(self.norm_gate(fp32(c))) / config.n_embd          # (B, 1, n K, 1)
         return z.sigmoid().clamp(min=config.eta).view(B, n, K)
 
 
@@ -459,12 +461,16 @@ def load_reference(c, config, corpus, train_reference):
     training = dict(init='', max_steps=min(c.reference_steps, config.max_steps))
     path = c.reference or train_reference(replace(c, **sizes), replace(config, **training),
                                           'reference')
-    file = torch.load(path, map_location='cpu', weights_only=True)
-    same = file['tokenizer'] == corpus.tokenizer.to_dict() and file['model_name'] == 'rpt'
-    if not same or file['config']['window'] < window:
-        raise SystemExit(f'--reference {path}: no RPT with this tokenizer, window >= {window}')
-    reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
-    reference.load_state_dict(file['model'])
+    path = Path(path, 'ckpt.pt') if Path(path).is_dir() else path
+    try:
+        file = torch.load(path, map_location='cpu', weights_only=True)
+        assert file['tokenizer'] == corpus.tokenizer.to_dict() and file['model_name'] == 'rpt'
+        assert file['config']['window'] >= window
+        reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
+        reference.load_state_dict(file['model'])
+    except Exception as e:                              # a broken file can raise anything
+        raise SystemExit(f'--reference {path}: no RPT with this tokenizer, window >= {window} '
+                         f'({e!r:.99})')
     reference.config.reference_cache = c.reference_cache
     return reference
 
@@ -501,7 +507,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         s_t = torch.zeros(B, N, N)
         scored = (torch.arange(N) % c.score_every == 0)[:, None] & (reference is not None)
         for b, row in enumerate(batches.rows(g)):
-            path, temporary = folder / f'{T}-{row}.npy', folder / f'{row}-{os.getpid()}.npy'
+            path, temporary = folder / f'{T}-{row}.npy', folder / f'{os.getpid()}.tmp.npy'
             if not path.exists():
                 chunks = batch.tokens[b, :N * m].view(N, m)
                 new = bm25_candidates(chunks, doc[b], model.w, c.n_candidates, idf)
@@ -517,7 +523,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     if reference:                                       # candidate i of chunk i holds the target
         chunks = batches[0].tokens[0].split(m)[:c.block_size // m]
         itself = torch.eye(len(chunks), dtype=torch.bool, device=device)
-        itself[-1] = False
+        itself[-1] = itself[:2] = False                             # no target, no baseline
         copy = target_scores(reference, torch.stack(chunks).to(device), itself)[itself].mean()
         print(f'a copy of the target is worth {copy:.3f} nats a token to the reference LM')
     n = config.tokens_per_step // (batches.B * batches.T)           # micro-batches of a step
@@ -599,7 +605,8 @@ class RPT(nn.Module):
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
         pairs = torch.stack([chosen, chosen + 1], dim=3).clamp(min=0)       # (B, c, K, 2)
-        new = torch.stack([e[pair] for e, pair in zip(E, pairs)])           # (B, c, K, 2, m, C)
+        # index_select: on a CPU the gradient of e[pair] adds in any order
+        new = torch.stack([e.index_select(0, pair.flatten()) for e, pair in zip(E, pairs)])
         new = self.neighbor_encoder(new.view(B * c, K, 2 * m, -1), x.flatten(0, 1))
         neighbors = torch.cat([state.neighbors[:, -w:], new.unflatten(0, (B, c))], dim=1)
         chosen = torch.cat([state.chosen[:, -w:], chosen], dim=1)
@@ -706,11 +713,14 @@ def ranks(runs, args):
     c, w, corpus = runs[0].model.config, runs[0].model.w, runs[0].corpus
     m, N = c.chunk_size, c.block_size // c.chunk_size
     texts = [x for text in runs[0].documents for x in text.split(N * m) if len(x) == N * m]
-    kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
     *runs, reference = runs
-    if not (runs and texts and all(run.model.neighbor_encoder for run in runs)) or len(kinds) > 1:
+    kinds = {(run.corpus.fingerprint, run.model.config.chunk_size, run.model.w) for run in runs}
+    kinds |= {(reference.corpus.fingerprint, m, w)}
+    r = reference.model.config
+    if not (runs and texts and all(run.model.neighbor_encoder for run in runs)) or len(kinds) > 1 \
+            or (r.retriever, r.chunk_size) != ('none', m) or r.window < 4 * m:
         raise SystemExit(f'ranks: runs that retrieve, then their reference LM (out/rpt-reference), '
-                         f'of one tokenizer and chunk size; a document of {N * m} tokens')
+                         f'of one tokenizer, chunk size and window; a document of {N * m} tokens')
     texts = torch.stack(texts[::-(-len(texts) // 16)])                  # (n, T), at most 16
     chunks, k = texts.view(-1, N, m), torch.arange(N, device=texts.device)
     allowed = (k <= k[:, None] - w) & (k[:, None] < N - 1)              # the last has no target
@@ -725,7 +735,8 @@ def ranks(runs, args):
         positive = (s_t > 0).gather(2, s_q.argsort(dim=2, descending=True, stable=True))
         measures = {'precision@2': positive[..., :2].sum(2) / 2,        # (n, N) each
                     'recall@10': positive[..., :10].sum(2) / n,
-                    'ndcg@20': ranking_loss(s_q, s_t, tau=1)[1]}
+                    'ndcg@20': torch.cat([ranking_loss(q[None], t[None], tau=1)[1]
+                                          for q, t in zip(s_q, s_t)])}
         result[name] = {key: x[n > 0].mean().item() for key, x in measures.items()}
         print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
     return result

@@ -62,7 +62,7 @@ class TrainConfig:
 def numbers(least, kind):
     """The type of a flag: text -> int or float, finite and not below `least`"""
     def number(text):
-        if least <= kind(text) < math.inf:                          # nan is not
+        if least <= kind(text) < (2 ** 63 if kind is int else math.inf):        # nan is not
             return kind(text)
         raise argparse.ArgumentTypeError(f'{text} is not a number from {least} on')
     return number
@@ -116,9 +116,8 @@ def hardware(device):
     if not present[device]:
         raise SystemExit(f'--device {device}: PyTorch finds none; --device cpu works')
     if device == 'cpu' and platform.libc_ver()[0] == 'glibc':
-        libc = ctypes.CDLL(None)            # else pages are freed and cleared in each step
-        libc.mallopt(-3, 2 ** 25)           # M_MMAP_THRESHOLD
-        libc.mallopt(-1, 2 ** 31 - 1)       # M_TRIM_THRESHOLD
+        for option in ((-3, 2 ** 25), (-1, 2 ** 31 - 1)):           # M_MMAP_, M_TRIM_THRESHOLD:
+            ctypes.CDLL(None).mallopt(*option)          # else pages are freed and cleared each step
     return torch.device(f'cuda:{os.environ.get("LOCAL_RANK", 0)}' if device == 'cuda' else device)
 
 
@@ -189,6 +188,8 @@ def write(path, content):
         with open(temporary, 'wb') as f:
             f.write(content.encode()) if isinstance(content, str) else torch.save(content, f)
         temporary.replace(path)
+    except RuntimeError as e:                           # torch.save hides a full disk
+        raise OSError(f'{path} cannot be written: {e}')
     finally:
         temporary.unlink(missing_ok=True)               # after a failure, as of a full disk
 
@@ -228,7 +229,9 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
 def loop(out, config, state, model, optimizers, gradient, check, peak):
     """Steps, validations and checkpoints, until the last step or a signal; peak: in tokens/s"""
     began, first = time.time(), state['step']
-    if RANK == 0: open(out / 'log.jsonl', 'a').truncate(state['log_size'])
+    if RANK == 0:
+        with open(out / 'log.jsonl', 'a') as f:         # the log up to the checkpoint
+            f.truncate(min(f.tell(), state.get('log_size', f.tell())))
     for step in range(first + 1, config.max_steps + 1):
         start, progress = time.time(), (step - 1) / config.max_steps
         lr = learning_rate(step - 1, config)

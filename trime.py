@@ -74,8 +74,10 @@ class TRIMEConfig:
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
-        if not re.fullmatch('[0-9,]*', self.cutoffs):
+        if not re.fullmatch('([1-9][0-9]*,?)*', self.cutoffs):
             raise ValueError(f'cutoffs {self.cutoffs}: not as 20000,60000')
+        if max(self.dropout, self.p, self.ce_warmup) > 1:
+            raise ValueError('dropout, p and ce_warmup are shares, at most 1')
         if self.memory == 'ext' and self.micro_batch == 1:
             raise ValueError('memory ext is that of other segments: micro_batch 1 has none')
 
@@ -213,7 +215,7 @@ class Embedding(nn.Module):
     def __init__(self, config):
         super().__init__()
         C, V = config.n_embd, config.vocab_size
-        cutoffs = sorted(int(x) for x in config.cutoffs.split(',') if x)
+        cutoffs = sorted({int(x) for x in config.cutoffs.split(',') if x})
         self.ends = [x for x in cutoffs if x < V] + [V]             # of the head's words, clusters
         self.tables = nn.ParameterList([torch.empty(self.ends[0] + len(self.ends) - 1, C)])
         self.tail_proj = nn.ModuleList()
@@ -418,7 +420,7 @@ class Datastore:
         index.by_residual = False
         index.train(sample.float().cpu().numpy())
         end, shards = 0, []
-        for _, g, _ in progress(model.windows(text), folder.name, n // model.stride):
+        for _, g, _ in progress(model.windows(text), folder.name, 1 + n // model.stride):
             start, end = end, end + g.size(1)
             index.add_with_ids(g[0].float().cpu().numpy(), np.arange(start, end))
             if index.ntotal * entry >= self.SHARD or end == n:
@@ -454,7 +456,7 @@ class TRIME(nn.Module):
         self.norm = RMSNorm(C)
         self.inference = Inference(local=config.memory != 'none')
         self.shuffle, self.store = False, None
-        self.stride = config.stride or config.block_size // 2
+        self.stride = config.stride or config.block_size // 2 or 1
         if config.memory == 'ext':                                  # g starts with norm C^(1/4)
             nn.init.constant_(self.blocks[-1].norm2.gain, C ** -0.25)
         for name, p in self.named_parameters():
@@ -581,8 +583,8 @@ class TRIME(nn.Module):
 
     def prepare_eval(self, corpus, external, args, path, progress):
         """Opens the datastore of external.train, tunes on corpus.val; keeps both beside `path`."""
-        if corpus.val is None:
-            raise SystemExit('TRIME is tuned on a split val, which this text does not have')
+        if corpus.val is None or external.train is None:
+            raise SystemExit('TRIME is tuned on a split val, and its datastore is of a split train')
         trained, folder = self.config.memory, Path(path).parent
         names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
         if args.retrieve_from:                                      # Table 5; above, Table 1

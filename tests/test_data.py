@@ -213,7 +213,10 @@ def test_a_killed_preparation_leaves_no_corpus(tmp_path, monkeypatch, owner, nam
 
 @pytest.mark.parametrize('bad', ['{"txt": "x"}', 'nonsense', '{"text": 3}', '["text"]'])
 def test_bad_lines_of_jsonl(tmp_path, bad):
-    assert bad in one_line(prepared, write(tmp_path / 'src', train_jsonl=jsonl(['a']) + bad))
+    where = write(tmp_path / 'src', train_jsonl=jsonl(['a']) + bad)
+    (where / 'link').symlink_to('nowhere')
+    assert bad in one_line(prepared, where) and not list(tmp_path.glob('corpora/*'))
+    assert Tokenizer('bytes').encode('\udcff').tolist() == [ord('?')]
 
 
 @pytest.mark.parametrize('file, damage', [

@@ -309,8 +309,23 @@ def test_scores_and_logits_are_fp32_under_autocast():
     with torch.autocast('cpu', torch.bfloat16):
         f, _, scores = model.encode(tokens_of())
         logits = model.logits(f)
-    for x in (scores[scores > -math.inf], logits):
+        neighbors, chosen = torch.randn(1, 9, 3, 2 * M, 16), torch.ones(1, 9, 3).long()
+        gates = model.neighbor_encoder.gates(neighbors, chosen)
+    for x in (scores[scores > -math.inf], logits, gates):
         assert x.dtype == torch.float32 and (x.bfloat16() != x).any()
+
+
+def test_gradients_do_not_depend_on_threads():
+    """Chunks that are retrieved several times: their gradients are added in one order."""
+    torch.set_default_dtype(torch.float32)
+    model, tokens, n = RPT(RPTConfig()), torch.randint(4096, (2, 1024)), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        grads = [torch.autograd.grad(model.encode(tokens)[0].square().sum(), model.embedding.weight)
+                 for _ in range(4)]
+    finally:
+        torch.set_num_threads(n)
+    assert all(torch.equal(grad, grads[0][0]) for grad, in grads)
 
 
 def ranking_by_loops(s_q, s_t, tau):
