@@ -264,7 +264,7 @@ def memory_mask(memory, doc, config, rows):
     Memory i holds the answer to query i. doc (B, T): documents of the contexts"""
     (B, T), doc = doc.shape, doc.flatten()
     end = len(doc) if 'ext' in memory else rows.stop
-    start = dict(local=rows.start // T * T, none=end - 1).get(memory, 0)        # none: no j < i
+    start = dict(local=rows.start // T * T, none=end - 1).get(memory, 0)        # none: j = i
     i = torch.arange(rows.start, rows.stop, device=doc.device)[:, None]
     j = torch.arange(start, end, device=doc.device)
     earlier, segment, document = j < i, i // T == j // T, doc[i] == doc[j]      # (R, M)

@@ -583,8 +583,9 @@ def test_retrieval_is_learned():
     def copies(n, seed=0):
         text, noise = (torch.randint(a, b, (n, t * M), generator=generator)
                        for a, b, t in ((0, 16, 12), (16, 24, 3)))
-        batch = batch_of(torch.cat([text, noise, text], dim=1), seed=seed,
-                         target_scores=(k == i - 15).double().expand(n, -1, -1))
+        s_t = (k == i - 15).double().expand(n, -1, -1)
+        batch = batch_of(torch.cat([text, noise, text], dim=1), seed=seed, target_scores=s_t,
+                         ranked=s_t.sum().item())
         batch.targets[:, :16 * M - 1] = -1                              # the first asks for it
         return batch
     torch.manual_seed(0)
