@@ -424,6 +424,8 @@ def pack(split, T, same_document, seed, k=20):
         last = split.doc_of(np.append(starts[1:], len(split.tokens) - 1) - 1)
     low = np.searchsorted(last, first)                          # low to high - 1 share a document
     high = np.searchsorted(first, last, side='right')           # with the segment
+    if (high - low).min() == n > 1:
+        raise SystemExit('all segments are of one document: --no-same-document packs them')
     index, neighbors = BM25(segments), []
     for i in progress(range(0, n, 256), 'packing by BM25'):
         a, b = low[i:i + 256, None], high[i:i + 256, None]

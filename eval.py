@@ -330,7 +330,8 @@ def niah(runs, args):
     try:
         lengths = {x: int(x.rstrip('km')) * units.get(x[-1:], 1) for x in args.lengths.split(',')}
         depths = {f'{int(x)}%': int(x) for x in args.depths.split(',')}
-    except ValueError:
+        assert 0 <= min(depths.values()) and max(depths.values()) <= 100
+    except (ValueError, AssertionError):
         raise SystemExit('eval.py: --lengths are like 1k,16k,2m, --depths like 0,50,100')
     for run, (name, length) in itertools.product(runs, lengths.items()):
         chunk = run.module.batches(run.model.config).get('chunk', 32)

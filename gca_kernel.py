@@ -48,6 +48,7 @@ def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
     """
     (B, N, K), (H, D), Hkv = idx.shape, q.shape[2:], k.size(2)
     M, G, n_keys = k.size(1) // chunk, H // Hkv, n_keys or chunk
+    assert torch.compiler.is_compiling() or idx.is_cuda or idx.max() < M, (idx.max(), M)
     dtype, fp32 = q.dtype, torch.promote_types(q.dtype, torch.float32)
     b, h = (torch.arange(n, device=q.device) for n in (B, Hkv))
     chunks = b.view(B, 1, 1, 1) * M + idx[:, :, None].clamp(min=0)          # (B, N, 1, K)

@@ -84,6 +84,8 @@ class RPTConfig:
             raise ValueError(f'window {self.window} is no multiple of 2 x {self.chunk_size}')
         if self.retriever != 'none' and self.block_size < self.window + 2 * self.chunk_size:
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
+        if self.reference and self.retriever != 'sem':
+            raise ValueError('a reference is for retriever sem')
         if not max(self.dropout, self.eta, self.reference_cache) < 1:
             raise ValueError('dropout, eta and reference_cache are below 1')
 
@@ -465,12 +467,12 @@ def load_reference(c, config, corpus, train_reference):
     try:
         file = torch.load(path, map_location='cpu', weights_only=True)
         assert file['tokenizer'] == corpus.tokenizer.to_dict() and file['model_name'] == 'rpt'
-        assert file['config']['window'] >= window
+        assert file['config']['window'] >= window and file['config']['retriever'] == 'none'
         reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
         reference.load_state_dict(file['model'])
     except Exception as e:                              # a broken file can raise anything
-        raise SystemExit(f'--reference {path}: no RPT with this tokenizer, window >= {window} '
-                         f'({e!r:.99})')
+        raise SystemExit(f'--reference {path}: no RPT of retriever none with this tokenizer and '
+                         f'window >= {window} ({e!r:.99})')
     reference.config.reference_cache = c.reference_cache
     return reference
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUDGET = {'trime.py': 682, 'rpt.py': 752, 'drt.py': 532, 'gca_kernel.py': 395, 'bm25.py': 144,
-          'data.py': 590, 'train.py': 383, 'eval.py': 398}  # lines; a raised one needs a reason
+BUDGET = {'trime.py': 682, 'rpt.py': 754, 'drt.py': 532, 'gca_kernel.py': 396, 'bm25.py': 144,
+          'data.py': 592, 'train.py': 383, 'eval.py': 399}  # lines; a raised one needs a reason
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'setup', 'demo'}
 PAPERS = {('MLP', 'drt.py')}                            # SwiGLU
