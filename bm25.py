@@ -30,10 +30,8 @@ def idf_lucene(N, df):
 
 
 def count(texts):
-    """
-    How often each text has each term.
-    texts: arrays (len,) of token ids -> text, term, tf, (P,) each, sorted by text, then by term
-    """
+    """How often each text has each term.
+    texts: arrays (len,) of token ids -> text, term, tf, (P,) each, sorted by text, then by term"""
     found = [np.unique(text, return_counts=True) for text in texts]
     assert all(terms.dtype.kind in 'iu' or not len(terms) for terms, _ in found), 'no integers'
     n_terms = [len(terms) for terms, _ in found]
@@ -43,10 +41,8 @@ def count(texts):
 
 
 class BM25:
-    """
-    An index of N documents, arrays (len,) of token ids.
-    idf: (V,) by token id, of another corpus; terms beyond it count 0. None: of these documents.
-    """
+    """An index of N documents, arrays (len,) of token ids.
+    idf: (V,) by token id, of another corpus; terms beyond it count 0. None: of these documents."""
 
     def __init__(self, docs, k1=1.2, b=0.75, idf=None):
         N = self.N = len(docs)
@@ -71,18 +67,14 @@ class BM25:
         self.first = self.n_postings.cumsum() - self.n_postings     # (V,) where they begin
 
     def search(self, query, k):
-        """
-        The k documents that score highest, fewer if fewer share a term with the query.
-        query (len,) -> ids (n,), scores (n,) fp32, best first
-        """
+        """The k documents that score highest, fewer if fewer share a term with the query.
+        query (len,) -> ids (n,), scores (n,) fp32, best first"""
         (ids,), (scores,) = self.search_many([query], k)
         return ids[ids >= 0], scores[ids >= 0]
 
     def search_many(self, queries, k, limit=None):
-        """
-        The same for Q queries. limit (Q,): query i searches documents 0 to limit[i] - 1 only.
-        -> ids (Q, k), scores (Q, k) fp32; where a row has fewer than k documents, -1 and -inf
-        """
+        """The same for Q queries. limit (Q,): query i searches documents 0 to limit[i] - 1 only.
+        -> ids (Q, k), scores (Q, k) fp32; where a row has fewer than k documents, -1 and -inf"""
         Q, N, top = len(queries), self.N, min(k, self.N)
         ids, scores = np.full((Q, k), -1), np.full((Q, k), -np.inf, np.float32)
         for i in range(0, Q if top else 0, BLOCK):

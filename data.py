@@ -61,10 +61,8 @@ def words_of(text):
 
 
 def learn_bpe(counts, n_merges):
-    """
-    Byte-pair encoding: n_merges times the most frequent pair of adjacent tokens becomes a token, of
-    equally frequent ones that with the smaller ids. counts: {word, a character per byte: frequency}
-    """
+    """Byte-pair encoding: n_merges times the most frequent pair of adjacent tokens becomes a token,
+    of equally frequent ones that of smaller ids. counts: {word, a character per byte: frequency}"""
     tokens = [chr(i) for i in range(256)]
     words, frequency = list(counts), list(counts.values())      # character i is token i
     total = Counter()                                           # frequency of each pair
@@ -97,13 +95,11 @@ def learn_bpe(counts, n_merges):
 
 
 class Tokenizer:
-    """
-    bytes   the 256 bytes and <|endoftext|>
+    """bytes   the 256 bytes and <|endoftext|>
     bpe     the 256 bytes, tokens learned from the corpus, and <|endoftext|>
     gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads once to TIKTOKEN_CACHE_DIR
     word    WikiText's: words between blanks, <eos> for each line end, <unk>; most frequent first
-    tokens: str by id, except for word in latin-1, a character per byte. eot: the last id, or None
-    """
+    tokens: str by id, but for word in latin-1, a character per byte. eot: the last id, or None"""
     NAMES = ('bytes', 'bpe', 'gpt2', 'word')
 
     def __init__(self, name, tokens=(), pattern=PATTERN):
@@ -157,11 +153,8 @@ class Tokenizer:
         return ''.join(tokens).encode('latin-1').decode(errors='replace')
 
     def to_dict(self):
+        """The arguments of __init__"""
         return dict(name=self.name, tokens=self.tokens[:self.eot], pattern=self.pattern)
-
-    @classmethod
-    def from_dict(cls, d):
-        return cls(**d)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -218,11 +211,9 @@ def list_files(where, code):
 
 
 def split_files(files, code):
-    """
-    {name: path} -> {split: [(paths, part)]}: a file, or those of a package of `code`; see documents
+    """{name: path} -> {split: [(paths, part)]}, of a file or a package of `code`; see documents
     Files or folders named train, val, test are these splits. Others go in order of sha256(name) to
-    val, else to test, up to 5% of the bytes, else to train; if none fits into val, each is cut.
-    """
+    val, else to test, up to 5% of the bytes, else to train; if none fits into val, each is cut."""
     groups, sizes = defaultdict(list), Counter()
     for name, path in files.items():
         text = path.read_bytes()
@@ -247,15 +238,10 @@ def split_files(files, code):
 
 
 def documents(paths, part):
-    """
-    The text of some files -> its documents: lines of a .jsonl, articles of WikiText, or all as one.
-    part: all; train: to the line end at 90% of the text; val: from there to 95%; test: the rest
-    """
-    text = b''
-    for path in paths:
-        if text and not text.endswith(b'\n'):
-            text += b'\n'
-        text += path.read_bytes()
+    """The text of files -> its documents: lines of a .jsonl, articles of WikiText, or all as one.
+    part: all; train: to the line end at 90% of the text; val: from there to 95%; test: the rest"""
+    *first, last = (path.read_bytes() for path in paths)
+    text = b''.join([*(text.removesuffix(b'\n') + b'\n' for text in first), last])
     if part != 'all':
         starts = [len(text) * percent // 100 - 1 for percent in (90, 95)]
         a, b = (text.find(b'\n', start) + 1 or len(text) for start in starts)
@@ -293,17 +279,15 @@ class Split(NamedTuple):
 
 
 class Corpus:
-    """
-    A folder that `prepare` made. train, val, test: a Split or None; fingerprint: hashes of the text
-    and of the tokenizer; hops 1 or 2: batches are of Needles
-    """
+    """A folder that `prepare` made. train, val, test: Splits or None; fingerprint: hashes of the
+    text and of the tokenizer; hops 1 or 2: batches are of Needles"""
     train = val = test = None
 
     def __init__(self, name, folder, hops=0):
         self.name, self.folder, self.hops = name, folder, hops
         try:
             meta = json.loads((folder / 'meta.json').read_text())
-            self.tokenizer = Tokenizer.from_dict(meta['tokenizer'])
+            self.tokenizer = Tokenizer(**meta['tokenizer'])
             for split, m in meta['splits'].items():
                 tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
                 offsets = np.fromfile(folder / f'{split}.idx', np.int64)
@@ -366,11 +350,9 @@ def prepare(folder, sources, tokenizer, vocab_size):
 
 
 def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):
-    """
-    The corpus `data` (code, the name of a download, a file or a folder), prepared on first use.
+    """The corpus `data` (code, the name of a download, a file or a folder), prepared on first use.
     niah, niah2, niah:books/, ...: needles with one or two hops in `code` or in books/.
-    tokenizer: a name or a Tokenizer, for example of a checkpoint
-    """
+    tokenizer: a name or a Tokenizer, for example of a checkpoint"""
     root, given = Path(root), isinstance(tokenizer, Tokenizer)
     task, _, text = str(data).partition(':')
     hops = {'niah': 1, 'niah2': 2}.get(task, 0)
@@ -412,10 +394,8 @@ class Batch(NamedTuple):
 
 
 def pack(split, T, same_document, seed, k=20):
-    """
-    Orders segments by BM25 (Algorithm 1 of TRIME): the one most similar to the last, of those not
-    yet taken, comes next, or any if none is similar. same_document: only of other documents (§4.3)
-    """
+    """Orders segments by BM25 (TRIME, Algorithm 1): the one most similar to the last, of those not
+    yet taken, comes next, or any if none is similar. same_document: of other documents (§4.3)"""
     starts = np.arange(0, len(split.tokens) - 1, T)
     segments, n = np.split(split.tokens[:-1], starts[1:]), len(starts)
     first = last = np.arange(n)                                 # (n,) documents of each segment
@@ -447,8 +427,7 @@ def shuffled(n, *seed):
 
 
 class Batches:
-    """
-    The micro-batches of a split: batches[g], with len(batches) of them in an epoch.
+    """The micro-batches of a split: batches[g], with len(batches) of them in an epoch.
     segments     a grid of segments of T tokens over the split, in another order in every epoch
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
     packed       the same, but the segments of a micro-batch are similar; not without bm25 (pack)
@@ -512,15 +491,12 @@ class Batches:
 
 
 class Needles(Batches):
-    """
-    Sentences "Key A opens B." in a text, and questions "Key A", each followed by its answer (RULER,
-    Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B opens
-    C, and the answer is "B, C". A question ends with a chunk, so that this can retrieve for the
-    answer; with 2 hops also the chunk before ends with it, so that what that one retrieves can help
-    this one to retrieve. A tenth of all other tokens is predicted too. grow: of so many micro-
-    batches, the four quarters have sequences of T / 8, T / 4, T / 2 and T tokens.
-    """
-
+    """Sentences "Key A opens B." in a text, and questions "Key A", each followed by its answer
+    (RULER, Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B
+    opens C, and the answer is "B, C". A question ends with a chunk, so that this can retrieve for
+    the answer; with 2 hops also the chunk before ends with it, so that what that one retrieves can
+    help this one to retrieve. A tenth of all other tokens is predicted too. grow: of so many micro-
+    batches, the four quarters have sequences of T / 8, T / 4, T / 2 and T tokens."""
     def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32,
                  grow=0, **_):
         super().__init__(split, 'segments', block_size, micro_batch, seed)

@@ -73,7 +73,6 @@ class DRTConfig:
             raise ValueError('chunk_size: 2 or more; slope: 2^-8 or more')
 
 
-TASKS = {}
 # 124m: App. A.1, whose rate falls to a fifth (here a tenth); base LMs: --groups 0 [--window 768]
 PRESETS = {
     'tiny': dict(tokens_per_step=1984),     # the defaults: minutes on two CPU cores
@@ -100,7 +99,6 @@ def batches(config):
 
 class RMSNorm(nn.Module):
     """x / rms(x) * gain, over the last axis (Zhang & Sennrich 2019)."""
-
     def __init__(self, n_embd):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(n_embd))
@@ -115,10 +113,8 @@ def fp32(x):
 
 
 def rotary(positions, D):
-    """
-    cos and sin of the angles p θ_d, θ_d = 10000^(-2d/D), of rotary embeddings (Su et al. 2021).
-    positions (T,) -> 2 x (T, 1, D/2)
-    """
+    """cos and sin of the angles p θ_d, θ_d = 10000^(-2d/D), of rotary embeddings (Su et al. 2021).
+    positions (T,) -> 2 x (T, 1, D/2)"""
     theta = 10000 ** (-torch.arange(0, D, 2, device=positions.device) / D)
     angle = positions[:, None, None] * theta                        # (T, 1, D/2)
     return angle.cos(), angle.sin()
@@ -131,12 +127,10 @@ def rotate(x, rotary):
 
 
 def softmax_attention(q, k, v, mask=None):
-    """
-    softmax(q kᵀ / sqrt(D) + mask) v; mask, broadcast to (..., t, s), is added, or True where a
+    """softmax(q kᵀ / sqrt(D) + mask) v; mask, broadcast to (..., t, s), is added, or True where a
     query may attend. On a CPU in bf16 the definition is faster than the fused kernel (torch 2.13).
 
-    q (..., t, D)   k, v (..., s, D) -> (..., t, D)
-    """
+    q (..., t, D)   k, v (..., s, D) -> (..., t, D)"""
     if q.device.type != 'cpu' or q.dtype != torch.bfloat16:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     z = q / math.sqrt(q.size(-1)) @ k.transpose(-2, -1)             # (..., t, s)
@@ -146,48 +140,30 @@ def softmax_attention(q, k, v, mask=None):
 
 
 def attend(q, k, v, block, window, slopes=0.0):
-    """
-    Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1 and
-    n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et al.
-    2022) subtracts slope * age from each score.
+    """Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1
+    and n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et
+    al. 2022) subtracts slope * age from each score.
 
     q (B, T, H, D)   k, v (B, P + T, H, D): P keys precede the queries, the first begins a block
-    returns (B, T, H, D)
-    """
-    T, P = q.size(1), k.size(1) - q.size(1)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                # (B, H, tokens, D)
-
-    def bias(i, j):
-        age = i[:, None] - j                                        # (queries, keys)
-        visible = (age >= 0) & (age < window) & (j // block >= i[:, None] // block - 1)
-        penalty = -slopes * age                                     # ((1, H,) queries, keys)
-        return penalty.masked_fill(~visible, -math.inf).to(q.dtype)
-
-    if T <= block:                                                  # one piece: the definition
-        j = torch.arange(P + T, device=q.device)
-        return softmax_attention(q, k, v, bias(j[P:], j)).transpose(1, 2)
-
-    B, H, _, D = q.shape
-    N = -(-(P + T) // block)                                        # blocks; padding fills the last
-    q = F.pad(q, (0, 0, P, N * block - P - T))
-    k, v = (F.pad(x, (0, 0, 0, N * block - P - T)) for x in (k, v))
-    j = torch.arange(2 * block, device=q.device)
-    mask = bias(j[block:], j)                                       # ((1, H,) block, 2 block)
-    first = softmax_attention(q[:, :, :block], k[:, :, :block], v[:, :, :block], mask[..., block:])
-    q, k, v = (x.unflatten(2, (N, block)).transpose(1, 2) for x in (q, k, v))
-    pairs = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (k, v))
-    rest = softmax_attention(q[:, 1:].flatten(0, 1), *pairs, mask)  # (B (N - 1), H, block, D)
-    rest = rest.view(B, N - 1, H, block, D).transpose(1, 2).flatten(2, 3)
-    return torch.cat([first, rest], dim=2)[:, :, P:P + T].transpose(1, 2)
+    returns (B, T, H, D)"""
+    P, j = k.size(1) - q.size(1), torch.arange(2 * block, device=q.device)
+    age = j[block:, None] - j                                       # (block, 2 block)
+    bias = (-slopes * age).masked_fill((age < 0) | (age >= window), -math.inf).to(q.dtype)
+    q = F.pad(q, (0, 0, 0, 0, P, 0))                                # (B, P + T, H, D)
+    q, k, v = (x.transpose(1, 2).split(block, dim=2) for x in (q, k, v))    # (B, H, block, D) each
+    y = []
+    for n in range(P // block, len(q)):
+        rows, first = q[n].size(2), block if n == 0 else 0          # block 0 has none before it
+        keys, values = (torch.cat(x[max(0, n - 1):n + 1], dim=2) for x in (k, v))
+        y.append(softmax_attention(q[n], keys, values, bias[..., :rows, first:block + rows]))
+    return torch.cat(y, dim=2)[:, :, P % block:].transpose(1, 2)
 
 
 def cross_entropy(f, E, targets):
-    """
-    Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0. The (n, V) logits are
+    """Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0. The (n, V) logits are
     never held: rows are taken in slices, whose logits the backward pass computes again.
 
-    f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()
-    """
+    f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()"""
     def of_slice(f, w):
         with torch.autocast(f.device.type, enabled=False):
             return F.cross_entropy(f @ fp32(E).T, w, reduction='sum')
@@ -337,11 +313,9 @@ class DRT(nn.Module):
         return F.pad(chunks, (0, 1), value=value).flatten(1)[:, s:s + T + (s + T) // n]
 
     def retrieve(self, g, x, landmarks, allowed, noise):
-        """
-        Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r + noise, weighted by the
-        softmax of r. x (B, N, C) of the last N of landmarks (B, M, C), allowed (B, N, M), noise too
-        -> w (B, N, K) fp32, idx (B, N, K) int32; 0 and -1 where no chunk is left
-        """
+        """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r + noise, weighted by
+        the softmax of r. x (B, N, C) is of the last N of M landmarks (B, M, C); allowed, noise
+        (B, N, M) -> w (B, N, K) fp32, idx (B, N, K) int32; 0 and -1 where no chunk is left"""
         K, (N, M) = self.config.n_neighbors, allowed.shape[1:]
         with torch.autocast(x.device.type, enabled=False):          # bf16 would tie scores
             h, l = self.landmark_norms[g](fp32(x)), fp32(landmarks)
@@ -369,11 +343,9 @@ class DRT(nn.Module):
         return list(kv.unbind(2))
 
     def encode(self, ids, state=None, docs=None, noise=None, masked=None, upper=True):
-        """
-        ids (B, L), of tokens and landmarks, continue the text of state. Only in training: documents
-        docs (B, L), noise (G, B, N, N) on the scores, masked (B, L): hidden from the encoder
-        -> f (B, L, C), C_k (B, N, S, C) of the N chunks that end here, the new state
-        """
+        """ids (B, L), of tokens and landmarks, continue the text of state. Only in training: docs
+        (B, L) of documents, noise (G, B, N, N) on the scores, masked (B, L): not for the encoder
+        -> f (B, L, C), C_k (B, N, S, C) of the N chunks that end here, the new state"""
         config, S, (B, L), chunks = self.config, self.config.chunk_size, ids.shape, None
         past, unfinished, landmarks, kv, reads = state or self.empty_state(B)
         past, reads, s = list(past), list(reads), unfinished.size(1)
@@ -431,10 +403,8 @@ class DRT(nn.Module):
         return self.norm(x), chunks, State(past, unfinished, landmarks, kv, reads)
 
     def forward(self, batch, progress):
-        """
-        batch: tokens, targets, doc (B, T) int64 (target -1: not scored), seed; progress: 0 to 1
-        -> loss () in nats per token (in eval mode without noise and MLM), a dict to log
-        """
+        """batch: tokens, targets, doc (B, T) int64 (target -1: not scored), seed; progress: 0 to 1
+        -> loss () in nats per token (in eval mode without noise and MLM), a dict to log"""
         config, S, V = self.config, self.config.chunk_size, self.config.vocab_size
         ids, targets = self.insert(batch.tokens, V), self.insert(batch.targets, -1)         # (B, L)
         docs = self.insert(batch.doc, 0)

@@ -22,20 +22,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import data, train
 
 POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': sys.maxsize}
-LEGEND = 'on: as trained; shuffled: with others in their place; off: without. ±: standard error'
 
 
 @dataclass
 class EvalConfig:
-    task: str = ''              # table, examples, generate, niah, speed or sweep, ranks
+    task: str = ''              # table, examples, generate, niah, speed or ranks
     data: str = ''              # another corpus than the one of training
     retrieve_from: str = ''     # trime, drt: from this corpus's train split; drt: alone, and both
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split
-    context: str = ''           # a file whose text comes before the prompt
     max_tokens: int = 200       # generate: new tokens, at most
     temperature: float = 0.8    # generate: 0 takes the likeliest token
-    top_k: int = 0              # generate: from so many likeliest tokens; 0: from all
     top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
     seed: int = 0               # generate, niah, ranks: of the random draws
     lengths: str = '1k,4k,16k'  # niah: tokens of the text; k is 2^10, m is 2^20
@@ -46,7 +43,6 @@ class EvalConfig:
 
 class Run:
     """A trained model, by its folder or .pt file, and the text that it is evaluated on"""
-
     def __init__(self, name):
         self.name, self.path, self.scores = name, Path(name), {}
         if self.path.is_dir():
@@ -60,7 +56,7 @@ class Run:
             assert self.checkpoint['config'].keys() == vars(config).keys(), 'of another version'
             self.model = getattr(self.module, model.upper())(config).eval()
             self.model.load_state_dict(self.checkpoint['model'])
-            self.tokenizer = data.Tokenizer.from_dict(self.checkpoint['tokenizer'])
+            self.tokenizer = data.Tokenizer(**self.checkpoint['tokenizer'])
         except Exception as e:                      # a broken or hostile file can raise anything
             raise SystemExit(f'{self.path} is no checkpoint of this train.py: {e!r:.200}')
 
@@ -116,12 +112,10 @@ def by_position(log_p, edges):
 
 
 def metrics(log_p, log_p_off, split):
-    """
-    The columns of a row. As the tokens of a document depend on each other, the error of the gain is
-    that of a sample of N documents: with D_d the sum of the differences of its n_d tokens
+    """The columns of a row. As the tokens of a document depend on each other, the error of the gain
+    is that of a sample of N documents: with D_d the sum of the differences of its n_d tokens
 
-        gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d
-    """
+        gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d"""
     N, n = len(log_p), np.array([len(x) for x in log_p])                    # n (N,)
     nats = -sum(x.sum() for x in log_p)
     loss = nats / n.sum()
@@ -162,7 +156,7 @@ def table(runs, args):
     text = dict(runs[0].text, documents=len(log_p), scored=sum(map(len, log_p)))
     print_table([text])
     print_table(rows)
-    print(LEGEND)
+    print('on: as trained; shuffled: with others in their place; off: without. ±: standard error')
     return dict(text, rows=rows)
 
 
@@ -198,11 +192,9 @@ def examples(runs, args, n=3):
     return result
 
 
-def generate(model, tokenizer, prompt='', n=200, temperature=0.8, top_k=0, top_p=0.95, seed=0):
-    """
-    -> text that continues the prompt, to <|endoftext|> or n tokens; drawn from P^(1/temperature)
-    (0: the likeliest), of top_k tokens (0: all) the fewest with top_p (Holtzman et al. 2020).
-    """
+def generate(model, tokenizer, prompt='', n=200, temperature=0.8, top_p=0.95, seed=0):
+    """-> text that continues the prompt, to <|endoftext|> or n tokens; drawn from P^(1/temperature)
+    (0: the likeliest), among the fewest tokens that have top_p of it (Holtzman et al. 2020)."""
     new, generator = [], torch.Generator().manual_seed(seed)
     prompt = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
     prompt = torch.tensor([prompt], device=next(model.parameters()).device)
@@ -210,8 +202,8 @@ def generate(model, tokenizer, prompt='', n=200, temperature=0.8, top_k=0, top_p
     for _ in data.progress(range(n), 'generating'):
         log_probs, state = model.stream(pending, state)
         scores = log_probs[0, -1].cpu().double() / max(temperature, 1e-9)       # (V,)
-        p, tokens = scores.softmax(-1).topk(min(top_k or len(scores), len(scores)))
-        p[1:][p.cumsum(0)[:-1] >= top_p * p.sum()] = 0          # those before it are enough
+        p, tokens = scores.softmax(-1).sort(descending=True)
+        p[1:][p.cumsum(0)[:-1] >= top_p] = 0                    # those before it are enough
         token = tokens[torch.multinomial(p, 1, generator=generator)]
         if token.item() == tokenizer.eot:
             break
@@ -228,7 +220,7 @@ def repeated(ids, n=8):
 
 def samples(runs, args):
     """Continues --prompt, or 1,024 tokens amid the longest document, with and without memory."""
-    rows, sampling = [], (args.max_tokens, args.temperature, args.top_k, args.top_p, args.seed)
+    rows, sampling = [], (args.max_tokens, args.temperature, args.top_p, args.seed)
     for run in runs:
         ids = max(run.documents, key=len).tolist()
         before, after = ids[:len(ids) // 2][-1024:], ids[len(ids) // 2:][:args.max_tokens]
@@ -272,31 +264,28 @@ def draw(runs, path):
 
 
 def speed(runs, args, rounds=5):
-    """
-    Seconds (median; the runs interleaved) and MACs of a forward and a backward pass for each token,
-    of RPT without its ranking loss. MACs: half the FLOPs that torch counts, of attention by its
-    definition, as the fused kernel of a CPU is not counted
-    """
+    """For each token: seconds (median; the runs interleaved) and MACs of a forward and a backward
+    pass, of RPT without its ranking loss. MACs: half the FLOPs that torch counts, of attention by
+    its definition, as the fused kernel of a CPU is not counted"""
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
     _, autocast = train.precision(args.device, 'auto')
 
     def seconds(run):
-        began = time.perf_counter()
+        c, began = run.model.train().config, time.perf_counter()
+        tokens = torch.randint(c.vocab_size, (c.micro_batch, c.block_size), device=args.device)
         with torch.enable_grad(), autocast():
-            loss, _ = run.model(run.batch, 1.0)
+            loss, _ = run.model(data.Batch(tokens, tokens.roll(-1, 1), 0 * tokens, seed=0), 1.0)
         loss.backward()
         loss.item()                                                 # waits for a GPU
         run.model.zero_grad(set_to_none=True)
-        return (time.perf_counter() - began) / run.batch.tokens.numel()
+        return (time.perf_counter() - began) / tokens.numel()
 
     macs = []
     for run in runs:
-        c = run.model.train().config
-        tokens = torch.randint(c.vocab_size, (c.micro_batch, c.block_size), device=args.device)
-        run.batch = data.Batch(tokens, tokens.roll(-1, 1), 0 * tokens, seed=0)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             seconds(run)
-        macs.append(counter.get_total_flops() // 2 // tokens.numel())
+        c = run.model.config
+        macs.append(counter.get_total_flops() // 2 // (c.micro_batch * c.block_size))
     times = np.median([[seconds(run) for run in runs] for _ in range(rounds)], axis=0)
     return print_table([
         {'run': run.name, 'MACs/token': n, 's/token': t, 'MACs ratio': n / macs[0],
@@ -304,10 +293,8 @@ def speed(runs, args, rounds=5):
 
 
 def answers(run, needles, n_chunks, slots, rng):
-    """
-    Hides a needle in each slot (second hops anywhere) of a text of whole chunks -> whether greedy
-    decoding answers each question: each token of the answer is the likeliest after those before it
-    """
+    """Hides a needle in each slot (second hops anywhere) of a text of whole chunks -> is each
+    question answered by greedy decoding: is each token of the answer the likeliest in its place?"""
     c, hops, start = needles.chunk, needles.hops, rng.integers(len(run.split.tokens))
     ids = np.take(run.split.tokens, start + np.arange(n_chunks * c), mode='wrap').astype(int)
     chains = needles.chains(rng, len(slots), ids)           # (needles, hops + 1, 4) words of names
@@ -365,7 +352,7 @@ TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples,
 def main(argv):
     runs = [Run(name) for name in itertools.takewhile(lambda x: x[:1] != '-', argv)]
     modules = list(dict.fromkeys(run.module for run in runs))
-    tasks = {**TASKS, **modules[0].TASKS} if len(modules) == 1 else TASKS
+    tasks = {**TASKS, **(getattr(modules[0], 'TASKS', {}) if len(modules) == 1 else {})}
     parser = argparse.ArgumentParser(usage='eval.py RUN [RUN ...] [flags]', allow_abbrev=False)
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
     for module in (sys.modules[__name__], *modules):
@@ -381,7 +368,6 @@ def main(argv):
         file = Path(args.json or 'metrics.json').absolute()
         if file.is_dir() or args.json and not os.access(file.parent, os.W_OK):     # now, not later
             parser.error(f'--json {args.json!r} cannot be written')
-        args.prompt = Path(args.context or os.devnull).read_text('utf-8', 'replace') + args.prompt
         for run in runs:
             if args.retrieve_from and not hasattr(run.model, 'prepare_eval'):
                 parser.error(f'{run.name} retrieves from its own text, never --retrieve-from')

@@ -41,11 +41,9 @@ HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
 def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
-    """
-    The definition of `gca`, with its arguments. Scores and softmax are fp32, or fp64 where q is.
+    """The definition of `gca`, with its arguments. Scores and softmax are fp32, or fp64 where q is.
 
-        O_n = Σ_k w_nk softmax(Q_n K_cᵀ · scale) V_c,    c = idx_nk              (DRT, Eq. 2 and 3)
-    """
+        O_n = Σ_k w_nk softmax(Q_n K_cᵀ · scale) V_c,    c = idx_nk         (DRT, Eq. 2 and 3)"""
     (B, N, K), (H, D), Hkv = idx.shape, q.shape[2:], k.size(2)
     M, G, n_keys = k.size(1) // chunk, H // Hkv, n_keys or chunk
     assert torch.compiler.is_compiling() or idx.is_cuda or idx.max() < M, (idx.max(), M)
@@ -73,10 +71,8 @@ def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
 
 
 def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
-    """
-    gca_reference in blocks of rows (chunks of queries). Several blocks are checkpointed: only the
-    scores of one are in memory at a time. Gradients of k and v are summed over blocks in fp32.
-    """
+    """gca_reference in blocks of rows (chunks of queries). Several blocks are checkpointed: only
+    the scores of one are in memory at a time. Gradients of k, v are summed over blocks in fp32."""
     n_rows = max(1, SCORES // (chunk * q.size(2) * idx.size(2) * n_keys))
     if idx.size(0) * idx.size(1) <= n_rows:
         return gca_reference(q, k, v, w, idx, chunk, n_keys, sink, scale)
@@ -112,8 +108,7 @@ def chunk_softmax(q, k, scale, S: tl.constexpr, KEYS: tl.constexpr, SINK: tl.con
 
 def forward_kernel(Q, K, V, W, IDX, O, H, N, M, TOPK, scale, S: tl.constexpr,
                    KEYS: tl.constexpr, D: tl.constexpr, G: tl.constexpr, SINK: tl.constexpr):
-    """
-    O = Σ_k w_k softmax(Q K_kᵀ · scale) V_k                         (DRT, Eq. 2 and 3; Algorithm 1)
+    """O = Σ_k w_k softmax(Q K_kᵀ · scale) V_k                     (DRT, Eq. 2 and 3; Algorithm 1)
 
     Grid      (N, B H): one program for the S queries of one chunk in one head
     Q, O      (B, N S, H, D)     contiguous, as all tensors
@@ -121,8 +116,7 @@ def forward_kernel(Q, K, V, W, IDX, O, H, N, M, TOPK, scale, S: tl.constexpr,
     W, IDX    (B, N, TOPK)       fp32 weights and int32 chunk numbers, -1 for an unused slot
     On chip   q, k, v, acc: (S, D) each; scores (S, S)
     Saved     nothing; the backward pass computes the scores again
-    Numerics  products in the input dtype with fp32 accumulation, softmax in fp32
-    """
+    Numerics  products in the input dtype with fp32 accumulation, softmax in fp32"""
     n, bh = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
     first, head = ((b * N + n) * S * H + h) * D, (b * M * S * (H // G) + h // G) * D
@@ -142,14 +136,12 @@ def forward_kernel(Q, K, V, W, IDX, O, H, N, M, TOPK, scale, S: tl.constexpr,
 
 def dq_kernel(Q, K, V, W, IDX, DO, DQ, DW, LSE, DELTA, H, N, M, TOPK, scale, S: tl.constexpr,
               KEYS: tl.constexpr, D: tl.constexpr, G: tl.constexpr, SINK: tl.constexpr):
-    """
-    dQ = scale Σ_k dS_k K_k,    dw_k = Σ_rows δ_k                                 (DRT, Algorithm 2)
+    """dQ = scale Σ_k dS_k K_k,    dw_k = Σ_rows δ_k                             (DRT, Algorithm 2)
     dS_k = w_k P_k ∘ (dP_k - δ_k),  dP_k = dO V_kᵀ,  δ_k = rowsum(P_k ∘ dP_k),  P_k the softmax
 
     Grid, Q, K, V, W, IDX as in forward_kernel; DO and DQ like Q
     DW          (B, H, N, TOPK)     fp32, dw of one head
-    LSE, DELTA  (B, H, N, TOPK, S)  fp32, for dkdv_kernel: log2 of the softmax's denominator, and δ
-    """
+    LSE, DELTA  (B, H, N, TOPK, S)  fp32, for dkdv_kernel: log2 of the softmax's denominator; δ"""
     n, bh = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, h = bh // H, bh % H
     first, head = ((b * N + n) * S * H + h) * D, (b * M * S * (H // G) + h // G) * D
@@ -177,15 +169,13 @@ def dq_kernel(Q, K, V, W, IDX, DO, DQ, DW, LSE, DELTA, H, N, M, TOPK, scale, S: 
 def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N, M, TOPK, scale,
                 S: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
                 BLOCK: tl.constexpr):
-    """
-    dV = Σ w Pᵀ dO,    dK = scale Σ dSᵀ Q,    over all (n, slot) with the chunk   (DRT, Algorithm 2)
+    """dV = Σ w Pᵀ dO,    dK = scale Σ dSᵀ Q,    over all (n, slot) of the chunk (DRT, Algorithm 2)
 
     Grid      (M, B Hkv): one program for one chunk in one head of keys, most retrieved chunks first
     DK, DV    (B, M S, Hkv, D)   zeros for keys that no query attends to
     ENTRIES, START, ORDER        of gca_plan; other arguments as in dq_kernel
     On chip   k, v, dk, dv: (S, D) each; transposed scores (S, BLOCK), for BLOCK queries at a time
-    Numerics  sums in fp32, in the order of ENTRIES: no atomics, the same bits every time
-    """
+    Numerics  sums in fp32, in the order of ENTRIES: no atomics, the same bits every time"""
     b, hkv = (tl.program_id(1) // (H // G)).to(tl.int64), tl.program_id(1) % (H // G)
     c = tl.load(ORDER + b * M + tl.program_id(0)).to(tl.int64)
     start, end = tl.load(START + b * (M + 1) + c), tl.load(START + b * (M + 1) + c + 1)
@@ -227,10 +217,8 @@ def kernels():
 
 
 def options(q, k, chunk, n_keys):
-    """
-    Constants and launch options of all kernels, and BLOCK of dkdv_kernel. By compiling for sm_80
-    and sm_90: at S = 64 in 16 bits no register is spilled, and loads overlap with products.
-    """
+    """Constants and launch options of all kernels, and BLOCK of dkdv_kernel. By compiling for sm_80
+    and sm_90: at S = 64 in 16 bits no register is spilled, and loads overlap with products."""
     D, tile = q.size(3), chunk * q.size(3) * q.element_size()       # bytes of k or v in a stage
     stages = 3 if tile <= 12 * 1024 else 2 if tile <= 16 * 1024 else 1
     warps = 4 if chunk <= 64 and chunk * D <= 64 * 64 else 8
@@ -284,16 +272,14 @@ gca_forward.register_autograd(backward, setup_context=save)
 # the public functions
 
 def gca_plan(idx, n_chunks):
-    """
-    The inverse of idx (B, N, K), for the backward pass
+    """The inverse of idx (B, N, K), for the backward pass
 
         entries   (B, N K) int32     n K + slot, sorted by chunk, then by number; unused slots last
         start     (B, M + 1) int32   those of chunk c are entries[start[c]:start[c + 1]]
         order     (B, M) int32       chunks, most retrieved first, because they take longest
 
     >>> gca_plan(torch.tensor([[[2, 0], [2, -1]]]), n_chunks=3)
-    (tensor([[1, 0, 2, 3]]), tensor([[0, 1, 1, 3]]), tensor([[2, 0, 1]]))
-    """
+    (tensor([[1, 0, 2, 3]]), tensor([[0, 1, 1, 3]]), tensor([[2, 0, 1]]))"""
     chunk = idx.flatten(1).masked_fill(idx.flatten(1) < 0, n_chunks)            # (B, N K)
     chunk, entries = chunk.sort(dim=1, stable=True)
     edges = torch.arange(n_chunks + 1, device=idx.device, dtype=idx.dtype).repeat(len(idx), 1)
@@ -317,8 +303,7 @@ def why_not_triton(q, chunk):
 
 
 def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, kernel='auto'):
-    """
-    Grouped cross-attention (see gca_reference). Chunk n of q attends to the chunks idx[n] of k, v.
+    """Grouped cross-attention (see gca_reference): chunk n of q attends to the chunks idx[n] of k.
 
         q        (B, N chunk, H, D)
         k, v     (B, M chunk, Hkv, D)   head h of q uses head h // (H / Hkv); best if contiguous
@@ -331,8 +316,7 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
         kernel   'triton', 'torch', or 'auto': Triton on a GPU where it can run, else PyTorch
 
     Returns o like q, exact zeros for a chunk of queries without chunks. NotImplementedError if
-    kernel is 'triton' and cannot run. Deterministic, except for kernel 'torch' on a GPU.
-    """
+    kernel is 'triton' and cannot run. Deterministic, except for kernel 'torch' on a GPU."""
     M, D, reason = k.size(1) // chunk, q.size(3), why_not_triton(q, chunk)
     assert k.shape == v.shape and w.shape == idx.shape and q.size(1) == idx.size(1) * chunk
     if kernel == 'triton' and reason:

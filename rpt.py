@@ -109,7 +109,6 @@ def batches(config):
 
 class RMSNorm(nn.Module):
     """x / rms(x) * gain, over the last axis (Zhang & Sennrich 2019)."""
-
     def __init__(self, n_embd):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(n_embd))
@@ -124,10 +123,8 @@ def fp32(x):
 
 
 def rotary(positions, D):
-    """
-    cos and sin of the angles p θ_d, θ_d = 10000^(-2d/D), of rotary embeddings (Su et al. 2021).
-    positions (T,) -> 2 x (T, 1, D/2)
-    """
+    """cos and sin of the angles p θ_d, θ_d = 10000^(-2d/D), of rotary embeddings (Su et al. 2021).
+    positions (T,) -> 2 x (T, 1, D/2)"""
     theta = 10000 ** (-torch.arange(0, D, 2, device=positions.device) / D)
     angle = positions[:, None, None] * theta                        # (T, 1, D/2)
     return angle.cos(), angle.sin()
@@ -140,12 +137,10 @@ def rotate(x, rotary):
 
 
 def softmax_attention(q, k, v, mask=None):
-    """
-    softmax(q kᵀ / sqrt(D) + mask) v; mask, broadcast to (..., t, s), is added, or True where a
+    """softmax(q kᵀ / sqrt(D) + mask) v; mask, broadcast to (..., t, s), is added, or True where a
     query may attend. On a CPU in bf16 the definition is faster than the fused kernel (torch 2.13).
 
-    q (..., t, D)   k, v (..., s, D) -> (..., t, D)
-    """
+    q (..., t, D)   k, v (..., s, D) -> (..., t, D)"""
     if q.device.type != 'cpu' or q.dtype != torch.bfloat16:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     z = q / math.sqrt(q.size(-1)) @ k.transpose(-2, -1)             # (..., t, s)
@@ -155,44 +150,27 @@ def softmax_attention(q, k, v, mask=None):
 
 
 def attend(q, k, v, block, window, slopes=0.0):
-    """
-    Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1 and
-    n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et al.
-    2022) subtracts slope * age from each score.
+    """Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1
+    and n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et
+    al. 2022) subtracts slope * age from each score.
 
     q (B, T, H, D)   k, v (B, P + T, H, D): P keys precede the queries, the first begins a block
-    returns (B, T, H, D)
-    """
-    T, P = q.size(1), k.size(1) - q.size(1)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                # (B, H, tokens, D)
-
-    def bias(i, j):
-        age = i[:, None] - j                                        # (queries, keys)
-        visible = (age >= 0) & (age < window) & (j // block >= i[:, None] // block - 1)
-        penalty = -slopes * age                                     # ((1, H,) queries, keys)
-        return penalty.masked_fill(~visible, -math.inf).to(q.dtype)
-
-    if T <= block:                                                  # one piece: the definition
-        j = torch.arange(P + T, device=q.device)
-        return softmax_attention(q, k, v, bias(j[P:], j)).transpose(1, 2)
-
-    B, H, _, D = q.shape
-    N = -(-(P + T) // block)                                        # blocks; padding fills the last
-    q = F.pad(q, (0, 0, P, N * block - P - T))
-    k, v = (F.pad(x, (0, 0, 0, N * block - P - T)) for x in (k, v))
-    j = torch.arange(2 * block, device=q.device)
-    mask = bias(j[block:], j)                                       # ((1, H,) block, 2 block)
-    first = softmax_attention(q[:, :, :block], k[:, :, :block], v[:, :, :block], mask[..., block:])
-    q, k, v = (x.unflatten(2, (N, block)).transpose(1, 2) for x in (q, k, v))
-    pairs = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (k, v))
-    rest = softmax_attention(q[:, 1:].flatten(0, 1), *pairs, mask)  # (B (N - 1), H, block, D)
-    rest = rest.view(B, N - 1, H, block, D).transpose(1, 2).flatten(2, 3)
-    return torch.cat([first, rest], dim=2)[:, :, P:P + T].transpose(1, 2)
+    returns (B, T, H, D)"""
+    P, j = k.size(1) - q.size(1), torch.arange(2 * block, device=q.device)
+    age = j[block:, None] - j                                       # (block, 2 block)
+    bias = (-slopes * age).masked_fill((age < 0) | (age >= window), -math.inf).to(q.dtype)
+    q = F.pad(q, (0, 0, 0, 0, P, 0))                                # (B, P + T, H, D)
+    q, k, v = (x.transpose(1, 2).split(block, dim=2) for x in (q, k, v))    # (B, H, block, D) each
+    y = []
+    for n in range(P // block, len(q)):
+        rows, first = q[n].size(2), block if n == 0 else 0          # block 0 has none before it
+        keys, values = (torch.cat(x[max(0, n - 1):n + 1], dim=2) for x in (k, v))
+        y.append(softmax_attention(q[n], keys, values, bias[..., :rows, first:block + rows]))
+    return torch.cat(y, dim=2)[:, :, P % block:].transpose(1, 2)
 
 
 class MLP(nn.Module):
     """Two layers, the hidden one wider."""
-
     def __init__(self, config):
         super().__init__()
         n_inner = config.n_inner or 4 * config.n_embd
@@ -204,12 +182,10 @@ class MLP(nn.Module):
 
 
 def cross_entropy(f, E, targets):
-    """
-    Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0. The (n, V) logits are
+    """Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0. The (n, V) logits are
     never held: rows are taken in slices, whose logits the backward pass computes again.
 
-    f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()
-    """
+    f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()"""
     def of_slice(f, w):
         with torch.autocast(f.device.type, enabled=False):
             return F.cross_entropy(f @ fp32(E).T, w, reduction='sum')
@@ -298,10 +274,8 @@ class NeighborEncoder(nn.Module):
         return x + self.cross(self.norm2(x), self.norm_query(chunk)[:, None])
 
     def gates(self, neighbors, chosen):
-        """
-        max(η, σ((w · norm(ĉ) + b) / C)), (B, n, K): ĉ is the mean of a neighbor (B, n, K, 2m, C)
-        after attention to the better ones of its chunk and to those of the w - 1 chunks before.
-        """
+        """max(η, σ((w · norm(ĉ) + b) / C)), (B, n, K): ĉ is the mean of a neighbor (B, n, K, 2m, C)
+        after attention to the better ones of its chunk and to those of the w - 1 chunks before."""
         (B, n, K), config = chosen.shape, self.config
         if not config.gate:
             return torch.ones(B, n, K, device=chosen.device)
@@ -319,11 +293,9 @@ class NeighborEncoder(nn.Module):
 
 
 class ChunkedCrossAttention(nn.Module):
-    """
-    Borgeaud et al. 2022, §2.4: to the neighbors of chunk i attends a group of m tokens, the last of
-    chunk i, which is the first that may depend on them, and all but the last of chunk i + 1. Their
-    positions are m - 1 to 2m - 2, a neighbor's 0 to 2m - 1. No norm: it would undo the gate.
-    """
+    """Borgeaud et al. 2022, §2.4: to the neighbors of chunk i attends a group of m tokens: the last
+    of chunk i, which is the first that may depend on them, and all but the last of chunk i + 1, at
+    positions m - 1 to 2m - 2; a neighbor's are 0 to 2m - 1. No norm: it would undo the gate."""
     def __init__(self, config):
         super().__init__()
         self.norm, self.m = RMSNorm(config.n_embd), config.chunk_size
@@ -378,14 +350,12 @@ def top(scores, allowed, K):
 
 
 def ranking_loss(s_q, s_t, tau):
-    """
-    §3.3: LambdaRank with a margin, over positives l (s_t > 0) and permitted j; r: rank by s_q
+    """§3.3: LambdaRank with a margin, over positives l (s_t > 0) and permitted j; r: rank by s_q
 
         L_ret = Σ_{l, j: s_t(l) > s_t(j)} λ_lj max(0, τ - (s_q(l) - s_q(j)))
         λ_lj  = |2^s_t(l) - 2^max(s_t(j), 0)| |1 / log2(1 + r_l) - 1 / log2(1 + r_j)| / IDCG
 
-    s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret and NDCG@20 of each chunk, (B, N)
-    """
+    s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret and NDCG@20 of each chunk, (B, N)"""
     def pairs(x):
         return x[..., None] - x[:, :, None]                                 # x_l - x_j (B, N, N, N)
 
@@ -429,15 +399,13 @@ def bm25_candidates(chunks, doc, w, J, idf):
 
 @torch.no_grad()
 def target_scores(reference, chunks, candidates):
-    """
-    §3.2: how much candidate j of chunk i helps the reference LM to predict the target c_{i+1}:
+    """§3.2: how much candidate j of chunk i helps the reference LM to predict the target c_{i+1}:
 
         s_t(c_j) = (log P(c_{i+1} | c_j, c_{j+1}, c_i) - log P(c_{i+1} | c_{i-2}, c_{i-1}, c_i)) / m
 
     P is (1 - λ) P_LM + λ P_cache, as small LMs hardly copy. Continuous cache (Grave et al. 2017):
     P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows.
-    chunks (N, m), candidates (N, N): True or not -> s_t (N, N), 0 where not
-    """
+    chunks (N, m), candidates (N, N): True or not -> s_t (N, N), 0 where not"""
     (N, m), cache = chunks.shape, reference.config.reference_cache         # λ
     k = torch.arange(N, device=chunks.device)
     baseline = candidates.any(1)[:, None] & (k == k[:, None] - 2)           # j = i - 2
@@ -482,10 +450,8 @@ TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores r
 
 
 def setup(model, corpus, batches, config, autocast, train_reference, progress):
-    """
-    Stores s_t of each sequence that the run will use in a file, in a folder whose name is a hash of
-    what they depend on; each process does its share. -> attach(batch, g), a TaughtBatch
-    """
+    """Stores s_t of each sequence that the run will use in a file, in a folder whose name is a hash
+    of what they depend on; each process does its share. -> attach(batch, g), a TaughtBatch"""
     c, m, device = model.config, model.config.chunk_size, model.embedding.weight.device
     if c.retriever == 'none':
         return lambda batch, g: batch
@@ -617,10 +583,9 @@ class RPT(nn.Module):
         return state, s_q.masked_fill(~allowed, -math.inf)
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
-        """
-        Tokens (B, t) continue the text of state; in training doc (B, t) and the teacher's neighbors
-        (B, N, K), -1: none, -2: retrieved ones -> f (B, t, C), the new state, s_q (B, c, M) or None
-        """
+        """Tokens (B, t) continue the text of state; in training doc (B, t) and neighbors chosen by
+        the teacher (B, N, K), -1: none, -2: it does not choose -> f (B, t, C), the new state, s_q
+        (B, c, M) or None"""
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
         t, m, cached = tokens.size(1), self.config.chunk_size, past[0][0].size(1) if past[0] else 0
@@ -712,20 +677,19 @@ class RPT(nn.Module):
 @torch.no_grad()
 def ranks(runs, args):
     """Table 3: of chance, recency, BM25 and the runs, by s_t of the last one, the reference LM"""
-    c, w, corpus = runs[0].model.config, runs[0].model.w, runs[0].corpus
+    c, corpus = runs[0].model.config, runs[0].corpus
     m, N = c.chunk_size, c.block_size // c.chunk_size
     texts = [x for text in runs[0].documents for x in text.split(N * m) if len(x) == N * m]
+    kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
     *runs, reference = runs
-    kinds = {(run.corpus.fingerprint, run.model.config.chunk_size, run.model.w) for run in runs}
-    kinds |= {(reference.corpus.fingerprint, m, w)}
-    r = reference.model.config
-    if not (runs and texts and all(run.model.neighbor_encoder for run in runs)) or len(kinds) > 1 \
-            or (r.retriever, r.chunk_size) != ('none', m) or r.window < 4 * m:
+    retrieve = [run.model.neighbor_encoder is not None for run in (*runs, reference)]
+    if not (runs and texts) or retrieve != [True] * len(runs) + [False] or len(kinds) > 1:
         raise SystemExit(f'ranks: runs that retrieve, then their reference LM (out/rpt-reference), '
-                         f'of one tokenizer, chunk size and window; a document of {N * m} tokens')
+                         f'of one tokenizer and chunk size; a document of {N * m} tokens')
     texts = torch.stack(texts[::-(-len(texts) // 16)])                  # (n, T), at most 16
     chunks, k = texts.view(-1, N, m), torch.arange(N, device=texts.device)
-    allowed = (k <= k[:, None] - w) & (k[:, None] < N - 1)              # the last has no target
+    allowed = k <= k[:, None] - max(run.model.w for run in runs)
+    allowed[-1] = False                                                 # there is no target
     s_t = torch.stack([target_scores(reference.model, x, allowed) for x in chunks])     # (n, N, N)
     q, keys = bm25_vectors(chunks, corpus_idf(corpus.train.tokens, m, c.vocab_size).to(k.device))
     torch.manual_seed(args.seed)

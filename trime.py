@@ -123,7 +123,6 @@ def batches(config):
 
 class RMSNorm(nn.Module):
     """x / rms(x) * gain, over the last axis (Zhang & Sennrich 2019)."""
-
     def __init__(self, n_embd):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(n_embd))
@@ -138,10 +137,8 @@ def fp32(x):
 
 
 def rotary(positions, D):
-    """
-    cos and sin of the angles p θ_d, θ_d = 10000^(-2d/D), of rotary embeddings (Su et al. 2021).
-    positions (T,) -> 2 x (T, 1, D/2)
-    """
+    """cos and sin of the angles p θ_d, θ_d = 10000^(-2d/D), of rotary embeddings (Su et al. 2021).
+    positions (T,) -> 2 x (T, 1, D/2)"""
     theta = 10000 ** (-torch.arange(0, D, 2, device=positions.device) / D)
     angle = positions[:, None, None] * theta                        # (T, 1, D/2)
     return angle.cos(), angle.sin()
@@ -176,7 +173,6 @@ class SelfAttention(nn.Module):
 
 class MLP(nn.Module):
     """Two layers, the hidden one wider."""
-
     def __init__(self, config):
         super().__init__()
         n_inner = config.n_inner or 4 * config.n_embd
@@ -603,7 +599,7 @@ class TRIME(nn.Module):
         file = folder / 'tuned.json'
         tuned = json.loads(file.read_text()) if file.exists() else {}
         if key not in tuned:
-            tuned[key] = asdict(tune(collect(self, corpus.val, x, progress), x, LONG))
+            tuned[key] = asdict(tune(collect(self, corpus.val, x, progress), x))
             file.write_text(json.dumps(tuned, indent=1))
         self.inference = Inference(**tuned[key])
         print(f'{path}: {self.inference}')
@@ -619,7 +615,7 @@ LONG = [256 * 2 ** i for i in range(20)]            # tokens
 
 
 @torch.no_grad()
-def collect(model, split, x, progress=lambda items, _: items):
+def collect(model, split, x, progress):
     """By window, arguments of Inference.log_p for 1 of 16 of a split's first 65,536 tokens"""
     model.inference, windows = x, []
     for ids in progress(np.split(split.tokens[:65_536], split.offsets[1:-1]), 'tuning'):
@@ -633,10 +629,10 @@ def collect(model, split, x, progress=lambda items, _: items):
     return windows
 
 
-def tune(windows, x, long=()):
-    """The Inference with the highest mean log P over what collect returns: the best tau, long and
-    so on in turn, until none is better. long: sizes to try besides x.long"""
-    grids = dict(tau=TAUS, long=[n for n in long if n < x.long])
+def tune(windows, x):
+    """The Inference with the highest mean log P over what collect returns: the best tau, the best
+    long up to x.long and so on in turn, until none is better."""
+    grids = dict(tau=TAUS, long=[n for n in LONG if n < x.long])
     if x.linear and x.local:
         x, grids['lam'] = replace(x, lam=0.25), LAMBDAS             # at 0 tau would not matter
     if x.n_neighbors:
@@ -652,23 +648,6 @@ def tune(windows, x, long=()):
         for name, values in grids.items():
             x = max([x, *(replace(x, **{name: value}) for value in values)], key=score)
     return x
-
-
-def sweep(runs, args):
-    """Perplexity by size of the long memory, all else tuned for each size (Figure 3)."""
-    result = {}
-    for run in runs:
-        x = Inference(local=True, long=args.long, linear=run.model.inference.linear)
-        windows = collect(run.model, run.corpus.val, x)
-        for size in [0, *(n for n in LONG if n < args.long), args.long]:
-            run.model.inference = tune(windows, replace(x, long=size))
-            log_p = torch.cat([run.log_p(tokens) for tokens in run.documents])
-            perplexity = result[f'{run.name} {size}'] = math.exp(-log_p.mean())
-            print(f'{run.name}  long memory {size:6,}  perplexity {perplexity:9.2f}')
-    return result
-
-
-TASKS = {'sweep': sweep}
 
 
 # --------------------------------------------------------------------------------------------------
