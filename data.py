@@ -27,9 +27,6 @@ import torch
 from bm25 import BM25
 
 SPLITS = 'train', 'val', 'test'
-EOT = '<|endoftext|>'
-PIECE = 1 << 14             # characters that are encoded at once, about
-BPE_PIECES = 4000           # of the text that bpe is learned from, at most
 
 
 def digest(*values):
@@ -50,9 +47,6 @@ def progress(items, desc, total=None, quiet=False):
 # tokenizers
 # GPT-2's words for bpe: contractions, letters, numbers, punctuation, blanks
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-NO_GPT2 = ('no access to gpt2: TIKTOKEN_CACHE_DIR may have its vocab.bpe and encoder.json, named '
-           '6d1cbeee0f20b3d9449abfede4726ed8212e3aee and 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
 
 
 def words_of(text):
@@ -75,8 +69,7 @@ def learn_bpe(counts, n_merges):
 
     for w in range(len(words)):
         add(w, 1)
-    heap = [(-n, pair) for pair, n in total.items()]
-    heapq.heapify(heap)
+    heap = sorted((-n, pair) for pair, n in total.items())      # a sorted list is a heap
     for new in progress(range(256, 256 + n_merges), 'learning bpe'):
         while heap and -heap[0][0] != total[heap[0][1]]:        # it has become rarer
             heapq.heapreplace(heap, (-total[heap[0][1]], heap[0][1]))
@@ -100,8 +93,6 @@ class Tokenizer:
     gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads once to TIKTOKEN_CACHE_DIR
     word    WikiText's: words between blanks, <eos> for each line end, <unk>; most frequent first
     tokens: str by id, but for word in latin-1, a character per byte. eot: the last id, or None"""
-    NAMES = ('bytes', 'bpe', 'gpt2', 'word')
-
     def __init__(self, name, tokens=(), pattern=PATTERN):
         self.name, self.pattern, self.eot = name, pattern, None
         self.tokens = list(tokens) or [chr(i) for i in range(256)]
@@ -111,7 +102,7 @@ class Tokenizer:
             self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
                                          special_tokens={})
             self.eot = len(self.tokens)
-            self.tokens.append(EOT)
+            self.tokens.append('<|endoftext|>')
         self.n_vocab = len(self.tokens)
         self.dtype = np.dtype(np.uint16 if self.n_vocab <= 1 << 16 else np.uint32)      # on disk
 
@@ -124,7 +115,10 @@ class Tokenizer:
             try:
                 gpt2 = tiktoken.get_encoding('gpt2')
             except Exception:                                   # of several packages
-                raise SystemExit(NO_GPT2)
+                raise SystemExit(
+                    'gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its vocab.bpe, named '
+                    '6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and its encoder.json, named '
+                    '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
             tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
             return cls(name, [token.decode('latin-1') for token in tokens], gpt2._pat_str)
         counts = Counter()
@@ -140,8 +134,8 @@ class Tokenizer:
     def encode(self, text):
         """str -> (n,) uint32. <|endoftext|> within the text is ordinary text."""
         if self.name == 'word':
-            unk = self.ids['<unk>']
-            return np.array([self.ids.get(word, unk) for word in words_of(text)], np.uint32)
+            ids = (self.ids.get(word, self.ids['<unk>']) for word in words_of(text))
+            return np.fromiter(ids, np.uint32)
         text = text.encode('utf-8', 'replace').decode()         # '?' for a lone surrogate
         return self.bpe.encode_to_numpy(text, disallowed_special=())
 
@@ -153,7 +147,6 @@ class Tokenizer:
         return ''.join(tokens).encode('latin-1').decode(errors='replace')
 
     def to_dict(self):
-        """The arguments of __init__"""
         return dict(name=self.name, tokens=self.tokens[:self.eot], pattern=self.pattern)
 
 
@@ -178,9 +171,7 @@ ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n *$)(?<=\S\s*\n *\n)')
 
 
 def fetch(name, folder):
-    """Downloads the files of a named corpus into a folder, unless it is there."""
-    if folder.exists():
-        return
+    """Downloads the files of a named corpus into a folder."""
     part = folder.with_suffix('.part')
     part.mkdir(parents=True, exist_ok=True)
     for url, sha256 in DOWNLOADS[name].items():
@@ -256,10 +247,10 @@ def documents(paths, part):
         yield from ARTICLE.split(text.decode())
 
 
-def pieces(text):
-    """A text in pieces of about PIECE characters, cut where every tokenizer cuts"""
+def pieces(text, size=1 << 14):
+    """A text in pieces of about `size` characters, cut where every tokenizer cuts"""
     start = 0
-    while cut := regex.search(r'(?<=\S)\n(?=\S)', text, pos=start + PIECE):
+    while cut := regex.search(r'(?<=\S)\n(?=\S)', text, pos=start + size):
         yield text[start:cut.end()]
         start = cut.end()
     yield text[start:]
@@ -334,7 +325,7 @@ def prepare(folder, sources, tokenizer, vocab_size):
     if not isinstance(tokenizer, Tokenizer):
         texts = (text for source in sources['train'] for text in documents(*source))
         texts = (piece for text in texts for piece in pieces(text))
-        texts = islice(texts, BPE_PIECES) if tokenizer == 'bpe' else texts
+        texts = islice(texts, 4000) if tokenizer == 'bpe' else texts    # enough for bpe
         tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
     new = folder.with_name(f'{folder.name}-{os.getpid()}')
     new.mkdir(parents=True, exist_ok=True)
@@ -358,12 +349,9 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     hops = {'niah': 1, 'niah2': 2}.get(task, 0)
     data = text or 'code' if hops else str(data)
     kind = tokenizer.name if given else tokenizer
-    if kind not in Tokenizer.NAMES:
-        raise SystemExit(f'--tokenizer {kind}: choose from {", ".join(Tokenizer.NAMES)}')
     code = data == 'code'
     where = Path(sysconfig.get_path('stdlib') if code else data)
-    if data in DOWNLOADS:
-        where = root / 'downloads' / data
+    if data in DOWNLOADS and not (where := root / 'downloads' / data).exists():
         fetch(data, where)
     name = data if code else where.resolve().stem
     files = list_files(where, code)
@@ -412,7 +400,6 @@ def pack(split, T, same_document, seed, k=20):
         ids, _ = index.search_many(segments[i:i + 256], k + (b - a).max())
         allowed = (ids >= 0) & ((ids < a) | (ids >= b))
         neighbors += [row[ok][:k].tolist() for row, ok in zip(ids, allowed)]    # best first
-
     order = {}                                                  # segments taken, as keys
     for c in np.random.default_rng(seed).permutation(n).tolist():
         while c is not None and c not in order:
@@ -432,9 +419,7 @@ class Batches:
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
     packed       the same, but the segments of a micro-batch are similar; not without bm25 (pack)
     documents    sequences of one document; the ends of documents, shorter than T, are joined
-    An epoch predicts each token of the split but the first (documents: but each document's first).
-    """
-
+    An epoch predicts each token of the split but the first; documents: but the first of each."""
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
                  consecutive=0, bm25=True):
         if split is None or len(split.tokens) <= block_size:
@@ -466,8 +451,7 @@ class Batches:
         m, (epoch, i) = self.group, divmod(g, len(self))
         groups = shuffled(-(-self.n_rows // m), self.seed, epoch)
         groups = groups[i * self.B // m:(i + 1) * self.B // m]
-        if m > 1:
-            groups = np.sort(groups)                            # an incomplete one comes last
+        groups = np.sort(groups) if m > 1 else groups           # an incomplete one comes last
         return np.concatenate([self.order[j * m:(j + 1) * m] for j in groups])
 
     def __getitem__(self, g):
@@ -562,7 +546,5 @@ class Needles(Batches):
     def sentence(self, names):
         """Ids of "Key A opens B, C.": of the question, of " opens", of the answer, of the end"""
         key, opens, comma, end = self.parts
-        answer = names[1]
-        for name in names[2:]:
-            answer = np.concatenate([answer, comma, name])
+        answer = np.concatenate([np.append(comma, name) for name in names[1:]])[len(comma):]
         return np.append(key, names[0]), opens, answer, end

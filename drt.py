@@ -96,7 +96,6 @@ def batches(config):
 
 # --------------------------------------------------------------------------------------------------
 # the transformer (the same text in trime.py, rpt.py and drt.py)
-
 class RMSNorm(nn.Module):
     """x / rms(x) * gain, over the last axis (Zhang & Sennrich 2019)."""
     def __init__(self, n_embd):
@@ -177,7 +176,6 @@ def cross_entropy(f, E, targets):
 
 # --------------------------------------------------------------------------------------------------
 # what is new in DRT
-
 class SelfAttention(nn.Module):
     """Causal attention over a sliding window, with ALiBi (Press et al. 2022) for positions."""
     def __init__(self, config):
@@ -265,7 +263,6 @@ class State(NamedTuple):
 
 # --------------------------------------------------------------------------------------------------
 # the model
-
 class DRT(nn.Module):
     """A sliding-window language model whose upper layers attend to chunks that it retrieves."""
     PIECE = 2048                # tokens of a long text that are processed at once

@@ -114,7 +114,6 @@ def by_position(log_p, edges):
 def metrics(log_p, log_p_off, split):
     """The columns of a row. As the tokens of a document depend on each other, the error of the gain
     is that of a sample of N documents: with D_d the sum of the differences of its n_d tokens
-
         gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d"""
     N, n = len(log_p), np.array([len(x) for x in log_p])                    # n (N,)
     nats = -sum(x.sum() for x in log_p)
@@ -147,13 +146,13 @@ def print_table(rows):
 
 def table(runs, args):
     """Prints a row for each run and way. -> all its numbers"""
-    rows, log_p = [], runs[0].score('off')
-    for run, way in [(run, way) for run in runs for way in run.ways]:
-        rows.append({'run': run.name, 'way': way,
-                     'params': sum(p.numel() for p in run.model.parameters()),
-                     'trained on': run.checkpoint['tokens'],
-                     **metrics(run.score(way), run.score('off'), run.split)})
-    text = dict(runs[0].text, documents=len(log_p), scored=sum(map(len, log_p)))
+    rows = [{'run': run.name, 'way': way,
+             'params': sum(p.numel() for p in run.model.parameters()),
+             'trained on': run.checkpoint['tokens'],
+             **metrics(run.score(way), run.score('off'), run.split)}
+            for run in runs for way in run.ways]
+    sizes = [len(tokens) for tokens in runs[0].documents]
+    text = dict(runs[0].text, documents=len(sizes), scored=sum(sizes) - len(sizes))
     print_table([text])
     print_table(rows)
     print('on: as trained; shuffled: with others in their place; off: without. ±: standard error')
@@ -226,7 +225,7 @@ def samples(runs, args):
         before, after = ids[:len(ids) // 2][-1024:], ids[len(ids) // 2:][:args.max_tokens]
         prompt = args.prompt or run.tokenizer.decode(before)
         texts = {} if args.prompt else {'the document': run.tokenizer.decode(after)}
-        for way in [way for way in run.ways if way in (run.on, 'off')]:
+        for way in dict.fromkeys((run.on, 'off')):
             vars(run.model).update(run.ways[way])
             texts[way] = generate(run.model, run.tokenizer, prompt, *sampling)
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
@@ -269,7 +268,6 @@ def speed(runs, args, rounds=5):
     its definition, as the fused kernel of a CPU is not counted"""
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
     _, autocast = train.precision(args.device, 'auto')
-
     def seconds(run):
         c, began = run.model.train().config, time.perf_counter()
         tokens = torch.randint(c.vocab_size, (c.micro_batch, c.block_size), device=args.device)
@@ -279,7 +277,6 @@ def speed(runs, args, rounds=5):
         loss.item()                                                 # waits for a GPU
         run.model.zero_grad(set_to_none=True)
         return (time.perf_counter() - began) / tokens.numel()
-
     macs = []
     for run in runs:
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -316,9 +313,8 @@ def niah(runs, args):
     rows, units = [], {'k': 2 ** 10, 'm': 2 ** 20}
     try:
         lengths = {x: int(x.rstrip('km')) * units.get(x[-1:], 1) for x in args.lengths.split(',')}
-        depths = {f'{int(x)}%': int(x) for x in args.depths.split(',')}
-        assert 0 <= min(depths.values()) and max(depths.values()) <= 100
-    except (ValueError, AssertionError):
+        depths = {f'{int(x)}%': range(101).index(int(x)) for x in args.depths.split(',')}
+    except ValueError:
         raise SystemExit('eval.py: --lengths are like 1k,16k,2m, --depths like 0,50,100')
     for run, (name, length) in itertools.product(runs, lengths.items()):
         chunk = run.module.batches(run.model.config).get('chunk', 32)
@@ -355,9 +351,8 @@ def main(argv):
     tasks = {**TASKS, **(getattr(modules[0], 'TASKS', {}) if len(modules) == 1 else {})}
     parser = argparse.ArgumentParser(usage='eval.py RUN [RUN ...] [flags]', allow_abbrev=False)
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
-    for module in (sys.modules[__name__], *modules):
-        if hasattr(module, 'EvalConfig'):
-            train.add_flags(parser, module.EvalConfig)
+    for Config in (EvalConfig, *(x.EvalConfig for x in modules if hasattr(x, 'EvalConfig'))):
+        train.add_flags(parser, Config)
     args = train.parse_flags(parser, argv[len(runs):])
     args.device = train.hardware(args.device)
     if not runs:

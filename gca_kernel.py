@@ -35,7 +35,6 @@ from torch.utils.checkpoint import checkpoint
 
 # --------------------------------------------------------------------------------------------------
 # the definition
-
 SCORES = 2 ** 22        # attention scores of one block of rows; 16 MiB in fp32
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 
@@ -86,7 +85,6 @@ def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
 
 # --------------------------------------------------------------------------------------------------
 # the Triton kernels, functions until `kernels` imports Triton, and one operator for autograd
-
 def load_chunk(X, c, Hkv, S: tl.constexpr, D: tl.constexpr):
     """Keys or values of chunk c, (S, D). Zeros if c is -1, by a mask: a branch is not pipelined."""
     rows = tl.arange(0, S)[:, None]
@@ -270,7 +268,6 @@ gca_forward.register_autograd(backward, setup_context=save)
 
 # --------------------------------------------------------------------------------------------------
 # the public functions
-
 def gca_plan(idx, n_chunks):
     """The inverse of idx (B, N, K), for the backward pass
 
@@ -303,7 +300,7 @@ def why_not_triton(q, chunk):
 
 
 def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, kernel='auto'):
-    """Grouped cross-attention (see gca_reference): chunk n of q attends to the chunks idx[n] of k.
+    """Grouped cross-attention (see gca_reference): chunk n of q attends to chunks idx[n] of k, v.
 
         q        (B, N chunk, H, D)
         k, v     (B, M chunk, Hkv, D)   head h of q uses head h // (H / Hkv); best if contiguous
@@ -335,7 +332,6 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
 
 # --------------------------------------------------------------------------------------------------
 # comparison and benchmark
-
 def compare(dtype, device, B=2, N=9, S=64, K=3, H=4, D=64):
     """Prints the largest errors against fp64, relative to the largest value."""
     q, k, v, do = torch.randn(4, B, N * S, H, D, device=device).to(dtype)

@@ -106,7 +106,6 @@ def batches(config):
 
 # --------------------------------------------------------------------------------------------------
 # the transformer (the same text in trime.py, rpt.py and drt.py)
-
 class RMSNorm(nn.Module):
     """x / rms(x) * gain, over the last axis (Zhang & Sennrich 2019)."""
     def __init__(self, n_embd):
@@ -199,7 +198,6 @@ def cross_entropy(f, E, targets):
 
 # --------------------------------------------------------------------------------------------------
 # what is new in RPT
-
 class SelfAttention(nn.Module):
     """§3.4: causal, in blocks of half a window; a token attends to its block and the one before."""
     def __init__(self, config):
@@ -429,8 +427,7 @@ def load_reference(c, config, corpus, train_reference):
     window = 4 * c.chunk_size
     sizes = dict(n_layer=max(1, c.n_layer // 2), window=max(c.window, window), retriever='none')
     training = dict(init='', max_steps=min(c.reference_steps, config.max_steps))
-    path = c.reference or train_reference(replace(c, **sizes), replace(config, **training),
-                                          'reference')
+    path = c.reference or train_reference(replace(c, **sizes), replace(config, **training))
     path = Path(path, 'ckpt.pt') if Path(path).is_dir() else path
     try:
         file = torch.load(path, map_location='cpu', weights_only=True)
@@ -509,7 +506,6 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
 
 # --------------------------------------------------------------------------------------------------
 # the model
-
 class State(NamedTuple):
     """What is kept of a text: M whole chunks, of the last n >= w of them the neighbors, and rest"""
     past: list                  # of each layer, keys and values of the last two blocks
@@ -673,7 +669,6 @@ class RPT(nn.Module):
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
-
 @torch.no_grad()
 def ranks(runs, args):
     """Table 3: of chance, recency, BM25 and the runs, by s_t of the last one, the reference LM"""

@@ -24,8 +24,7 @@ import data
 MODELS = ('trime', 'rpt', 'drt')
 NOT_COMPARED = ('out', 'resume', 'device', 'compile', 'kernel')     # may differ when resuming
 NOT_SHOWN = ('step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens')
-PEAK_FLOPS = {'B200': 2250e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12,
-              'A100': 312e12, 'L40S': 362e12, '4090': 165e12}       # dense bf16, by data sheet
+PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12}  # dense bf16
 WORLD, RANK = int(os.environ.get('WORLD_SIZE', 1)), int(os.environ.get('RANK', 0))
 STOP = []                                                           # signals received
 
@@ -33,7 +32,7 @@ STOP = []                                                           # signals re
 @dataclass
 class TrainConfig:
     data: str = 'code'              # name (code, shakespeare, ...), folder, file; niah[2][:these]
-    tokenizer: str = 'bpe'          # bytes, bpe (learned here), gpt2 or word
+    tokenizer: Literal['bpe', 'bytes', 'gpt2', 'word'] = 'bpe'      # bpe is learned from the text
     seed: int = 0                   # of the weights, the order of the data, the model's randomness
     max_steps: int = 600            # optimizer steps
     tokens_per_step: int = 2048     # over all processes; micro-batches are accumulated to reach it
@@ -275,7 +274,6 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
 
 def train(module, model_config, config, corpus=None):
     """One run, from its configuration to its folder. -> the path of ckpt.pt"""
-    # where are we
     name, out = module.__name__, Path(config.out or f'out/{module.__name__}')
     device = hardware(config.device)
     bf16, autocast = precision(device, config.dtype)
@@ -297,9 +295,8 @@ def train(module, model_config, config, corpus=None):
     checkpoint = find_run(out, about, config.resume)
     torch.manual_seed(config.seed)
     model = getattr(module, name.upper())(model_config).to(device)
-    def train_reference(model_config, config, suffix):
-        config = replace(config, out=f'{out}-{suffix}', resume='auto')
-        return train(module, model_config, config, corpus)
+    train_reference = lambda c, config: train(
+        module, c, replace(config, out=f'{out}-reference', resume='auto'), corpus)
     setup = getattr(module, 'setup', lambda *_: lambda batch, g: batch)
     attach = setup(model, corpus, batches, config, autocast, train_reference, data.progress)
     optimizers = optimizers_of(model, config)

@@ -120,7 +120,6 @@ def batches(config):
 
 # --------------------------------------------------------------------------------------------------
 # the transformer (the same text in trime.py, rpt.py and drt.py)
-
 class RMSNorm(nn.Module):
     """x / rms(x) * gain, over the last axis (Zhang & Sennrich 2019)."""
     def __init__(self, n_embd):
@@ -201,7 +200,6 @@ class Block(nn.Module):
 
 # --------------------------------------------------------------------------------------------------
 # what is new in TRIME
-
 class Embedding(nn.Module):
     """The input and output embedding, tied. With cutoffs it is adaptive (Baevski & Auli 2019): ids
     are in order of frequency, those between two cutoffs are a cluster. Cluster i has vectors of
@@ -439,7 +437,6 @@ class Datastore:
 
 # --------------------------------------------------------------------------------------------------
 # the model
-
 class TRIME(nn.Module):
     """A Transformer language model whose output softmax has memories beside the words."""
     PIECE = 512                         # tokens for one call of stream: (PIECE, V) log P are held
@@ -607,7 +604,6 @@ class TRIME(nn.Module):
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
-
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65,
         0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
 LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9]
@@ -652,7 +648,6 @@ def tune(windows, x):
 
 # --------------------------------------------------------------------------------------------------
 # a demo
-
 if __name__ == '__main__':
     model, tokens = TRIME(TRIMEConfig()), torch.randint(4096, (1000,))
     log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])

@@ -102,8 +102,8 @@ def documents(corpus):
     for split in (corpus.train, corpus.val, corpus.test):
         ids = np.split(split.tokens, split.offsets[1:-1]) if split else []
         texts = [corpus.tokenizer.decode(document) for document in ids]
-        assert all(text.endswith(data.EOT) for text in texts)
-        yield [text.removesuffix(data.EOT) for text in texts]
+        assert all(text.endswith('<|endoftext|>') for text in texts)
+        yield [text.removesuffix('<|endoftext|>') for text in texts]
 
 
 A = (' \n = A = \n \n aa \n \n = = Part = = \n \n x \n = not = \n \n = nor this = \n y \n'
@@ -163,7 +163,7 @@ def test_pieces_change_nothing(tmp_path, monkeypatch, name):
     """Threads encode a document in many pieces: the ids are those of the whole, in order."""
     symbols = ['a', 'bc', ' ', '  ', '\n', '\n\n', '\r\n', '.', "'s", '12', 'é', ' x']
     texts = [words(2000, i, symbols) for i in range(9)]
-    monkeypatch.setattr(data, 'PIECE', 50)
+    monkeypatch.setattr(data.pieces, '__defaults__', (50,))
     corpus = prepared(write_splits(tmp_path / 'p', texts, []), name, 300)
     found = np.split(corpus.train.tokens, corpus.train.offsets[1:-1])
     for ids, text in zip(found, texts, strict=True):

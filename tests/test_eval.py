@@ -114,7 +114,7 @@ def log_p_by_hand(strength):
 def test_the_table_by_hand(run):
     result = evaluate('a', '--task', 'table', '--strength', '0.5')
     assert BIGRAM.made[-1].streamed == [                    # each once, in pieces of 512
-        (x, start, [*text.encode()][start:start + 512]) for x in (0.0, 0.5, -0.5)
+        (x, start, [*text.encode()][start:start + 512]) for x in (0.5, 0.0, -0.5)
         for text in TEXTS for start in range(0, len(text.encode()), 512)]
     n_bytes, n_words = len(''.join(TEXTS).encode()), len(' '.join(TEXTS).split())
     assert (result['bytes'], result['words'], result['documents']) == (n_bytes, n_words, 3)

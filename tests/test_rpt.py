@@ -469,8 +469,8 @@ def start(tmp_path):
         reference = small(**asdict(model.config) | dict(retriever='none', n_layer=2, reference=''))
         reference.norm.gain.data += shift
 
-        def train_reference(model_config, train_config, suffix):
-            assert model_config.retriever == 'none' and suffix == 'reference'
+        def train_reference(model_config, train_config):
+            assert model_config.retriever == 'none'
             assert train_config.max_steps == min(model.config.reference_steps, config.max_steps)
             torch.save(dict(model=reference.state_dict(), config=asdict(reference.config),
                             model_name='rpt', tokenizer=corpus.tokenizer.to_dict()),

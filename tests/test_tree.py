@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUDGET = {'trime.py': 682, 'rpt.py': 754, 'drt.py': 532, 'gca_kernel.py': 396, 'bm25.py': 144,
-          'data.py': 592, 'train.py': 383, 'eval.py': 399}  # lines; a raised one needs a reason
+BUDGET = {'trime.py': 680, 'rpt.py': 720, 'drt.py': 520, 'gca_kernel.py': 420, 'bm25.py': 150,
+          'data.py': 550, 'train.py': 380, 'eval.py': 380}      # lines; in all 3700, tests 3000
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'setup', 'demo'}
 PAPERS = {('MLP', 'drt.py')}                            # SwiGLU
@@ -30,6 +30,7 @@ def test_the_budgets():
     sizes = {path.name: n_lines(path) for path in ROOT.glob('*.py')}
     assert sizes.keys() == BUDGET.keys()
     assert {name: n for name, n in sizes.items() if n > BUDGET[name]} == {}
+    assert sum(sizes.values()) <= 3700
     assert sum(n_lines(path) for path in (ROOT / 'tests').glob('*.py')) <= 3000
 
 

@@ -238,7 +238,7 @@ def test_what_sizes_are_tuned_on(name, store):
     """The first token of each window (16 would follow), with more memories than are used."""
     model, tokens = with_memories(name, store), random_tokens(6 * T + 3)
     split, x = SimpleNamespace(tokens=tokens.numpy(), offsets=[0, len(tokens)]), model.inference
-    windows = trime.collect(model, split, x, lambda items, _: items)
+    windows = trime.collect(model, split, x, no_progress)
     sizes = [f.size(1) for f, _, _ in model.windows(tokens[None, :-1])]
     fewer = dataclasses.replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
     got, model.inference = torch.cat([fewer.log_p(*window)[:, 0] for window in windows]), fewer
