@@ -10,9 +10,9 @@ BM25: which documents share the most, and the rarest, terms with a query? Only c
 
 Document d has the term t tf times; df of the N documents have it. A search multiplies counts (Q, V)
 by weights (V, N). The weights of the H terms that many documents have are a dense matrix, for BLAS;
-all other terms have postings, pairs of a document and a weight: P pairs with those of the dense
-matrix. Sums are in fp64 and are rounded to fp32 at the end, so their order does not change a rank.
-Of equal scores, the lower id comes first.
+other terms have postings: a list of (document, weight). P counts the pairs (text, term) of a list
+of texts. Sums are in fp64 and rounded to fp32 at the end, so that their order changes no rank. Of
+equal scores, the lower id comes first.
 
     $ python bm25.py        segments of Python's own library search each other; bm25s next to it
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-FREQUENT = 0.07         # a term in a larger part of the documents is in the dense matrix
+FREQUENT = 0.07         # terms in a larger share of the documents are in the dense matrix
 BLOCK = 256             # queries in one product of matrices
 
 
@@ -33,7 +33,7 @@ def count(texts):
     """How often each text has each term.
     texts: arrays (len,) of token ids -> text, term, tf, (P,) each, sorted by text, then by term"""
     found = [np.unique(text, return_counts=True) for text in texts]
-    assert all(terms.dtype.kind in 'iu' or not len(terms) for terms, _ in found), 'no integers'
+    assert all(terms.dtype.kind in 'iu' or not len(terms) for terms, _ in found), 'not integers'
     n_terms = [len(terms) for terms, _ in found]
     term = np.concatenate([[], *(terms for terms, _ in found)]).astype(int)
     tf = np.concatenate([[], *(counts for _, counts in found)])

@@ -34,7 +34,7 @@ def digest(*values):
 
 
 def progress(items, desc, total=None, quiet=False):
-    """The items; every ten seconds a line counts those that are done."""
+    """Yields the items; every ten seconds it prints how many are done."""
     total, printed = total or len(items), time.time()
     for n, item in enumerate(items):
         if not quiet and time.time() - printed > 10:
@@ -55,8 +55,8 @@ def words_of(text):
 
 
 def learn_bpe(counts, n_merges):
-    """Byte-pair encoding: n_merges times the most frequent pair of adjacent tokens becomes a token,
-    of equally frequent ones that of smaller ids. counts: {word, a character per byte: frequency}"""
+    """Byte-pair encoding: n_merges times, the most frequent pair of adjacent tokens becomes a
+    token; ties go to smaller ids. counts: {word, as one character per byte: its frequency}"""
     tokens = [chr(i) for i in range(256)]
     words, frequency = list(counts), list(counts.values())      # character i is token i
     total = Counter()                                           # frequency of each pair
@@ -92,7 +92,7 @@ class Tokenizer:
     bpe     the 256 bytes, tokens learned from the corpus, and <|endoftext|>
     gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads once to TIKTOKEN_CACHE_DIR
     word    WikiText's: words between blanks, <eos> for each line end, <unk>; most frequent first
-    tokens: str by id, but for word in latin-1, a character per byte. eot: the last id, or None"""
+    tokens: str by id, one character per byte (not for word). eot: id of <|endoftext|>, or None"""
     def __init__(self, name, tokens=(), pattern=PATTERN):
         self.name, self.pattern, self.eot = name, pattern, None
         self.tokens = list(tokens) or [chr(i) for i in range(256)]
@@ -127,7 +127,7 @@ class Tokenizer:
         if name == 'word':
             words = counts.keys() | {'<unk>', '<eos>'}
             return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
-        # the begin of a long word is enough, and faster
+        # the first 128 bytes of a long word are enough, and faster
         counts = {word.encode()[:128].decode('latin-1'): n for word, n in counts.items()}
         return cls(name, learn_bpe(counts, vocab_size - 257))
 
@@ -160,11 +160,11 @@ DOWNLOADS = {                                   # {URL: begin of its sha256, whe
                   WIKITEXT2 + 'test.txt': 'd790b833'},
     'wikitext103': {'https://wikitext.smerity.com/wikitext-103-v1.zip': ''},
     'enwik8': {'http://mattmahoney.net/dc/enwik8.zip': ''},
-    'pg19': {'gs://deepmind-gutenberg/': ''},   # nothing here reads it: a message
+    'pg19': {'gs://deepmind-gutenberg/': ''},   # never downloads: the error names the folder
 }
 HIDDEN = '[.].*|.*[.]zip|corpora'              # names of files and folders that are omitted
 NOT_CODE = (HIDDEN + '|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
-            'config-.*|_sysconfigdata.*')       # the last two: by an installer
+            'config-.*|_sysconfigdata.*')       # the last two are written by installers
 SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:[.].*)?')
 # where an article of WikiText begins: ' = Title = ' between blank lines, after some text
 ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n *$)(?<=\S\s*\n *\n)')
@@ -202,9 +202,9 @@ def list_files(where, code):
 
 
 def split_files(files, code):
-    """{name: path} -> {split: [(paths, part)]}, of a file or a package of `code`; see documents
-    Files or folders named train, val, test are these splits. Others go in order of sha256(name) to
-    val, else to test, up to 5% of the bytes, else to train; if none fits into val, each is cut."""
+    """{name: path} -> {split: [(paths, part)]}, of a file or a package of `code`; see documents. If
+    a file or folder is named train, only those named train, val, test are used. Else they go in
+    order of sha256(name) to val, else test, up to 5% of the bytes, else train; or each is cut."""
     groups, sizes = defaultdict(list), Counter()
     for name, path in files.items():
         text = path.read_bytes()
@@ -382,8 +382,8 @@ class Batch(NamedTuple):
 
 
 def pack(split, T, same_document, seed, k=20):
-    """Orders segments by BM25 (TRIME, Algorithm 1): the one most similar to the last, of those not
-    yet taken, comes next, or any if none is similar. same_document: of other documents (§4.3)"""
+    """Orders segments (TRIME, Algorithm 1): next comes the first that is not yet taken, of the k
+    most similar to the last by BM25, else a random one. same_document: of other documents (§4.3)"""
     starts = np.arange(0, len(split.tokens) - 1, T)
     segments, n = np.split(split.tokens[:-1], starts[1:]), len(starts)
     first = last = np.arange(n)                                 # (n,) documents of each segment
@@ -417,13 +417,13 @@ class Batches:
     """The micro-batches of a split: batches[g], with len(batches) of them in an epoch.
     segments     a grid of segments of T tokens over the split, in another order in every epoch
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
-    packed       the same, but the segments of a micro-batch are similar; not without bm25 (pack)
+    packed       the same, but the segments of a micro-batch are similar (pack), if bm25 is True
     documents    sequences of one document; the ends of documents, shorter than T, are joined
     An epoch predicts each token of the split but the first; documents: but the first of each."""
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
                  consecutive=0, bm25=True):
         if split is None or len(split.tokens) <= block_size:
-            raise SystemExit(f'fewer than --block-size {block_size} tokens in train, val or test')
+            raise SystemExit(f'train, val or test has at most --block-size {block_size} tokens')
         T, B = self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed = split, kind, seed
         # ranges of the split form a row; sequence r is places r T to r T + T - 1 of the row
@@ -477,10 +477,10 @@ class Batches:
 class Needles(Batches):
     """Sentences "Key A opens B." in a text, and questions "Key A", each followed by its answer
     (RULER, Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B
-    opens C, and the answer is "B, C". A question ends with a chunk, so that this can retrieve for
-    the answer; with 2 hops also the chunk before ends with it, so that what that one retrieves can
-    help this one to retrieve. A tenth of all other tokens is predicted too. grow: of so many micro-
-    batches, the four quarters have sequences of T / 8, T / 4, T / 2 and T tokens."""
+    opens C, and the answer is "B, C". A question stands at the end of a chunk, which then retrieves
+    for the answer; with 2 hops the chunk before ends with it too, and what that one retrieves can
+    help this one. A tenth of all other tokens is predicted too. grow: a number of micro-batches;
+    sequences have T / 8 tokens in the first quarter of them, then T / 4, T / 2 and T."""
     def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32,
                  grow=0, **_):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
@@ -494,8 +494,8 @@ class Needles(Batches):
         longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
         least = chunk * (32 * hops if grow else 8)
         if self.T % chunk or self.T < least or chunk < longest or len(self.words) < 16:
-            raise SystemExit(f'niah: --block-size is a multiple of {chunk}, a chunk, from {least}; '
-                             f'a chunk has {longest} tokens or more, a vocabulary 16 words')
+            raise SystemExit(f'niah needs --block-size a multiple of {chunk} (a chunk), at least '
+                             f'{least}; chunks of {longest} tokens or more; 16 words or letters')
 
     def rows(self, g):
         """With grow more and shorter sequences at first: as many tokens in each micro-batch"""

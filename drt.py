@@ -10,7 +10,7 @@ softmax, weighted by the softmaxed scores. So the loss reaches the scores, and a
 scored higher. There is no other supervision.
 
 Where the paper is in this file
-    §3.1           landmarks; ALiBi; the chunk encoder   DRT.insert; SelfAttention; ChunkEncoder
+    §3.1, §4.1.2   landmarks; ALiBi; the chunk encoder   DRT.insert; SelfAttention; ChunkEncoder
     Eq. 1 to 3     scores, top K; cross-attention        DRT.retrieve; Block, gca_kernel.py
     §3.2, §3.3     Gumbel top-k, MLM; inference          DRT.forward; DRT.stream, State
     §4.4, Table 4  retrieval from a corpus               DRT.prepare_eval
@@ -22,10 +22,10 @@ Letters used in the shape comments
 
 Where this differs from the paper, and why
     Fields marked (ours); the preset 124m has the paper's. As in the official code, a chunk is S - 1
-    tokens and its landmark, whose key takes no part in cross-attention, and has a sink; H + O of
-    Eq. 2 is the residual (there: only the MLP's input). Scores and weights are fp32 (there: bf16).
-    Retrieval never crosses joined documents; self-attention does. Initial weights: 0.02 for C = 768
-    (as there), for what adds to the residual, GCA apart, scaled by depth. Table 4: one corpus.
+    tokens and a landmark, and cross-attention has a sink in place of the landmark's key. H + O of
+    Eq. 2 is the residual (there: only the MLP's input). Scores and top-k are fp32 (there: bf16).
+    Retrieval never crosses joined documents; self-attention does. Weights start with std 0.02 for
+    C = 768 (as there), over sqrt(2 n_layer) where they add to the residual, except in GCA.
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
@@ -55,14 +55,14 @@ class DRTConfig:
     chunk_size: int = 32        # positions of a chunk, its landmark included, S (paper: 64)
     slope: float = 4.0          # ALiBi's first slope, the last is 2^-8 (ours; paper: 2^(-8/H))
     n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
-    next_chunk: bool = True     # the one after it is read too, each with half of w_k (ours)
+    next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
-    encoder: Literal['lower', 'tokens'] = 'lower'   # it reads layers' output or embeddings
+    encoder: Literal['lower', 'tokens'] = 'lower'   # its input: lower layers' output, embeddings
     n_encoder: int = 2          # layers of the chunk encoder; 0: none (official code)
-    compare_means: bool = True  # l_k: mean of C_k; centered, it is added to h, at first 0 (ours)
-    shift_values: bool = True   # values are of the next token; at first W_Q, W_O = W_K, W_Vᵀ (ours)
+    compare_means: bool = True  # l_k: mean of C_k; h, at first 0, plus the centered l_t (ours)
+    shift_values: bool = True   # value: the next token's; at first W_Q = W_K, W_O = W_Vᵀ (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
-    mlm: float = 0.15           # encoder tokens: share masked at first; 0: none (official code)
+    mlm: float = 0.15           # --encoder tokens: masked share, first half; 0: none (official)
     retriever: Literal['learned', 'random', 'off'] = 'learned'      # random: paper appendix A.5
     sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
 
@@ -248,14 +248,14 @@ class ChunkEncoder(nn.Module):
             y = y + block.mlp(block.norm2(y))
         y = self.norm(y).view(x.shape)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (B, N, S, H, D)
-        v = v.roll(-1, dims=2) if self.shift else v                 # the last token's: landmark's
+        v = v.roll(-1, dims=2) if self.shift else v     # the last token has the landmark's value
         return y, torch.stack([k, v])
 
 
 class State(NamedTuple):
     """What streaming keeps of a text (§3.3). Only landmarks and kv grow, once a chunk."""
     past: list                  # of each layer, keys and values of the last W - 1 positions
-    unfinished: torch.Tensor    # (B, s, C) what the encoder will read of the unfinished chunk
+    unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the chunk not yet complete
     landmarks: torch.Tensor     # (B, M, C) l_k of all chunks
     kv: list                    # of each chunk, (2, B, S, H, D) fp16
     reads: list                 # of each group, w and idx (B, n, K); the unfinished chunk's last
@@ -296,14 +296,14 @@ class DRT(nn.Module):
                 block.gca.proj.weight.data.copy_(v.T)
 
     def empty_state(self, B):
-        """Of no text; but the chunks of a corpus, if they may be retrieved, come first (B = 1)."""
+        """The state before a text. A corpus to retrieve from comes first: its chunks (B = 1)."""
         c, E = self.config, self.embedding.weight
         w, none = E.new_zeros(B, 1, c.n_neighbors), E.new_empty(B, 0, c.n_embd)
         landmarks, kv = (none, []) if self.source == 'text' else self.corpus[1:]
         return State([None] * c.n_layer, none, landmarks, kv, [(w, w.int() - 1)] * c.groups)
 
     def insert(self, x, value, s=0):
-        """§3.1: `value` after every S - 1 tokens, s of which came before: x (B, T) -> (B, L)"""
+        """§3.1: inserts `value` after every S - 1 tokens; s tokens precede x (B, T) -> (B, L)"""
         T = x.size(1)                                               # the base LM has no landmarks
         n = self.config.chunk_size - 1 if self.config.groups else T + 1
         chunks = F.pad(x, (s, -(s + T) % n)).unflatten(1, (-1, n))
@@ -340,8 +340,8 @@ class DRT(nn.Module):
         return list(kv.unbind(2))
 
     def encode(self, ids, state=None, docs=None, noise=None, masked=None, upper=True):
-        """ids (B, L), of tokens and landmarks, continue the text of state. Only in training: docs
-        (B, L) of documents, noise (G, B, N, N) on the scores, masked (B, L): not for the encoder
+        """ids (B, L), of tokens and landmarks, continue the text of state. Only from forward: docs
+        (B, L), documents; noise (G, B, N, N), added to scores; masked (B, L), hidden from encoder
         -> f (B, L, C), C_k (B, N, S, C) of the N chunks that end here, the new state"""
         config, S, (B, L), chunks = self.config, self.config.chunk_size, ids.shape, None
         past, unfinished, landmarks, kv, reads = state or self.empty_state(B)
@@ -377,7 +377,7 @@ class DRT(nn.Module):
 
         def cross_attend(q):                                        # (B, L, H, D) -> the same
             q = F.pad(q, (0, 0, 0, 0, s, (N + 1) * S - s - L))      # N + 1 whole chunks
-            k, v = read.type_as(q).flatten(2, 3)                    # (B, n S, H, D)
+            k, v = retrieved.type_as(q).flatten(2, 3)               # (B, n S, H, D)
             o = gca(q, k, v, w, idx, S, S - 1, config.sink, kernel=self.kernel)
             return o[:, s:s + L] * same
 
@@ -392,10 +392,10 @@ class DRT(nn.Module):
                 if config.next_chunk:                               # 2 K columns
                     w = w.repeat_interleave(2, dim=2) / 2
                     idx = torch.stack([idx, idx + (idx >= 0)], dim=3).flatten(2)    # -1 remains
-                read = kv                                           # (2, B, N, S, H, D)
+                retrieved = kv                                      # (2, B, N, S, H, D)
                 if docs is None:                                    # each retrieved chunk once
                     numbers, idx = idx.clamp(min=0).unique(return_inverse=True)     # (w is 0 at -1)
-                    read = torch.stack([kv[m] for m in numbers.tolist()], dim=2).to(x.device)
+                    retrieved = torch.stack([kv[m] for m in numbers.tolist()], dim=2).to(x.device)
             x, past[i] = block(x, past[i], cross_attend if retrieves else None)
         return self.norm(x), chunks, State(past, unfinished, landmarks, kv, reads)
 

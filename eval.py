@@ -5,8 +5,8 @@ Evaluates trained models: any mixture of them in one table, on the same tokens.
     $ python eval.py out/drt --task examples        what is retrieved where it helps most
     $ python eval.py out/trime --help               all tasks and flags, those of its model too
 
-A run is a folder, for its best.pt or else its ckpt.pt, or a .pt file. Each token of a document but
-its first is scored once, in fp32, given all tokens before it.
+A run is a folder, of which best.pt is used, else ckpt.pt, or it is a .pt file. Each token of a
+document but its first is scored once, in fp32, given all tokens before it.
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
@@ -26,9 +26,9 @@ POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096
 
 @dataclass
 class EvalConfig:
-    task: str = ''              # table, examples, generate, niah, speed or ranks
+    task: str = ''              # table, examples, generate, niah, speed; rpt: ranks; '': a report
     data: str = ''              # another corpus than the one of training
-    retrieve_from: str = ''     # trime, drt: from this corpus's train split; drt: alone, and both
+    retrieve_from: str = ''     # trime, drt: retrieve from the train split of this corpus
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split
     max_tokens: int = 200       # generate: new tokens, at most
@@ -112,8 +112,8 @@ def by_position(log_p, edges):
 
 
 def metrics(log_p, log_p_off, split):
-    """The columns of a row. As the tokens of a document depend on each other, the error of the gain
-    is that of a sample of N documents: with D_d the sum of the differences of its n_d tokens
+    """The columns of a row. Tokens of one document are not independent, so the error of the gain
+    treats the N documents as the sample. D_d: sum of log_p - log_p_off over the n_d tokens of d
         gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d"""
     N, n = len(log_p), np.array([len(x) for x in log_p])                    # n (N,)
     nats = -sum(x.sum() for x in log_p)
@@ -155,12 +155,12 @@ def table(runs, args):
     text = dict(runs[0].text, documents=len(sizes), scored=sum(sizes) - len(sizes))
     print_table([text])
     print_table(rows)
-    print('on: as trained; shuffled: with others in their place; off: without. ±: standard error')
+    print('on: as trained; shuffled: other memories or chunks; off: none. ±: standard error')
     return dict(text, rows=rows)
 
 
 def show(run, tokens, t, **facts):
-    """Prints the 4 largest weights of what predicts token t + 1. -> the same as a dict"""
+    """Prints what is retrieved to predict token t + 1, 4 at most. -> the same as a dict"""
     decode, rows = run.tokenizer.decode, []
     vars(run.model).update(run.ways[run.on])
     facts['before'] = decode(tokens[:t + 1][-32:].tolist())
@@ -218,7 +218,7 @@ def repeated(ids, n=8):
 
 
 def samples(runs, args):
-    """Continues --prompt, or 1,024 tokens amid the longest document, with and without memory."""
+    """Continues --prompt, or 1,024 tokens up to the middle of the longest document; on and off."""
     rows, sampling = [], (args.max_tokens, args.temperature, args.top_p, args.seed)
     for run in runs:
         ids = max(run.documents, key=len).tolist()
@@ -237,7 +237,7 @@ def samples(runs, args):
 
 
 def draw(runs, path):
-    """Losses of training, of log.jsonl; losses by position, of the table (DRT, Figure 3b, c)"""
+    """Plots log.jsonl's training losses and the table's losses by position (DRT, Fig. 3b, c)."""
     try:
         from matplotlib.figure import Figure            # pyplot would need a screen
     except ImportError:
@@ -263,9 +263,9 @@ def draw(runs, path):
 
 
 def speed(runs, args, rounds=5):
-    """For each token: seconds (median; the runs interleaved) and MACs of a forward and a backward
-    pass, of RPT without its ranking loss. MACs: half the FLOPs that torch counts, of attention by
-    its definition, as the fused kernel of a CPU is not counted"""
+    """Seconds (median of interleaved runs) and MACs of forward and backward, per token; of RPT
+    without the ranking loss. MACs are half of torch's FLOPs; they are counted with SDPA's math
+    backend, because torch counts no FLOPs of the CPU's fused kernel."""
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
     _, autocast = train.precision(args.device, 'auto')
     def seconds(run):
@@ -290,8 +290,8 @@ def speed(runs, args, rounds=5):
 
 
 def answers(run, needles, n_chunks, slots, rng):
-    """Hides a needle in each slot (second hops anywhere) of a text of whole chunks -> is each
-    question answered by greedy decoding: is each token of the answer the likeliest in its place?"""
+    """Hides a needle in each slot (second hops elsewhere) of a text of whole chunks -> for each
+    question, whether greedy decoding gives the answer: each of its tokens is the likeliest"""
     c, hops, start = needles.chunk, needles.hops, rng.integers(len(run.split.tokens))
     ids = np.take(run.split.tokens, start + np.arange(n_chunks * c), mode='wrap').astype(int)
     chains = needles.chains(rng, len(slots), ids)           # (needles, hops + 1, 4) words of names
@@ -321,7 +321,7 @@ def niah(runs, args):
         hops, n_chunks = run.corpus.hops or 1, length // chunk
         needles = data.Needles(run.split, run.tokenizer, hops, 8 * chunk, 1, 0, chunk)
         slots = [depth * (n_chunks - 3) // 100 for depth in depths.values()]
-        if len(set(slots).intersection(range(n_chunks - 2))) < len(slots):
+        if len(set(slots)) < len(slots) or n_chunks - 2 < hops * len(slots):
             raise SystemExit(f'--lengths {name}, --depths {args.depths}: no chunk for each needle')
         began, n_texts, right = time.time(), max(1, min(10, 2 ** 22 // length)), []
         for i in data.progress(range(n_texts), f'{run.name}, {name}'):
@@ -360,12 +360,12 @@ def main(argv):
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
     try:
-        file = Path(args.json or 'metrics.json').absolute()
-        if file.is_dir() or args.json and not os.access(file.parent, os.W_OK):     # now, not later
+        file = Path(args.json).absolute()                       # checked now, not after the work
+        if args.json and (file.is_dir() or not os.access(file.parent, os.W_OK)):
             parser.error(f'--json {args.json!r} cannot be written')
         for run in runs:
             if args.retrieve_from and not hasattr(run.model, 'prepare_eval'):
-                parser.error(f'{run.name} retrieves from its own text, never --retrieve-from')
+                parser.error(f'{run.name} retrieves from its own text: no --retrieve-from')
             run.prepare(args)
             if run.text != runs[0].text:
                 parser.error(f'different texts, {runs[0].text} and {run.text}: use --data')

@@ -22,7 +22,7 @@ Where we differ from the paper, and why
     Algorithm 1 loops over blocks of a chunk's keys. A whole chunk fits on the chip: one pass. The
     O_k are not saved: Algorithm 2's rowsum(dO ∘ O_k) equals rowsum(P ∘ dP). dQ has its own kernel.
 
-    $ python gca_kernel.py           errors against fp64; on a GPU also time and memory
+    $ python gca_kernel.py           errors against fp64; on a GPU also times
 """
 from __future__ import annotations      # tl.constexpr: Triton is imported later
 
@@ -84,7 +84,7 @@ def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
 
 
 # --------------------------------------------------------------------------------------------------
-# the Triton kernels, functions until `kernels` imports Triton, and one operator for autograd
+# the Triton kernels (plain functions until `kernels` imports Triton), an operator with autograd
 def load_chunk(X, c, Hkv, S: tl.constexpr, D: tl.constexpr):
     """Keys or values of chunk c, (S, D). Zeros if c is -1, by a mask: a branch is not pipelined."""
     rows = tl.arange(0, S)[:, None]
@@ -100,7 +100,7 @@ def chunk_softmax(q, k, scale, S: tl.constexpr, KEYS: tl.constexpr, SINK: tl.con
         s = tl.where(tl.arange(0, S)[None, :] < KEYS, s, float('-inf'))
     m = tl.max(s, axis=1)
     p = tl.exp2(s - m[:, None])
-    l = tl.sum(p, axis=1) + (tl.exp2(-m) if SINK else 0.0)      # a sink: score 0; l = inf is exact
+    l = tl.sum(p, axis=1) + (tl.exp2(-m) if SINK else 0.0)    # sink: score 0; if l = inf, p / l = 0
     return p, m, l
 
 
@@ -215,8 +215,8 @@ def kernels():
 
 
 def options(q, k, chunk, n_keys):
-    """Constants and launch options of all kernels, and BLOCK of dkdv_kernel. By compiling for sm_80
-    and sm_90: at S = 64 in 16 bits no register is spilled, and loads overlap with products."""
+    """Constants and launch options of all kernels, and BLOCK of dkdv_kernel. Chosen by compiling
+    for sm_80 and sm_90: for S = 64 in 16 bits no register is spilled, loads overlap products."""
     D, tile = q.size(3), chunk * q.size(3) * q.element_size()       # bytes of k or v in a stage
     stages = 3 if tile <= 12 * 1024 else 2 if tile <= 16 * 1024 else 1
     warps = 4 if chunk <= 64 and chunk * D <= 64 * 64 else 8
@@ -276,8 +276,8 @@ def gca_plan(idx, n_chunks):
         order     (B, M) int32       chunks, most retrieved first, because they take longest
 
     >>> gca_plan(torch.tensor([[[2, 0], [2, -1]]]), n_chunks=3)
-    (tensor([[1, 0, 2, 3]]), tensor([[0, 1, 1, 3]]), tensor([[2, 0, 1]]))"""
-    chunk = idx.flatten(1).masked_fill(idx.flatten(1) < 0, n_chunks)            # (B, N K)
+    [[1, 0, 2, 3]], [[0, 1, 1, 3]], [[2, 0, 1]]"""
+    chunk = idx.masked_fill(idx < 0, n_chunks).flatten(1)                       # (B, N K)
     chunk, entries = chunk.sort(dim=1, stable=True)
     edges = torch.arange(n_chunks + 1, device=idx.device, dtype=idx.dtype).repeat(len(idx), 1)
     start = torch.searchsorted(chunk, edges, out_int32=True)                    # (B, M + 1)
@@ -312,8 +312,8 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
         plan     gca_plan(idx, M); made here if None
         kernel   'triton', 'torch', or 'auto': Triton on a GPU where it can run, else PyTorch
 
-    Returns o like q, exact zeros for a chunk of queries without chunks. NotImplementedError if
-    kernel is 'triton' and cannot run. Deterministic, except for kernel 'torch' on a GPU."""
+    Returns o like q, exactly 0 for a chunk of queries whose slots are all unused. Raises
+    NotImplementedError if kernel='triton' cannot run. Deterministic, but not 'torch' on a GPU."""
     M, D, reason = k.size(1) // chunk, q.size(3), why_not_triton(q, chunk)
     assert k.shape == v.shape and w.shape == idx.shape and q.size(1) == idx.size(1) * chunk
     if kernel == 'triton' and reason:

@@ -24,13 +24,13 @@ Letters in the shape comments
 
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); s_t is a mean over tokens, L_ret over the chunks with a positive;
-    |Δ NDCG| is of 1 / log2(1 + rank). A chunk without neighbors gets 0 from cross-attention, one
+    NDCG discounts by 1 / log2(1 + rank). A chunk without neighbors gets 0 from cross-attention, one
     without positives no neighbors from the teacher. Scheduled sampling draws for each chunk.
     The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
     With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
-    the same documents and scores every n-th chunk; the others are taught as in RPT-Lex. Muon.
-    Dropout in layers. BM25 has the corpus's idf. Self-attention crosses joined short documents.
+    the same documents and scores every n-th chunk; the others are taught as in RPT-Lex. Muon
+    for AdaBelief; dropout on what layers add; self-attention crosses joined documents; corpus idf.
 
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           a reference LM, then RPT, which it teaches
@@ -60,17 +60,17 @@ class RPTConfig:
     n_embd: int = 128             # width, C (ours; paper: 1,024)
     n_inner: int = 0              # hidden width of the MLP; 0: 4 C (paper)
     dropout: float = 0.0          # on embeddings and what layers add (ours; paper: 0.05)
-    window: int = 128             # two attention blocks (ours; paper: 2,048)
+    window: int = 128             # two attention blocks: its own, one before (ours; paper: 2,048)
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper)
     n_cca: int = 0                # last layers that cross-attend; 0: the upper half (paper: 5)
-    retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'        # bm25: RETRO (§5.1)
-    shift_values: bool = True     # the key of a token has the value of the next one (ours)
+    retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # bm25: RETRO; none: no chunks (§5)
+    shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
     eta: float = 0.1              # lower bound of the gate, η (paper)
     alpha: float = 0.005          # weight of L_ret from a fifth of the steps on (ours; paper: 1e-9)
     tau: float = 4.0              # margin of L_ret at the end, 1 at the start (paper: 2 to 128)
-    teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # of sem, lex: chooses (paper)
+    teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # when it sets neighbors (paper)
     n_candidates: int = 20        # BM25 candidates of a chunk, J (paper)
     score_every: int = 1          # the reference LM scores every n-th chunk; others: as lex (ours)
     reference: str = ''           # checkpoint of the reference LM; default: one is trained first
@@ -90,7 +90,7 @@ class RPTConfig:
             raise ValueError('dropout, eta and reference_cache are below 1')
 
 
-PRESETS = {         # §3.4, App. A, B; tokenizer, optimizer with its settings, reference LM: ours
+PRESETS = {         # §3.4, App. A, B; ours: tokenizer, optimizer, its settings, alpha, reference LM
     'tiny': dict(n_candidates=4, score_every=4),
     'paper': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_384,
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
@@ -218,7 +218,7 @@ class SelfAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Texts x attend to texts y, where mask is True; positions are from 0 on, in x from `first`."""
+    """Tokens of x attend to those of y where mask is True; positions start at 0, x's at `first`."""
     def __init__(self, config, shift=False):
         super().__init__()
         self.n_head, self.shift = config.n_head, shift
@@ -230,7 +230,7 @@ class Attention(nn.Module):
         """x (n, a, t, C), y (n, b, s, C), mask broadcast to (n, H, a t, b s) -> as x"""
         q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, a, t, H, D)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (n, b, s, H, D)
-        v = v.roll(-1, dims=2) if self.shift else v                         # of the next token
+        v = v.roll(-1, dims=2) if self.shift else v                         # next token's; cyclic
         q = rotate(q, rotary(torch.arange(first, first + x.size(2), device=x.device), q.size(-1)))
         k = rotate(k, rotary(torch.arange(y.size(2), device=x.device), k.size(-1)))
         q, k, v = (z.flatten(1, 2).transpose(1, 2) for z in (q, k, v))      # (n, H, tokens, D)
@@ -272,7 +272,7 @@ class NeighborEncoder(nn.Module):
         return x + self.cross(self.norm2(x), self.norm_query(chunk)[:, None])
 
     def gates(self, neighbors, chosen):
-        """max(η, σ((w · norm(ĉ) + b) / C)), (B, n, K): ĉ is the mean of a neighbor (B, n, K, 2m, C)
+        """max(η, σ((w_ng · norm(ĉ) + b) / C)), (B, n, K); ĉ: mean of a neighbor (B, n, K, 2m, C)
         after attention to the better ones of its chunk and to those of the w - 1 chunks before."""
         (B, n, K), config = chosen.shape, self.config
         if not config.gate:
@@ -291,9 +291,9 @@ class NeighborEncoder(nn.Module):
 
 
 class ChunkedCrossAttention(nn.Module):
-    """Borgeaud et al. 2022, §2.4: to the neighbors of chunk i attends a group of m tokens: the last
-    of chunk i, which is the first that may depend on them, and all but the last of chunk i + 1, at
-    positions m - 1 to 2m - 2; a neighbor's are 0 to 2m - 1. No norm: it would undo the gate."""
+    """Borgeaud et al. 2022, §2.4: a group of m tokens attends to the neighbors of chunk i: the last
+    token of chunk i, the first that may depend on them, and all but the last of chunk i + 1. Their
+    positions are m - 1 to 2m - 2, a neighbor's 0 to 2m - 1. A norm here would undo the gate."""
     def __init__(self, config):
         super().__init__()
         self.norm, self.m = RMSNorm(config.n_embd), config.chunk_size
@@ -341,10 +341,10 @@ def permitted(doc, c, w):
 
 
 def top(scores, allowed, K):
-    """The places (..., K) of the highest allowed of scores (..., n), -1 where there are fewer"""
+    """Indices (..., K) of the highest allowed of scores (..., n), -1 where there are fewer"""
     scores = F.pad(scores.where(allowed, -math.inf), (0, K), value=-math.inf)
-    values, places = scores.sort(dim=-1, descending=True, stable=True)
-    return places.masked_fill(values == -math.inf, -1)[..., :K]
+    values, indices = scores.sort(dim=-1, descending=True, stable=True)
+    return indices.masked_fill(values == -math.inf, -1)[..., :K]
 
 
 def ranking_loss(s_q, s_t, tau):
@@ -442,7 +442,7 @@ def load_reference(c, config, corpus, train_reference):
     return reference
 
 
-# of data.Batch; s_t (B, N, N); chunks with a positive, a mean over the micro-batches of the step
+# data.Batch with s_t (B, N, N) and the chunks with a positive per micro-batch, the step's mean
 TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores ranked')
 
 
@@ -459,6 +459,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         reference = load_reference(c, config, corpus, train_reference)
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
         reference.to(device)
+        reference.encode = autocast()(reference.encode)                 # the scores remain fp32
     facts = [corpus.fingerprint, corpus.hops, corpus.hops * config.seed, config.dtype, m, model.w,
              c.n_candidates, c.score_every, c.reference_cache]
     name = hashlib.sha256(repr(facts).encode() + weights).hexdigest()[:16]
@@ -477,8 +478,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
                 chunks = batch.tokens[b, :N * m].view(N, m)
                 new = bm25_candidates(chunks, doc[b], model.w, c.n_candidates, idf)
                 if (pairs := scored & (new > 0)).any():
-                    with autocast():
-                        s_lm = target_scores(reference, chunks.to(device), pairs.to(device))
+                    s_lm = target_scores(reference, chunks.to(device), pairs.to(device))
                     new = s_lm.cpu().where(pairs, new)
                 np.save(temporary, new.numpy())
                 temporary.replace(path)
@@ -507,7 +507,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
 # --------------------------------------------------------------------------------------------------
 # the model
 class State(NamedTuple):
-    """What is kept of a text: M whole chunks, of the last n >= w of them the neighbors, and rest"""
+    """What is kept of a text: its M whole chunks, neighbors of the last n >= w of them, the rest"""
     past: list                  # of each layer, keys and values of the last two blocks
     rest: torch.Tensor          # (B, fewer than m) tokens of the unfinished chunk
     E: torch.Tensor             # (B, M, m, C) tokens of all chunks, to be retrieved

@@ -5,8 +5,8 @@ Trains any model of this repository: on a laptop's CPU, on one GPU, or on many u
     $ torchrun --standalone --nproc_per_node=8 train.py --model rpt --tokens-per-step 16384
 
 The folder of a run, out/<model> or --out, gets config.json, log.jsonl, best.pt (the weights with
-the lowest validation loss) and ckpt.pt, from which the same command resumes. An interrupted run
-equals another one, bit for bit on a CPU, as does one on more processes.
+the lowest validation loss) and ckpt.pt, from which the same command resumes: on a CPU the result is
+bit for bit that of a run without interruption. More processes change only the order of sums.
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
@@ -31,7 +31,7 @@ STOP = []                                                           # signals re
 
 @dataclass
 class TrainConfig:
-    data: str = 'code'              # name (code, shakespeare, ...), folder, file; niah[2][:these]
+    data: str = 'code'              # code, shakespeare, ..., folder or file; niah, niah2, niah:TEXT
     tokenizer: Literal['bpe', 'bytes', 'gpt2', 'word'] = 'bpe'      # bpe is learned from the text
     seed: int = 0                   # of the weights, the order of the data, the model's randomness
     max_steps: int = 600            # optimizer steps
@@ -43,7 +43,7 @@ class TrainConfig:
     beta2: float = 0.95             # AdamW, mean of the squared gradients
     grad_clip: float = 1.0          # largest norm of the gradient; 0: no limit
     eval_every: int = 100           # steps between validations and checkpoints
-    val_tokens: int = 32768         # evenly spread, for validation while training; all at the end
+    val_tokens: int = 32768         # tokens of a validation, evenly spread; at the end it has all
     dtype: Literal['auto', 'bf16', 'fp32'] = 'auto'     # auto: bf16 where hardware is fast with it
     grow_context: bool = False      # niah: sequences grow to block_size in the first half
     init: str = ''                  # start from the weights of this checkpoint
@@ -68,7 +68,7 @@ def numbers(least, kind):
 
 
 def add_flags(parser, Config):
-    """A flag for each field, whose comment is its help"""
+    """A flag for each field, whose comment is its help; with "0:" in it an int flag may be 0"""
     comments = dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', inspect.getsource(Config), re.M))
     group = parser.add_argument_group(Config.__name__)
     for f in fields(Config):
@@ -155,7 +155,7 @@ def orthogonalize(x):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum with equal singular values (Jordan et al. 2024), as large as AdamW's (2502.16982)"""
+    """Orthogonalized momentum (Jordan et al. 2024), scaled as AdamW's updates (arXiv 2502.16982)"""
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
@@ -168,7 +168,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimizers_of(model, config):
-    """AdamW and Muon, which with --optimizer muon has the matrices but the embedding"""
+    """AdamW and Muon; with --optimizer muon, Muon has all matrices except the embedding's"""
     matrices, others, vectors = [], [], []
     for name, p in model.named_parameters():
         if p.dim() < 2: vectors.append(p)
@@ -181,7 +181,7 @@ def optimizers_of(model, config):
 
 
 def write(path, content):
-    """Text, or torch.save's objects, then a rename: readers find the previous file or this one."""
+    """Writes text, or by torch.save, then renames: a reader finds the old file or the new one."""
     temporary = Path(f'{path}.tmp')
     try:
         with open(temporary, 'wb') as f:
@@ -211,10 +211,10 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
     """-> causal loss in nats per token of all or evenly spread micro-batches, number of tokens"""
     N, B = len(batches), batches.B
     n = min(N, max(1, at_most // (B * batches.T)))
-    numbers = torch.linspace(0, N - 1, n).round().int().tolist()[RANK::WORLD]
+    chosen = torch.linspace(0, N - 1, n).round().int().tolist()[RANK::WORLD]
     total = torch.zeros(2, dtype=torch.float64)         # of the losses, of the tokens
     model.eval()
-    for i in data.progress(numbers, 'validation', quiet=RANK > 0 or n < N):
+    for i in data.progress(chosen, 'validation', quiet=RANK > 0 or n < N):
         rows = range(batches.n_rows)                # in text order; those of documents far apart
         rows = rows[i::N] if batches.kind == 'documents' else rows[i * B:][:B]
         batch = batches.take(rows, seed=i)
@@ -230,7 +230,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
     began, first = time.time(), state['step']
     if RANK == 0:
         with open(out / 'log.jsonl', 'a') as f:         # the log up to the checkpoint
-            f.truncate(min(f.tell(), state.get('log_size', f.tell())))
+            f.truncate(min(f.tell(), state['log_size']))
     for step in range(first + 1, config.max_steps + 1):
         start, progress = time.time(), (step - 1) / config.max_steps
         lr = learning_rate(step - 1, config)
@@ -256,7 +256,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
         if RANK == 0:
             left = (time.time() - began) / (step - first) * (config.max_steps - step) / 60
             if step == first + 10 and left > 5:
-                print(f'{left:.0f} min left; for 4: --max-steps {4 * config.max_steps / left:.0f}')
+                print(f'{left:.0f} min left; 4 with --max-steps {4 * config.max_steps / left:.0f}')
             if due or step == 1 or step % max(1, config.max_steps // 30) == 0:
                 shown = [f'{key} {x:.4f}' for key, x in entry.items() if key not in NOT_SHOWN]
                 shown += [f'{speed:,.0f} tokens/s', f'{left:.1f} min left']
@@ -331,7 +331,7 @@ def train(module, model_config, config, corpus=None):
         """Sets .grad to that of the mean loss of the micro-batches of a step. -> metrics"""
         metrics = {}
         for n in range(step * passes, (step + 1) * passes):
-            g = n * WORLD + RANK                        # its number in any division
+            g = n * WORLD + RANK                        # its number for any WORLD
             loss, more = forward(attach(batches[g], g), step / config.max_steps)
             (loss / passes).backward()                  # a mean of means: padding weighs a little
             for key, value in {'loss': loss, **more}.items():

@@ -60,21 +60,21 @@ class TRIMEConfig:
     n_embd: int = 128           # width, C (ours; paper: 128 to 1,024)
     n_inner: int = 0            # width inside the MLP; 0: 4 C (paper: 4 C, its 150M model 2,100)
     dropout: float = 0.0        # on embeddings and residual branches (ours; official: 0.1 to 0.3)
-    memory: Literal['none', 'local', 'long', 'ext'] = 'local'   # for training (paper Table 1)
+    memory: Literal['none', 'local', 'long', 'ext'] = 'local'   # used in training (paper Table 1)
     m: int = 0                  # consecutive segments that share long memory; 0: B (paper Table 9)
     ce_warmup: float = 0.05     # first share of the steps, without memory (paper section 5.2)
     p: float = 0.9              # probability that ext disables local memory (paper section 4.3)
     bm25: bool = True           # ext packs similar segments together (paper section 4.3, Table 11)
     memory_grad: bool = True    # back-propagate to the memories (paper section 3, Table 11)
-    same_document: bool = True  # long memory within documents, ext across (paper; official: no)
+    same_document: bool = True  # long memory: one document; ext: others (paper; official: no)
     cutoffs: str = ''           # adaptive softmax: first id of each tail cluster, as 20000,60000
-    div_value: int = 4          # each cluster's vectors are narrower by this (official code: 4)
-    stride: int = 0             # tokens scored per window in tests; 0: T/2 (paper: T/6 to T/2)
+    div_value: int = 4          # divides the width from one cluster to the next (official code: 4)
+    stride: int = 0             # tokens scored per window in evaluation; 0: T/2 (paper: T/6 to T/2)
 
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
-        if not re.fullmatch('([1-9][0-9]*,?)*', self.cutoffs):
+        if not re.fullmatch('([1-9][0-9]*(,|$))*', self.cutoffs):
             raise ValueError(f'cutoffs {self.cutoffs}: not as 20000,60000')
         if max(self.dropout, self.p, self.ce_warmup) > 1:
             raise ValueError('dropout, p and ce_warmup are shares, at most 1')
@@ -91,8 +91,8 @@ class EvalConfig:
     nprobe: int = 16            # trime: lists of the datastore to search; more: slower, more exact
 
 
-# Table 9 (lr of 247M: ours), the 7M model's heads App. F; official code: other heads (its 150M
-# model has 10), cutoffs, div_value, dropout, stride, weight_decay, beta2
+# Table 9 (lr of 247M: ours); n_head of 7M: App. F, of the others: official code (but 10 for 150M),
+# as are cutoffs, div_value, dropout, stride, weight_decay, beta2
 WIKITEXT = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000',
                 eval_every=2000)
 ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0, lr=2.5e-4, warmup=0.0,
@@ -188,13 +188,13 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.attention = RMSNorm(config.n_embd), SelfAttention(config)
         self.norm2, self.mlp = RMSNorm(config.n_embd), MLP(config)
-        self.dropout = config.dropout
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rotary, past=None):
         y, kv = self.attention(self.norm1(x), rotary, past)
-        x = x + F.dropout(y, self.dropout, self.training)
+        x = x + self.dropout(y)
         g = self.norm2(x)
-        x = x + F.dropout(self.mlp(g), self.dropout, self.training)
+        x = x + self.dropout(self.mlp(g))
         return x, g, kv
 
 
@@ -210,7 +210,7 @@ class Embedding(nn.Module):
         super().__init__()
         C, V = config.n_embd, config.vocab_size
         cutoffs = sorted({int(x) for x in config.cutoffs.split(',') if x})
-        self.ends = [x for x in cutoffs if x < V] + [V]             # of the head's words, clusters
+        self.ends = [x for x in cutoffs if x < V] + [V]             # ids where head, clusters end
         self.tables = nn.ParameterList([torch.empty(self.ends[0] + len(self.ends) - 1, C)])
         self.tail_proj = nn.ModuleList()
         for i, size in enumerate(np.diff(self.ends), 1):
@@ -219,7 +219,7 @@ class Embedding(nn.Module):
             self.tail_proj.append(nn.Linear(width, C, bias=False))
 
     def clusters(self, ids):
-        """Of each cluster: i = 1, 2, ..., its first id, which of the ids are in it"""
+        """For each cluster: its number i from 1 on, its first id, and which of the ids are in it"""
         for i, (start, end) in enumerate(zip(self.ends, self.ends[1:]), 1):
             yield i, start, (ids >= start) & (ids < end)
 
@@ -240,7 +240,7 @@ class Embedding(nn.Module):
         row, log_p = w[:, None].clone(), f.new_zeros(len(w), 1)
         for i, start, inside in self.clusters(w):
             row[inside] = self.ends[0] + i - 1
-            for q in inside.nonzero()[:, 0].split(256):             # their log P_i are not kept
+            for q in inside.nonzero()[:, 0].split(256):             # P_i is computed again
                 tail = checkpoint(self.tail, i, f[q], use_reentrant=False)
                 log_p[q] = tail.gather(1, w[q, None] - start)
         return row, log_p
@@ -258,7 +258,7 @@ def memory_mask(memory, doc, config, rows):
     Memory i holds the answer to query i. doc (B, T): documents of the contexts"""
     (B, T), doc = doc.shape, doc.flatten()
     end = len(doc) if 'ext' in memory else rows.stop
-    start = dict(local=rows.start // T * T, none=end - 1).get(memory, 0)        # none: j = i
+    start = dict(local=rows.start // T * T, none=end - 1).get(memory, 0)    # none: 1, not allowed
     i = torch.arange(rows.start, rows.stop, device=doc.device)[:, None]
     j = torch.arange(start, end, device=doc.device)
     earlier, segment, document = j < i, i // T == j // T, doc[i] == doc[j]      # (R, M)
@@ -289,8 +289,8 @@ class TrimeLoss(torch.autograd.Function):
 
     returns means over the queries: of -log P and, without gradient, of the probability on memories
     and the loss without memory. The forward pass computes the gradient too, by blocks of R queries,
-    as (N, n) or (N, N) would be too large. By the exponent of a term, -log P has the derivative
-    P - W: its part in the sum of all terms less its part in the sum of the terms of w."""
+    as (N, n) or (N, N) would be too large. The derivative of -log P by the exponent of a term is
+    P - W: its share of the sum of all terms minus its share of the sum of the terms of w."""
     R = 512
 
     @staticmethod
@@ -344,10 +344,10 @@ class Inference:
         P(w)  <- (1 - λ) P(w) + λ P'(w)                                 Eq. 9
 
     linear: Eq. 1, then Eq. 8 and 9 of local and long memory (continuous cache, Grave et al. 2017),
-    then of ext (kNN-LM, Khandelwal et al. 2020), with sim_j = -|q - k|² / (2 sqrt(C)): for keys of
-    one length the same as ours, but for a constant"""
+    then of ext (kNN-LM, Khandelwal et al. 2020), with sim_j = -|q - k|² / (2 sqrt(C)), ours up
+    to a constant if all keys have the same norm"""
     local: bool = False         # local memory: the window
-    long: int = 0               # tokens of long memory; with local only
+    long: int = 0               # tokens of long memory; not used without local
     n_neighbors: int = 0        # K; 0: no external memory
     linear: bool = False        # continuous cache and kNN-LM
     tau: float = 1.0            # τ of Eq. 6; linear: τ' of the cache
@@ -356,7 +356,7 @@ class Inference:
     lam_ext: float = 0.0        # λ of Eq. 9; linear: of kNN-LM
 
     def probabilities(self, log_words, sim):
-        """P (Q, M) of memories, and log (Q, 1) of the factor from exp(E_w · f) to the rest of P(w).
+        """P (Q, M) of memories, log_factor (Q, 1): P(w) = exp(E_w · f + log_factor) + Σ_{x_j=w} P_j
         log_words (Q, 1): log Σ exp(E_w · f); sim (Q, M): the last n_neighbors are of ext"""
         x = torch.full_like(sim, MASKED) if self.linear else sim / self.tau
         log_factor = -torch.logaddexp(log_words, x.logsumexp(1, keepdim=True))
@@ -373,7 +373,7 @@ class Inference:
         return P, log_factor
 
     def log_p(self, logit, log_words, sim, match, window):
-        """log P(w) of a word (Q, 1), from what `collect` returns, by the memories in use"""
+        """log P (Q, 1) of the next words of a window of `collect`, with the memories in use"""
         used = slice(max(0, window.start - self.long), window.stop + self.n_neighbors)
         P, log_factor = self.probabilities(log_words, sim[:, used])
         P_memory = (P * match[:, used]).sum(1, keepdim=True)
@@ -511,8 +511,8 @@ class TRIME(nn.Module):
             yield f, g, (text, keys, window, past)
 
     def memories(self, g, state, every=1):
-        """Of every n-th of the text's last queries, g (B, q, C): similarities to memories and their
-        values x_j (Q, M), long, local, then external, and the slice of the local ones"""
+        """For one in `every` of the text's last q queries g (B, q, C): similarities to memories and
+        their values x_j, (Q, M): long, local, then external; and the slice of the local ones"""
         (text, keys, window, _), x = state, self.inference
         n, start = text.size(1), text.size(1) - window.size(1)
         first = max(0, start - x.long) if x.local else n - 1
@@ -521,7 +521,7 @@ class TRIME(nn.Module):
         g, key = g[:, ::every], torch.cat([keys[:, :start], window], dim=1)[:, first:-1]
         sim = (g @ key.mT / g.size(2) ** 0.5).masked_fill(j >= i, MASKED)       # Eq. 2, 3
         M = (i - first).clamp(min=1)                                # memories of query i
-        j = first + (j - first + M // 2 * self.shuffle) % M         # (q, M)
+        j = first + (j - first + M // 2 * self.shuffle) % M         # (q, M); shuffled: another
         sim, value = sim.flatten(0, 1), text[:, j + 1].flatten(0, 1)
         if x.n_neighbors:                                           # Eq. 4
             sim_ext, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)
@@ -583,7 +583,7 @@ class TRIME(nn.Module):
         if args.retrieve_from:                                      # Table 5; above, Table 1
             names = f'{args.memory or "local,long"},ext'
         x = Inference('local' in names, args.long * ('long' in names), 1024 * ('ext' in names),
-                      linear=trained == 'none')
+                      linear=trained == 'none' and names != 'none')
         self.stride = args.stride or self.stride
         about = dict(checkpoint=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
                      corpus=external.fingerprint, stride=self.stride)

@@ -351,6 +351,7 @@ def test_flags(tmp_path):
     assert prepared('ext', tmp_path, memory='local', stride=5)[0].stride == 5
     assert 'find itself' in one_line(prepared, 'ext', tmp_path, split='train')
     assert [*prepared('ext', tmp_path, memory='none')[0].ways()] == ['off']
+    assert [*prepared('none', tmp_path)[0].ways()] == ['off']
     other = SimpleNamespace(folder=Path('o'), train=CORPUS.val, fingerprint='o')    # Table 5
     model, _ = prepared('local', tmp_path, external=other, split='train')
     assert (model.store.text.numpy() == CORPUS.val.tokens).all() and model.inference.n_neighbors > 0
