@@ -145,17 +145,19 @@ def attend(q, k, v, block, window, slopes=0.0):
 
     q (B, T, H, D)   k, v (B, P + T, H, D): P keys precede the queries, the first begins a block
     returns (B, T, H, D)"""
-    P, j = k.size(1) - q.size(1), torch.arange(2 * block, device=q.device)
-    age = j[block:, None] - j                                       # (block, 2 block)
-    bias = (-slopes * age).masked_fill((age < 0) | (age >= window), -math.inf).to(q.dtype)
+    P, y, biases = k.size(1) - q.size(1), [], {}
     q = F.pad(q, (0, 0, 0, 0, P, 0))                                # (B, P + T, H, D)
     q, k, v = (x.transpose(1, 2).split(block, dim=2) for x in (q, k, v))    # (B, H, block, D) each
-    y = []
     for n in range(P // block, len(q)):
-        rows, first = q[n].size(2), block if n == 0 else 0          # block 0 has none before it
+        queries = q[n][:, :, max(0, P - n * block):]                # without the padding
         keys, values = (torch.cat(x[max(0, n - 1):n + 1], dim=2) for x in (k, v))
-        y.append(softmax_attention(q[n], keys, values, bias[..., :rows, first:block + rows]))
-    return torch.cat(y, dim=2)[:, :, P % block:].transpose(1, 2)
+        shape = queries.size(2), keys.size(2)                       # few differ
+        if shape not in biases:
+            j = torch.arange(shape[1], device=q[n].device)
+            age = j[-shape[0]:, None] - j                           # (queries, keys)
+            biases[shape] = (-slopes * age).masked_fill((age < 0) | (age >= window), -math.inf)
+        y.append(softmax_attention(queries, keys, values, biases[shape].to(q[n].dtype)))
+    return torch.cat(y, dim=2).transpose(1, 2)
 
 
 def cross_entropy(f, E, targets):
