@@ -576,15 +576,18 @@ class TRIME(nn.Module):
 
     def prepare_eval(self, corpus, external, args, path, progress):
         """Opens the datastore of external.train, tunes on corpus.val; keeps both beside `path`."""
-        if corpus.val is None or external.train is None:
-            raise SystemExit('TRIME is tuned on a split val, and its datastore is of a split train')
         trained, folder = self.config.memory, Path(path).parent
         names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
         if args.retrieve_from:                                      # Table 5; above, Table 1
             names = f'{args.memory or "local,long"},ext'
-        x = Inference('local' in names, args.long * ('long' in names), 1024 * ('ext' in names),
-                      linear=trained == 'none' and names != 'none')
         self.stride = args.stride or self.stride
+        if names == 'none':                                         # nothing to tune
+            self.inference = Inference()
+            return
+        if corpus.val is None or external.train is None:
+            raise SystemExit('TRIME is tuned on a split val, and its datastore is of a split train')
+        x = Inference('local' in names, args.long * ('long' in names), 1024 * ('ext' in names),
+                      linear=trained == 'none')
         about = dict(checkpoint=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
                      corpus=external.fingerprint, stride=self.stride)
         if x.n_neighbors:
