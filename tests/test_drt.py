@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drt import DRT, PRESETS, DRTConfig
+from drt import DRT, PRESETS, DRTConfig, attend
 from test_rpt import batch_of, close, rope
 from test_train import learn
 
@@ -33,6 +33,17 @@ def random_tokens(seed=0, t=T, b=B):
 def changed(tokens, t):
     """The tokens with another one in place t."""
     return (tokens + F.one_hot(torch.tensor(t), tokens.size(1))) % V
+
+
+@pytest.mark.parametrize('past, t, window', [(0, 11, 8), (3, 1, 4), (6, 9, 4), (5, 3, 8)])
+def test_attend_by_loops(past, t, window):
+    q, k, v = (torch.randn(1, n, 2, 6).double() for n in (t, past + t, past + t))
+    slopes, o = torch.tensor([0.5, 0.1]).double(), torch.zeros_like(q)
+    for i, h in [(i, h) for i in range(past, past + t) for h in (0, 1)]:
+        j = [j for j in range(i + 1) if i - j < window and j // 4 >= i // 4 - 1]    # block: 4
+        s = k[0, j, h] @ q[0, i - past, h] / 6 ** 0.5 - slopes[h] * (i - torch.tensor(j))
+        o[0, i - past, h] = s.softmax(0) @ v[0, j, h]
+    close(attend(q, k, v, 4, window, slopes.view(1, 2, 1, 1)), o)
 
 
 def trained(model, batch):
