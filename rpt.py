@@ -152,22 +152,24 @@ def attend(q, k, v, block, window, slopes=0.0):
     """Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1
     and n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et
     al. 2022) subtracts slope * age from each score.
-
     q (B, T, H, D)   k, v (B, P + T, H, D): P keys precede the queries, the first begins a block
     returns (B, T, H, D)"""
-    P, y, biases = k.size(1) - q.size(1), [], {}
-    q = F.pad(q, (0, 0, 0, 0, P, 0))                                # (B, P + T, H, D)
-    q, k, v = (x.transpose(1, 2).split(block, dim=2) for x in (q, k, v))    # (B, H, block, D) each
-    for n in range(P // block, len(q)):
-        queries = q[n][:, :, max(0, P - n * block):]                # without the padding
-        keys, values = (torch.cat(x[max(0, n - 1):n + 1], dim=2) for x in (k, v))
-        shape = queries.size(2), keys.size(2)                       # few differ
-        if shape not in biases:
-            j = torch.arange(shape[1], device=q[n].device)
-            age = j[-shape[0]:, None] - j                           # (queries, keys)
-            biases[shape] = (-slopes * age).masked_fill((age < 0) | (age >= window), -math.inf)
-        y.append(softmax_attention(queries, keys, values, biases[shape].to(q[n].dtype)))
-    return torch.cat(y, dim=2).transpose(1, 2)
+    def attention(q, k, v):                             # the queries are at the last of the keys
+        j = torch.arange(k.size(1), device=k.device)
+        age = j[-q.size(1):, None] - j                              # (queries, keys)
+        bias = (-slopes * age).masked_fill((age < 0) | (age >= window), -math.inf).to(q.dtype)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))            # (B, H, tokens, D)
+        return softmax_attention(q, k, v, bias).transpose(1, 2)
+    T, P = q.size(1), k.size(1) - q.size(1)
+    n, start = min(T, block - P % block), max(0, P // block - 1) * block
+    first = attention(q[:, :n], k[:, start:P + n], v[:, start:P + n])       # to the end of a block
+    if n == T:
+        return first
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, (n - T) % block)).unflatten(1, (-1, block))
+               for x in (q[:, n:], k[:, P + n - block:], v[:, P + n - block:]))
+    k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=2).flatten(0, 1) for x in (k, v))
+    rest = attention(q.flatten(0, 1), k, v).reshape(q.shape)        # (B, N, block, H, D)
+    return torch.cat([first, rest.flatten(1, 2)[:, :T - n]], dim=1)
 
 
 class MLP(nn.Module):
@@ -502,7 +504,6 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         step = range(g - g % n, g - g % n + n)
         ranked = sum((scores(i) > 0).any(2).sum().item() for i in step)
         return TaughtBatch(*batch, scores(g), max(1, ranked) / n)
-
     return attach
 
 

@@ -580,9 +580,8 @@ class TRIME(nn.Module):
         names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
         if args.retrieve_from:                                      # Table 5; above, Table 1
             names = f'{args.memory or "local,long"},ext'
-        self.stride = args.stride or self.stride
+        self.stride, self.inference = args.stride or self.stride, Inference()
         if names == 'none':                                         # nothing to tune
-            self.inference = Inference()
             return
         if corpus.val is None or external.train is None:
             raise SystemExit('TRIME is tuned on a split val, and its datastore is of a split train')
