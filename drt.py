@@ -142,17 +142,17 @@ def attend(q, k, v, block, window, slopes=0.0):
     """Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1
     and n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et
     al. 2022) subtracts slope * age from each score.
-    q (B, T, H, D)   k, v (B, P + T, H, D): P keys precede the queries, the first begins a block
-    returns (B, T, H, D)"""
-    def attention(q, k, v):                             # the queries are at the last of the keys
+    q (B, T, H, D)   k, v (B, P + T, H, D): P < 2 block keys precede the queries, the first of them
+    begins a block; returns (B, T, H, D)"""
+    def attention(q, k, v):                         # queries have the positions of the last keys
         j = torch.arange(k.size(1), device=k.device)
         age = j[-q.size(1):, None] - j                              # (queries, keys)
         bias = (-slopes * age).masked_fill((age < 0) | (age >= window), -math.inf).to(q.dtype)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))            # (B, H, tokens, D)
         return softmax_attention(q, k, v, bias).transpose(1, 2)
     T, P = q.size(1), k.size(1) - q.size(1)
-    n, start = min(T, block - P % block), max(0, P // block - 1) * block
-    first = attention(q[:, :n], k[:, start:P + n], v[:, start:P + n])       # to the end of a block
+    n = min(T, block - P % block)                                   # to the end of a block
+    first = attention(q[:, :n], k[:, :P + n], v[:, :P + n])
     if n == T:
         return first
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, (n - T) % block)).unflatten(1, (-1, block))

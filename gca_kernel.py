@@ -275,8 +275,8 @@ def gca_plan(idx, n_chunks):
         start     (B, M + 1) int32   those of chunk c are entries[start[c]:start[c + 1]]
         order     (B, M) int32       chunks, most retrieved first, because they take longest
 
-    >>> gca_plan(torch.tensor([[[2, 0], [2, -1]]]), n_chunks=3)
-    [[1, 0, 2, 3]], [[0, 1, 1, 3]], [[2, 0, 1]]"""
+    >>> [x.tolist() for x in gca_plan(torch.tensor([[[2, 0], [2, -1]]]), n_chunks=3)]
+    [[[1, 0, 2, 3]], [[0, 1, 1, 3]], [[2, 0, 1]]]"""
     chunk = idx.masked_fill(idx < 0, n_chunks).flatten(1)                       # (B, N K)
     chunk, entries = chunk.sort(dim=1, stable=True)
     edges = torch.arange(n_chunks + 1, device=idx.device, dtype=idx.dtype).repeat(len(idx), 1)
