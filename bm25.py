@@ -31,13 +31,12 @@ def idf_lucene(N, df):
 
 def count(texts):
     """How often each text has each term.
-    texts: arrays (len,) of token ids -> text, term, tf, (P,) each, sorted by text, then by term"""
-    found = [np.unique(text, return_counts=True) for text in texts]
-    assert all(terms.dtype.kind in 'iu' or not len(terms) for terms, _ in found), 'not integers'
-    n_terms = [len(terms) for terms, _ in found]
-    term = np.concatenate([[], *(terms for terms, _ in found)]).astype(int)
-    tf = np.concatenate([[], *(counts for _, counts in found)])
-    return np.repeat(np.arange(len(texts)), n_terms), term, tf
+    texts: arrays (len,) of token ids -> (3, P): text, term, tf, sorted by text, then by term"""
+    text = np.repeat(np.arange(len(texts)), [*map(len, texts)])
+    term = np.concatenate([[], *texts]).astype(int)
+    V = term.max(initial=0) + 1
+    pair, tf = np.unique(text * V + term, return_counts=True)
+    return np.array([pair // V, pair % V, tf])
 
 
 class BM25:
@@ -60,11 +59,9 @@ class BM25:
         row = self.row[term]                                        # (P,)
         self.dense = np.zeros((frequent.sum(), N))                  # (H, N)
         self.dense[row[row >= 0], doc[row >= 0]] = weight[row >= 0]
-        rare = np.flatnonzero(row < 0)
-        rare = rare[term[rare].argsort(kind='stable')]              # by term, then by document
-        self.doc, self.weight = doc[rare], weight[rare]             # the postings
-        self.n_postings = np.where(frequent, 0, df)                 # (V,) how many a term has and
-        self.first = self.n_postings.cumsum() - self.n_postings     # (V,) where they begin
+        order = term.argsort(kind='stable')                         # by term, then by document
+        self.doc, self.weight = doc[order], weight[order]           # postings, of all terms
+        self.first, self.df = df.cumsum() - df, df                  # (V,) where they begin
 
     def search(self, query, k):
         """The k documents that score highest, fewer if fewer share a term with the query.
@@ -93,28 +90,31 @@ class BM25:
 
     def scores(self, queries):
         """The scores of all documents, (Q, N) fp32; 0 where no term is shared."""
-        query, term, tf = count(queries)                            # (P,)
-        known = term < len(self.row)
-        query, term, tf = query[known], term[known], tf[known]
-        row = self.row[term]
+        pairs = count(queries)                                      # (3, P)
+        pairs = pairs[:, pairs[1] < len(self.row)]                  # of known terms
+        rare = self.row[pairs[1]] < 0
+        query, term, tf = pairs[:, ~rare]
         counts = np.zeros((len(queries), len(self.dense)))          # (Q, H)
-        counts[query[row >= 0], row[row >= 0]] = tf[row >= 0]
+        counts[query, self.row[term]] = tf
         scores = counts @ self.dense                                # (Q, N)
 
-        query, term, tf = query[row < 0], term[row < 0], tf[row < 0]
-        first, n = self.first[term], self.n_postings[term]
+        query, term, tf = pairs[:, rare]
         for i in np.unique(query):
-            a, b = np.searchsorted(query, [i, i + 1])               # the terms of query i
-            at = np.repeat(first[a:b] - n[a:b].cumsum() + n[a:b], n[a:b])
+            own = slice(*np.searchsorted(query, [i, i + 1]))        # the terms of query i
+            n = self.df[term[own]]
+            at = np.repeat(self.first[term[own]] - n.cumsum() + n, n)
             at += np.arange(len(at))                                # first, first + 1, ... per term
-            weight = self.weight[at] * np.repeat(tf[a:b], n[a:b])
+            weight = self.weight[at] * np.repeat(tf[own], n)
             scores[i] += np.bincount(self.doc[at], weight, self.N)
         return scores.astype(np.float32)
 
 
 def benchmark():
     """Each segment of the library's words searches its 20 nearest, here and in bm25s."""
-    import bm25s
+    try:
+        import bm25s
+    except ImportError:
+        raise SystemExit('bm25.py is compared with bm25s: pip install bm25s')
     number, tokens = {}, []
     for path in sorted(Path(sysconfig.get_path('stdlib')).rglob('*.py')):
         words = re.findall(r'\w+|[^\w\s]', path.read_text('utf-8', 'replace'))

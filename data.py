@@ -15,7 +15,7 @@ is made. Every document ends with <|endoftext|>, except with `word`. A batch is 
 import contextlib, functools, hashlib, heapq, json, os, re, shutil, sys, sysconfig, time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, pairwise
+from itertools import filterfalse, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ def progress(items, desc, total=None, quiet=False):
     total, printed = total or len(items), time.time()
     for n, item in enumerate(items):
         if not quiet and time.time() - printed > 10:
-            print(f'{desc}: {n:,} of {total:,}', file=sys.stderr, flush=True)
+            print(f'{desc}: {n:,} of {total:,}', file=sys.stderr)
             printed = time.time()
         yield item
 
@@ -95,16 +95,16 @@ class Tokenizer:
     tokens: str by id, one character per byte (not for word). eot: id of <|endoftext|>, or None"""
     def __init__(self, name, tokens=(), pattern=PATTERN):
         self.name, self.pattern, self.eot = name, pattern, None
-        self.tokens = list(tokens) or [chr(i) for i in range(256)]
-        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        self.tokens = tokens = list(tokens) or [chr(i) for i in range(256)]
+        self.ids = {token: i for i, token in enumerate(tokens)}
         if name != 'word':
             ranks = {token.encode('latin-1'): i for token, i in self.ids.items()}
             self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
                                          special_tokens={})
-            self.eot = len(self.tokens)
-            self.tokens.append('<|endoftext|>')
-        self.n_vocab = len(self.tokens)
-        self.dtype = np.dtype(np.uint16 if self.n_vocab <= 1 << 16 else np.uint32)      # on disk
+            self.eot = len(tokens)
+            tokens.append('<|endoftext|>')
+        self.n_vocab = len(tokens)
+        self.dtype = np.uint16 if self.n_vocab <= 1 << 16 else np.uint32    # on disk
 
     @classmethod
     def train(cls, name, texts=(), vocab_size=4096):
@@ -137,11 +137,11 @@ class Tokenizer:
             ids = (self.ids.get(word, self.ids['<unk>']) for word in words_of(text))
             return np.fromiter(ids, np.uint32)
         text = text.encode('utf-8', 'replace').decode()         # '?' for a lone surrogate
-        return self.bpe.encode_to_numpy(text, disallowed_special=())
+        return self.bpe.encode_to_numpy(text)
 
     def decode(self, ids):
-        """Ids of any shape -> str; U+FFFD for what is not UTF-8"""
-        tokens = [self.tokens[i] for i in np.asarray(ids).ravel().tolist()]
+        """Ids (n,) -> str; U+FFFD for what is not UTF-8"""
+        tokens = [self.tokens[i] for i in ids]
         if self.name == 'word':
             return ' '.join(tokens).replace('<eos>', '\n')
         return ''.join(tokens).encode('latin-1').decode(errors='replace')
@@ -191,10 +191,10 @@ def list_files(where, code):
     """The files of a folder, or one file, none of them empty -> {name: path}, sorted"""
     if where.is_file():
         return {where.name: where}
-    omit, files = NOT_CODE if code else HIDDEN, {}
+    omit, files = re.compile(NOT_CODE if code else HIDDEN).fullmatch, {}
     for folder, folders, names in os.walk(where):
-        folders[:] = [name for name in folders if not re.fullmatch(omit, name)]
-        for path in (Path(folder, name) for name in names if not re.fullmatch(omit, name)):
+        folders[:] = filterfalse(omit, folders)
+        for path in (Path(folder, name) for name in filterfalse(omit, names)):
             wanted = path.suffix == '.py' or not code
             if wanted and path.is_file() and path.stat().st_size:
                 files[path.relative_to(where).as_posix()] = path
@@ -232,16 +232,16 @@ def documents(paths, part):
     """The text of files -> its documents: lines of a .jsonl, articles of WikiText, or all as one.
     part: all; train: to the line end at 90% of the text; val: from there to 95%; test: the rest"""
     *first, last = (path.read_bytes() for path in paths)
-    text = b''.join([*(text.removesuffix(b'\n') + b'\n' for text in first), last])
+    text = b'\n'.join([*(text.removesuffix(b'\n') for text in first), last])
     if part != 'all':
-        starts = [len(text) * percent // 100 - 1 for percent in (90, 95)]
-        a, b = (text.find(b'\n', start) + 1 or len(text) for start in starts)
+        n = len(text)
+        a, b = (text.find(b'\n', n * percent // 100 - 1) + 1 or n for percent in (90, 95))
         text = dict(train=text[:a], val=text[a:b], test=text[b:])[part]
     if paths[0].suffix == '.jsonl':
         for line in filter(bytes.strip, text.split(b'\n')):
             try:
                 yield json.loads(line)['text'].encode('utf-8', 'replace').decode()
-            except (ValueError, LookupError, TypeError, AttributeError):
+            except Exception:
                 raise SystemExit(f'{paths[0]}: {line[:60]!r} is no {{"text": "..."}}')
     else:
         yield from ARTICLE.split(text.decode())
@@ -286,7 +286,7 @@ class Corpus:
                 assert np.diff(offsets).min() > 0, f'{split}.idx'
                 assert tokens[:1 << 26].max() < self.tokenizer.n_vocab, f'an id of {split}.bin'
                 setattr(self, split, Split(split, tokens, offsets, m['bytes'], m['words']))
-        except (OSError, ValueError, LookupError, AssertionError) as error:
+        except Exception as error:
             raise SystemExit(f'{folder} is damaged ({error}): delete it to prepare it again')
         text = digest([m['sha256'] for m in meta['splits'].values()])
         self.fingerprint = f'{text[:8]}-{digest(meta["tokenizer"])[:8]}'
@@ -323,8 +323,8 @@ def prepare(folder, sources, tokenizer, vocab_size):
     if not sources['train']:
         raise SystemExit(f'no text for {folder}: --data is a path, code or {", ".join(DOWNLOADS)}')
     if not isinstance(tokenizer, Tokenizer):
-        texts = (text for source in sources['train'] for text in documents(*source))
-        texts = (piece for text in texts for piece in pieces(text))
+        texts = (piece for source in sources['train'] for text in documents(*source)
+                 for piece in pieces(text))
         texts = islice(texts, 4000) if tokenizer == 'bpe' else texts    # enough for bpe
         tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
     new = folder.with_name(f'{folder.name}-{os.getpid()}')
@@ -389,7 +389,7 @@ def pack(split, T, same_document, seed, k=20):
     first = last = np.arange(n)                                 # (n,) documents of each segment
     if same_document:
         first = split.doc_of(starts)
-        last = split.doc_of(np.append(starts[1:], len(split.tokens) - 1) - 1)
+        last = split.doc_of(starts + T - 1)
     low = np.searchsorted(last, first)                          # low to high - 1 share a document
     high = np.searchsorted(first, last, side='right')           # with the segment
     if (high - low).min() == n > 1:
@@ -402,9 +402,9 @@ def pack(split, T, same_document, seed, k=20):
         neighbors += [row[ok][:k].tolist() for row, ok in zip(ids, allowed)]    # best first
     order = {}                                                  # segments taken, as keys
     for c in np.random.default_rng(seed).permutation(n).tolist():
-        while c is not None and c not in order:
+        while c not in order:
             order[c] = True
-            c = next((i for i in neighbors[c] if i not in order), None)
+            c = next((i for i in neighbors[c] if i not in order), c)        # c: none is left
     return np.array(list(order))
 
 
@@ -427,14 +427,13 @@ class Batches:
         T, B = self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed = split, kind, seed
         # ranges of the split form a row; sequence r is places r T to r T + T - 1 of the row
-        begins, sizes = np.array([0]), np.array([len(split.tokens) - 1])
+        begins, ends = np.array([[0], [len(split.tokens) - 1]])
         if kind == 'documents':             # the documents without their ends, then the ends
-            ends = np.diff(split.offsets) % T
-            begins = np.append(split.offsets[:-1], split.offsets[1:] - ends)
-            sizes = np.append(np.diff(split.offsets) - ends, ends)
-        self.stops = np.cumsum(sizes)                           # of the ranges in the row
-        self.shift = begins - self.stops + sizes                # position in the split minus place
-        self.n_rows = int(-(-self.stops[-1] // T))
+            cuts = split.offsets[1:] - np.diff(split.offsets) % T
+            begins, ends = np.append(split.offsets[:-1], cuts), np.append(cuts, split.offsets[1:])
+        self.stops = np.cumsum(ends - begins)                   # of the ranges in the row
+        self.shift = ends - self.stops                          # position in the split minus place
+        self.n_rows = -(-self.stops[-1] // T)
         self.order, self.group = np.arange(self.n_rows), 1      # groups of sequences are shuffled
         if kind == 'consecutive':
             self.group = consecutive or B
@@ -448,11 +447,11 @@ class Batches:
 
     def rows(self, g):
         """Numbers of the sequences in micro-batch g, (at most B,)"""
-        m, (epoch, i) = self.group, divmod(g, len(self))
-        groups = shuffled(-(-self.n_rows // m), self.seed, epoch)
-        groups = groups[i * self.B // m:(i + 1) * self.B // m]
+        m, n = self.group, self.B // self.group                 # n groups of m sequences
+        epoch, i = divmod(g, len(self))
+        groups = shuffled(-(-self.n_rows // m), self.seed, epoch)[i * n:][:n]
         groups = np.sort(groups) if m > 1 else groups           # an incomplete one comes last
-        return np.concatenate([self.order[j * m:(j + 1) * m] for j in groups])
+        return np.concatenate([self.order[j * m:][:m] for j in groups])
 
     def __getitem__(self, g):
         sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
@@ -460,17 +459,16 @@ class Batches:
 
     def take(self, rows, seed):
         """The micro-batch of the sequences with these numbers, (at most B,), padded to B rows"""
-        split, place = self.split, np.full((self.B, self.T), self.stops[-1])        # padding
-        place[:len(rows)] = np.asarray(rows)[:, None] * self.T + np.arange(self.T)
-        real = predicted = place < self.stops[-1]                                   # (B, T)
-        place = np.where(real, place, 0)
+        rows = np.pad(rows, (0, self.B - len(rows)), constant_values=self.n_rows)
+        place = rows[:, None] * self.T + np.arange(self.T)                          # (B, T)
+        real = predicted = place < self.stops[-1]                                   # not padding
+        place *= real
         p = place + self.shift[np.searchsorted(self.stops, place, side='right')]    # in the split
-        doc = split.doc_of(p)
+        doc = self.split.doc_of(p)
         if self.kind == 'documents':
-            predicted = real & (split.doc_of(p + 1) == doc)
-        tokens = np.where(real, split.tokens[p].astype(int), 0)
-        after = np.take(split.tokens, p + 1, mode='clip').astype(int)
-        arrays = tokens, np.where(predicted, after, -1), np.where(real, doc, -1)
+            predicted = real & (self.split.doc_of(p + 1) == doc)
+        tokens, after = (self.split.tokens[at].astype(int) for at in (p, p + predicted))
+        arrays = tokens * real, np.where(predicted, after, -1), np.where(real, doc, -1)
         return Batch(*map(torch.from_numpy, arrays), seed)
 
 
@@ -485,10 +483,9 @@ class Needles(Batches):
                  grow=0, **_):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
         self.hops, self.chunk, self.grow = hops, chunk, grow
-        self.n_rows = len(split.tokens) // self.T               # of an epoch
         blank = ' ' if tokenizer.name == 'bytes' else ''        # other words begin with theirs
         texts = '\nKey' + blank, ' opens' + blank, ',' + blank, '.\n'
-        self.parts = [tokenizer.encode(text).astype(int) for text in texts]     # of a sentence
+        self.parts = [tokenizer.encode(text).tolist() for text in texts]        # of a sentence
         word = dict(bytes='[A-Z]', word='[a-z]{3,}').get(tokenizer.name, ' [a-z]{3,}')
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
         longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
@@ -520,9 +517,8 @@ class Needles(Batches):
         answers = rng.permutation(np.arange(half + self.hops, n, self.hops)) * c
         for at, names in zip(answers, chains):
             question, opens, answer, end = self.sentence(names)
-            for stop in range(at, at - self.hops * c, -c):
-                ids[stop - len(question):stop] = question
-            text = np.concatenate([opens, answer, end])
+            ids[:at].reshape(-1, c)[-self.hops:, -len(question):] = question
+            text = opens + answer + end
             ids[at:at + len(text)] = text
             scored[at + len(opens):][:len(answer)] = True
         return ids[:-1], np.where(scored, ids, -1)[1:]
@@ -540,11 +536,11 @@ class Needles(Batches):
         """Writes a sentence into each of these chunks of ids; needles: (chunk, names)"""
         for at, names in needles:
             needle = np.concatenate(self.sentence(names))
-            at = at * self.chunk + rng.integers(max(1, self.chunk - len(needle)))
+            at = at * self.chunk + rng.integers(self.chunk - len(needle) + 1)
             ids[at:at + len(needle)] = needle
 
     def sentence(self, names):
         """Ids of "Key A opens B, C.": of the question, of " opens", of the answer, of the end"""
         key, opens, comma, end = self.parts
-        answer = np.concatenate([np.append(comma, name) for name in names[1:]])[len(comma):]
-        return np.append(key, names[0]), opens, answer, end
+        answer = [i for name in names[1:] for i in (*comma, *name)][len(comma):]
+        return [*key, *names[0]], opens, answer, end

@@ -10,7 +10,7 @@ document but its first is scored once, in fp32, given all tokens before it.
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
-import argparse, importlib, itertools, json, math, sys, time
+import argparse, functools, importlib, itertools, json, math, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -44,40 +44,41 @@ class EvalConfig:
 class Run:
     """A trained model, by its folder or .pt file, and the text that it is evaluated on"""
     def __init__(self, name):
-        self.name, self.path, self.scores = name, Path(name), {}
+        self.name, self.path = name, Path(name)
         if self.path.is_dir():
             self.path /= 'best.pt' if (self.path / 'best.pt').exists() else 'ckpt.pt'
         try:
-            self.checkpoint = torch.load(self.path, map_location='cpu', weights_only=True)
-            model = self.checkpoint['model_name']
+            checkpoint = torch.load(self.path, map_location='cpu', weights_only=True)
+            model = checkpoint['model_name']
             assert model in train.MODELS, model
-            self.module = importlib.import_module(model)
-            config = getattr(self.module, model.upper() + 'Config')(**self.checkpoint['config'])
-            assert self.checkpoint['config'].keys() == vars(config).keys(), 'of another version'
-            self.model = getattr(self.module, model.upper())(config).eval()
-            self.model.load_state_dict(self.checkpoint['model'])
-            self.tokenizer = data.Tokenizer(**self.checkpoint['tokenizer'])
+            module = importlib.import_module(model)
+            config = getattr(module, model.upper() + 'Config')(**checkpoint['config'])
+            assert checkpoint['config'].keys() == vars(config).keys(), 'of another version'
+            self.model = getattr(module, model.upper())(config).eval()
+            self.model.load_state_dict(checkpoint['model'])
+            self.tokenizer = data.Tokenizer(**checkpoint['tokenizer'])
+            self.module, self.checkpoint = module, checkpoint
         except Exception as e:                      # a broken or hostile file can raise anything
             raise SystemExit(f'{self.path} is no checkpoint of this train.py: {e!r:.200}')
 
     def prepare(self, args):
         """documents: each tokens (n,) int64; ways: name -> attributes of the model to set"""
         name = args.data or self.checkpoint['data']
-        self.corpus = data.load(name, self.tokenizer, quiet=True)
-        self.split = getattr(self.corpus, args.split)
-        if self.split is None:
+        corpus = self.corpus = data.load(name, self.tokenizer, quiet=True)
+        split = self.split = getattr(corpus, args.split)
+        if split is None:
             raise SystemExit(f'{name} has no split {args.split}')
-        if not args.data and self.corpus.fingerprint != self.checkpoint['corpus']:
+        if not args.data and corpus.fingerprint != self.checkpoint['corpus']:
             print(f'{self.name} was trained on another version of {name}', file=sys.stderr)
-        tokens = torch.tensor(self.split.tokens.astype(int), device=args.device)
-        documents = tokens.tensor_split(self.split.offsets[1:-1].tolist())
+        tokens = torch.tensor(split.tokens.astype(int), device=args.device)
+        documents = tokens.tensor_split(split.offsets[1:-1].tolist())
         self.documents = [tokens for tokens in documents if len(tokens) > 1]
-        self.text = dict(data=self.corpus.name, text=self.corpus.fingerprint[:8], split=args.split,
-                         bytes=self.split.n_bytes, words=self.split.n_words)
+        self.text = dict(data=corpus.name, text=corpus.fingerprint[:8], split=args.split,
+                         bytes=split.n_bytes, words=split.n_words)
         self.model.to(args.device)
         if hasattr(self.model, 'prepare_eval'):
             external = data.load(args.retrieve_from or name, self.tokenizer, quiet=True)
-            self.model.prepare_eval(self.corpus, external, args, self.path, data.progress)
+            self.model.prepare_eval(corpus, external, args, self.path, data.progress)
         self.ways = self.model.ways()
         self.on = next(way for way in ('both', 'on', 'off') if way in self.ways)
 
@@ -89,13 +90,12 @@ class Run:
             parts.append(log_probs[0].gather(1, targets[:, None])[:, 0])
         return torch.cat(parts)
 
+    @functools.cache
     def score(self, way):
         """log_p of each document, (n - 1,) fp64; computed once for each way"""
-        if way not in self.scores:
-            vars(self.model).update(self.ways[way])
-            documents = data.progress(self.documents, f'{self.name}, {way}')
-            self.scores[way] = [self.log_p(tokens).cpu().double().numpy() for tokens in documents]
-        return self.scores[way]
+        vars(self.model).update(self.ways[way])
+        documents = data.progress(self.documents, f'{self.name}, {way}')
+        return [self.log_p(tokens).cpu().double().numpy() for tokens in documents]
 
 
 def load(path, device='cpu'):
@@ -116,14 +116,14 @@ def metrics(log_p, log_p_off, split):
     treats the N documents as the sample. D_d: sum of log_p - log_p_off over the n_d tokens of d
         gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d"""
     N, n = len(log_p), np.array([len(x) for x in log_p])                    # n (N,)
-    nats = -sum(x.sum() for x in log_p)
-    loss = nats / n.sum()
+    nats, total = -np.concatenate(log_p).sum(), n.sum()
+    loss = nats / total
     row = {'loss': loss, 'ppl': np.exp(loss), 'bits/byte': nats / math.log(2) / split.n_bytes,
            'word ppl': np.exp(min(700, nats / split.n_words))}
     row.update(zip(POSITIONS, by_position(log_p, [1, *POSITIONS.values()])))
     D = np.array([(x - off).sum() for x, off in zip(log_p, log_p_off)])     # (N,)
-    gain = D.sum() / n.sum()
-    error = math.sqrt(N / (N - 1) * ((D - gain * n) ** 2).sum()) / n.sum() if N > 1 else None
+    gain = D.sum() / total
+    error = math.sqrt(N / (N - 1) * ((D - gain * n) ** 2).sum()) / total if N > 1 else None
     return {**row, 'gain over off': gain, '±': error}
 
 
@@ -135,7 +135,7 @@ def cell(x):
 
 def print_table(rows):
     """Prints dicts with the same keys, the header; text left, numbers right. -> rows"""
-    lines = [rows[0], *([cell(x) for x in row.values()] for row in rows)]
+    lines = [rows[0], *(list(map(cell, row.values())) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     sides = ['<' if isinstance(x, str) else '>' for x in rows[0].values()]
     print()
@@ -151,8 +151,8 @@ def table(runs, args):
              'trained on': run.checkpoint['tokens'],
              **metrics(run.score(way), run.score('off'), run.split)}
             for run in runs for way in run.ways]
-    sizes = [len(tokens) for tokens in runs[0].documents]
-    text = dict(runs[0].text, documents=len(sizes), scored=sum(sizes) - len(sizes))
+    scored = [len(log_p) for log_p in runs[0].score('off')]
+    text = dict(runs[0].text, documents=len(scored), scored=sum(scored))
     print_table([text])
     print_table(rows)
     print('on: as trained; shuffled: other memories or chunks; off: none. ±: standard error')
@@ -163,11 +163,11 @@ def show(run, tokens, t, **facts):
     """Prints what is retrieved to predict token t + 1, 4 at most. -> the same as a dict"""
     decode, rows = run.tokenizer.decode, []
     vars(run.model).update(run.ways[run.on])
-    facts['before'] = decode(tokens[:t + 1][-32:].tolist())
-    facts['text'] = decode(tokens[t + 1:][:16].tolist())
+    facts['before'] = decode(tokens[:t + 1][-32:])
+    facts['text'] = decode(tokens[t + 1:][:16])
     for weight, where, start, end in run.model.trace(tokens, t)[:4]:
         ago = t + 2 - end if where is tokens else None          # tokens; None: in another text
-        text = decode(where[start:end].tolist())[-100:]
+        text = decode(where[start:end])[-100:]
         rows.append(dict(weight=weight, start=start, end=end, ago=ago, text=text))
     print(f'\n{run.name} retrieves this to predict the first token of text:')
     print(*(f'{key:9} {value!r}' for key, value in facts.items()), sep='\n')
@@ -180,7 +180,7 @@ def examples(runs, args, n=3):
     result = []
     for run in [run for run in runs if run.on != 'off']:
         if args.prompt:
-            prompt = torch.tensor(run.tokenizer.encode(args.prompt).astype(int), device=args.device)
+            prompt = run.documents[0].new_tensor(run.tokenizer.encode(args.prompt))
             result.append(show(run, prompt, len(prompt) - 1))
             continue
         gains = [on - off for on, off in zip(run.score(run.on), run.score('off'))]
@@ -203,11 +203,11 @@ def generate(model, tokenizer, prompt='', n=200, temperature=0.8, top_p=0.95, se
         scores = log_probs[0, -1].cpu().double() / max(temperature, 1e-9)       # (V,)
         p, tokens = scores.softmax(-1).sort(descending=True)
         p[1:][p.cumsum(0)[:-1] >= top_p] = 0                    # those before it are enough
-        token = tokens[torch.multinomial(p, 1, generator=generator)]
-        if token.item() == tokenizer.eot:
+        token = tokens[torch.multinomial(p, 1, generator=generator)].item()
+        if token == tokenizer.eot:
             break
-        new.append(token.item())
-        pending = token[None].to(pending.device)
+        new.append(token)
+        pending = pending.new_tensor([[token]])
     return tokenizer.decode(new)
 
 
@@ -275,7 +275,7 @@ def speed(runs, args, rounds=5):
             loss, _ = run.model(data.Batch(tokens, tokens.roll(-1, 1), 0 * tokens, seed=0), 1.0)
         loss.backward()
         loss.item()                                                 # waits for a GPU
-        run.model.zero_grad(set_to_none=True)
+        run.model.zero_grad()
         return (time.perf_counter() - began) / tokens.numel()
     macs = []
     for run in runs:
@@ -289,19 +289,20 @@ def speed(runs, args, rounds=5):
          'time ratio': t / times[0]} for run, n, t in zip(runs, macs, times)])
 
 
-def answers(run, needles, n_chunks, slots, rng):
+def answers(run, needles, n_chunks, slots, seed):
     """Hides a needle in each slot (second hops elsewhere) of a text of whole chunks -> for each
     question, whether greedy decoding gives the answer: each of its tokens is the likeliest"""
-    c, hops, start = needles.chunk, needles.hops, rng.integers(len(run.split.tokens))
+    c, hops, rng = needles.chunk, needles.hops, np.random.default_rng(seed)
+    start = rng.integers(len(run.split.tokens))
     ids = np.take(run.split.tokens, start + np.arange(n_chunks * c), mode='wrap').astype(int)
     chains = needles.chains(rng, len(slots), ids)           # (needles, hops + 1, 4) words of names
     free = [i for i in rng.permutation(n_chunks - 2) if i not in slots]
     for hop, chunks in zip(range(hops), (slots, free)):
         needles.hide(rng, ids, zip(chunks, chains[:, hop:hop + 2]))
-    text, end = torch.from_numpy(ids).to(run.documents[0]).tensor_split([-hops * c])
+    text, end = run.documents[0].new_tensor(ids).tensor_split([-hops * c])
     state, right = run.model.read(text[None]), []
     for names in chains:
-        question, opens, answer, _ = (torch.from_numpy(x).to(end) for x in needles.sentence(names))
+        question, opens, answer, _ = map(end.new_tensor, needles.sentence(names))
         end.view(hops, c)[:, -len(question):] = question
         log_probs, _ = run.model.stream(torch.cat([end, opens, answer[:-1]])[None], state)
         right.append(torch.equal(log_probs[0, -len(answer):].argmax(-1), answer))
@@ -323,13 +324,12 @@ def niah(runs, args):
         slots = [depth * (n_chunks - 3) // 100 for depth in depths.values()]
         if len(set(slots)) < len(slots) or n_chunks - 2 < hops * len(slots):
             raise SystemExit(f'--lengths {name}, --depths {args.depths}: no chunk for each needle')
-        began, n_texts, right = time.time(), max(1, min(10, 2 ** 22 // length)), []
-        for i in data.progress(range(n_texts), f'{run.name}, {name}'):
-            rng = np.random.default_rng([args.seed, length, i])
-            right.append(answers(run, needles, n_chunks, slots, rng))           # (texts, depths)
-        rows.append({'run': run.name, 'tokens': name, 'needles': np.size(right),
-                     'right': np.mean(right), **dict(zip(depths, np.mean(right, axis=0))),
-                     's/needle': (time.time() - began) / np.size(right)})
+        began, n_texts = time.time(), max(1, min(10, 2 ** 22 // length))
+        right = np.array([answers(run, needles, n_chunks, slots, [args.seed, length, i])
+                          for i in data.progress(range(n_texts), f'{run.name}, {name}')])
+        rows.append({'run': run.name, 'tokens': name, 'needles': right.size,    # (texts, depths)
+                     'right': right.mean(), **dict(zip(depths, right.mean(axis=0))),
+                     's/needle': (time.time() - began) / right.size})
     return print_table(rows)
 
 
@@ -348,7 +348,7 @@ TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples,
 def main(argv):
     runs = [Run(name) for name in itertools.takewhile(lambda x: x[:1] != '-', argv)]
     modules = list(dict.fromkeys(run.module for run in runs))
-    tasks = {**TASKS, **(getattr(modules[0], 'TASKS', {}) if len(modules) == 1 else {})}
+    tasks = TASKS | (getattr(modules[0], 'TASKS', {}) if len(modules) == 1 else {})
     parser = argparse.ArgumentParser(usage='eval.py RUN [RUN ...] [flags]', allow_abbrev=False)
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
     for Config in (EvalConfig, *(x.EvalConfig for x in modules if hasattr(x, 'EvalConfig'))):

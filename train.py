@@ -61,7 +61,7 @@ class TrainConfig:
 def numbers(least, kind):
     """The type of a flag: text -> int or float, finite and not below `least`"""
     def number(text):
-        if least <= kind(text) < (2 ** 63 if kind is int else math.inf):        # nan is not
+        if least <= kind(text) < 2 ** 63:                           # nan and inf are not
             return kind(text)
         raise argparse.ArgumentTypeError(f'{text} is not a number from {least} on')
     return number
@@ -138,7 +138,7 @@ def learning_rate(step, config):
     """Linear rise to config.lr, then a cosine down to a tenth of it."""
     rise = max(1, round(config.warmup * config.max_steps))
     done = max(0, step - rise) / max(1, config.max_steps - rise)
-    cosine = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+    cosine = 0.55 + 0.45 * math.cos(math.pi * done)         # from 1 to 0.1
     return config.lr * min(1, (step + 1) / rise) * cosine
 
 
@@ -174,10 +174,10 @@ def optimizers_of(model, config):
         if p.dim() < 2: vectors.append(p)
         elif config.optimizer == 'muon' and not name.startswith('embedding'): matrices.append(p)
         else: others.append(p)
-    decays = dict(lr=0.0, weight_decay=config.weight_decay)
+    decay = dict(weight_decay=config.weight_decay)                  # loop sets lr
     groups = [dict(params=others), dict(params=vectors, weight_decay=0)]
-    adamw = torch.optim.AdamW(groups, betas=(0.9, config.beta2), fused=True, **decays)
-    return adamw, Muon([dict(params=matrices)], decays)
+    adamw = torch.optim.AdamW(groups, betas=(0.9, config.beta2), fused=True, **decay)
+    return adamw, Muon([dict(params=matrices)], decay)
 
 
 def write(path, content):
@@ -239,7 +239,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
         for optimizer in optimizers:
             for group in optimizer.param_groups: group['lr'] = lr
             optimizer.step()
-        model.zero_grad(set_to_none=True)
+        model.zero_grad()
         metrics = {key: x.item() for key, x in metrics.items()}     # waits for the GPU
         speed = config.tokens_per_step / (time.time() - start)
         stopped = metrics.pop('stopped') > 0
@@ -251,7 +251,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
         if torch.cuda.is_initialized(): entry['gb'] = torch.cuda.max_memory_allocated() / 2 ** 30
         if due: entry['val_loss'], entry['val_tokens'] = check(progress, config.val_tokens)
         if last: entry['val_loss_all'], _ = check(progress)
-        if not math.isfinite(entry['loss'] + entry['grad_norm'] + entry.get('val_loss', 0)):
+        if not all(map(math.isfinite, entry.values())):
             raise SystemExit(f'step {step} is not finite; a lower --lr usually helps: {entry}')
         if RANK == 0:
             left = (time.time() - began) / (step - first) * (config.max_steps - step) / 60
@@ -280,15 +280,14 @@ def train(module, model_config, config, corpus=None):
     B, T = model_config.micro_batch, model_config.block_size
     passes, rest = divmod(config.tokens_per_step, n := WORLD * B * T)
     if rest: raise SystemExit(f'--tokens-per-step: no multiple of {n} = {WORLD} x {B} x {T}')
-    # data, which the first process prepares and packs
+    # data, which the first process prepares
     if RANK > 0: dist.barrier()
     corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size)
+    if RANK == 0 and WORLD > 1: dist.barrier()
     sizes = dict(block_size=T, micro_batch=B, **module.batches(model_config))
     grow = config.max_steps * passes * WORLD // 2 * config.grow_context
     batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
-    sizes['kind'] = sizes['kind'].replace('packed', 'segments')
-    val_batches = corpus.batches(corpus.val, seed=0, **sizes)
-    if RANK == 0 and WORLD > 1: dist.barrier()
+    val_batches = corpus.batches(corpus.val, seed=0, **sizes | dict(bm25=False))
     model_config.vocab_size = corpus.tokenizer.n_vocab
     # model, optimizers
     about = dict(model=name, corpus=corpus.fingerprint, **asdict(model_config), **asdict(config))
@@ -315,13 +314,13 @@ def train(module, model_config, config, corpus=None):
     state['model'] = model.state_dict()                 # of the live weights
     n_weights = sum(p.numel() for p in model.parameters())
     ran_on = f'{WORLD} x {device}, {"bf16" if bf16 else "fp32"}'
-    print(' '.join(f'{key}={value}' for key, value in about.items()))
+    print(*(f'{key}={value}' for key, value in about.items()))
     print(f'{out} from step {state["step"]}: {n_weights:,} parameters on {ran_on}')
     if RANK == 0 and not checkpoint:
         git = f'git -C "{Path(__file__).parent}" describe --always --dirty'
         ran = dict(command=' '.join(sys.argv), commit=subprocess.getoutput(git), ran_on=ran_on,
                    python=sys.version, torch=torch.__version__)
-        write(out / 'config.json', json.dumps({**about, **ran}, indent=1))
+        write(out / 'config.json', json.dumps(about | ran, indent=1))
     # loop
     def forward(batch, progress):
         batch = batch._make(x.to(device) if torch.is_tensor(x) else x for x in batch)
@@ -330,18 +329,19 @@ def train(module, model_config, config, corpus=None):
     def gradient(step):
         """Sets .grad to that of the mean loss of the micro-batches of a step. -> metrics"""
         metrics = {}
-        for n in range(step * passes, (step + 1) * passes):
-            g = n * WORLD + RANK                        # its number for any WORLD
+        for i in range(passes):
+            g = (step * passes + i) * WORLD + RANK      # its number for any WORLD
             loss, more = forward(attach(batches[g], g), step / config.max_steps)
             (loss / passes).backward()                  # a mean of means: padding weighs a little
             for key, value in {'loss': loss, **more}.items():
                 metrics[key] = metrics.get(key, 0) + value.detach() / passes
         metrics['stopped'] = torch.full_like(metrics['loss'], len(STOP))
         if WORLD > 1:                                   # the means over all, in one message
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            means = torch.nn.utils.parameters_to_vector([*metrics.values(), *gradients]) / WORLD
+            tensors = [p.grad for p in model.parameters() if p.grad is not None]
+            tensors += metrics.values()
+            means = torch.nn.utils.parameters_to_vector(tensors) / WORLD
             dist.all_reduce(means)
-            torch.nn.utils.vector_to_parameters(means, [*metrics.values(), *gradients])
+            torch.nn.utils.vector_to_parameters(means, tensors)
         return metrics
 
     model.kernel = config.kernel
