@@ -320,8 +320,6 @@ def write_split(path, sources, tokenizer):
 
 def prepare(folder, sources, tokenizer, vocab_size):
     """Writes a corpus to a temporary folder and renames it: an incomplete one is never opened."""
-    if not sources['train']:
-        raise SystemExit(f'no text for {folder}: --data is a path, code or {", ".join(DOWNLOADS)}')
     if not isinstance(tokenizer, Tokenizer):
         texts = (piece for source in sources['train'] for text in documents(*source)
                  for piece in pieces(text))
@@ -362,7 +360,10 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     if given and not (folder.exists() and Corpus(name, folder).tokenizer.ids == tokenizer.ids):
         folder = root / f'{name}-{kind}-{digest(stamp, tokenizer.tokens)[:8]}'
     if not folder.exists():
-        prepare(folder, split_files(files, code), tokenizer, vocab_size)
+        sources = split_files(files, code)
+        if not sources['train']:
+            raise SystemExit(f'no text in {where}: --data is a path, code, {", ".join(DOWNLOADS)}')
+        prepare(folder, sources, tokenizer, vocab_size)
     corpus = Corpus(name, folder, hops)
     if not quiet:
         splits = [split for split in (corpus.train, corpus.val, corpus.test) if split]
@@ -423,7 +424,8 @@ class Batches:
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
                  consecutive=0, bm25=True):
         if split is None or len(split.tokens) <= block_size:
-            raise SystemExit(f'train, val or test has at most --block-size {block_size} tokens')
+            name = split.name if split else 'val'
+            raise SystemExit(f'{name} has no more than --block-size {block_size} tokens')
         T, B = self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed = split, kind, seed
         # ranges of the split form a row; sequence r is places r T to r T + T - 1 of the row

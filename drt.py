@@ -69,8 +69,10 @@ class DRTConfig:
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head) or self.n_layer % max(1, 2 * self.groups):
             raise ValueError('n_embd: a multiple of 2 n_head; n_layer: a multiple of 2 groups')
-        if self.chunk_size < 2 or self.slope < 2 ** -8:
-            raise ValueError('chunk_size: 2 or more; slope: 2^-8 or more')
+        if self.chunk_size < 2 or self.groups and self.block_size <= 2 * self.chunk_size - 2:
+            raise ValueError('chunk_size: 2 or more, block_size: above 2 (chunk_size - 1)')
+        if self.slope < 2 ** -8 or self.mlm > 1:
+            raise ValueError('slope: 2^-8 or more; mlm: a share, at most 1')
 
 
 # 124m: App. A.1, whose rate falls to a fifth (here a tenth); base LMs: --groups 0 [--window 768]
@@ -498,6 +500,6 @@ class DRT(nn.Module):
 if __name__ == '__main__':
     model, tokens = DRT(DRTConfig()), torch.randint(4096, (1000,))
     log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])
-    print(f'loss {-log_p.mean():.3f}, ln V {math.log(4096):.3f}')
+    print(f'untrained: loss {-log_p.mean():.3f}, ln V {math.log(4096):.3f}')
     for weight, _, start, end in model.trace(tokens, t=900):
         print(f'token 901 is predicted from tokens {start} to {end - 1} with weight {weight:.3f}')

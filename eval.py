@@ -155,7 +155,7 @@ def table(runs, args):
     text = dict(runs[0].text, documents=len(scored), scored=sum(scored))
     print_table([text])
     print_table(rows)
-    print('on: as trained; shuffled: other memories or chunks; off: none. ±: standard error')
+    print('on: as trained; shuffled: others; corpus: --retrieve-from; off: none; ±: standard error')
     return dict(text, rows=rows)
 
 
@@ -204,8 +204,7 @@ def generate(model, tokenizer, prompt='', n=200, temperature=0.8, top_p=0.95, se
         p, tokens = scores.softmax(-1).sort(descending=True)
         p[1:][p.cumsum(0)[:-1] >= top_p] = 0                    # those before it are enough
         token = tokens[torch.multinomial(p, 1, generator=generator)].item()
-        if token == tokenizer.eot:
-            break
+        if token == tokenizer.eot: break
         new.append(token)
         pending = pending.new_tensor([[token]])
     return tokenizer.decode(new)
@@ -247,7 +246,8 @@ def draw(runs, path):
     styles, edges = {'on': '-', 'shuffled': ':', 'off': '--'}, 2 ** np.arange(32)
     for i, run in enumerate(runs):
         log = run.path.with_name('log.jsonl')
-        log = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        lines = log.read_text().splitlines() if log.exists() else []
+        log = [json.loads(line) for line in lines if line.endswith('}')]        # the rest is torn
         tokens = [x['tokens'] for x in log]
         curves.plot(tokens, [x['loss'] for x in log], f'C{i}', alpha=0.3)
         curves.plot(tokens, [x.get('val_loss') for x in log], f'C{i}o')
@@ -355,8 +355,7 @@ def main(argv):
         train.add_flags(parser, Config)
     args = train.parse_flags(parser, argv[len(runs):])
     args.device = train.hardware(args.device)
-    if not runs:
-        parser.error(f'usage: {parser.usage}')
+    if not runs: parser.error(f'usage: {parser.usage}')
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
     try:
@@ -377,4 +376,5 @@ def main(argv):
 
 
 if __name__ == '__main__':
+    sys.stdout.reconfigure(errors='replace')            # a console may lack some characters
     main(sys.argv[1:])

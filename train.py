@@ -61,8 +61,7 @@ class TrainConfig:
 def numbers(least, kind):
     """The type of a flag: text -> int or float, finite and not below `least`"""
     def number(text):
-        if least <= kind(text) < 2 ** 63:                           # nan and inf are not
-            return kind(text)
+        if least <= kind(text) < 2 ** 63: return kind(text)         # nan and inf are not
         raise argparse.ArgumentTypeError(f'{text} is not a number from {least} on')
     return number
 
@@ -72,8 +71,8 @@ def add_flags(parser, Config):
     comments = dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', inspect.getsource(Config), re.M))
     group = parser.add_argument_group(Config.__name__)
     for f in fields(Config):
-        text = comments[f.name].replace('%', '%%') + ' (default: %(default)s)'
-        kind = dict(choices=get_args(f.type) or None)
+        text = comments[f.name].replace('%', '%%') + ' (default: %(default)r)'
+        kind = dict(choices=c, metavar='|'.join(c)) if (c := get_args(f.type)) else {}
         if f.type is bool: kind = dict(action=argparse.BooleanOptionalAction)
         if f.type is float: kind = dict(type=numbers(0, float))
         if f.type is int: kind = dict(type=numbers(1 if f.default and '0:' not in text else 0, int))
@@ -199,7 +198,8 @@ def find_run(out, about, resume):
     files = os.listdir(out)
     saved = json.loads((out / 'config.json').read_text()) if 'config.json' in files else {}
     differ = [key for key in about if key not in NOT_COMPARED and saved.get(key) != about[key]]
-    if RANK == 0 and files and (differ or resume == 'no'):
+    if WORLD > 1: dist.barrier()                        # before the first process writes
+    if files and (differ or resume == 'no'):
         n = next(n for n in range(2, 10 ** 6) if not Path(f'{out}-{n}').exists())
         raise SystemExit(f'{out} has another {", ".join(differ[:4]) or "run"}; try --out {out}-{n}')
     if 'ckpt.pt' in files:
@@ -256,7 +256,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
         if RANK == 0:
             left = (time.time() - began) / (step - first) * (config.max_steps - step) / 60
             if step == first + 10 and left > 5:
-                print(f'{left:.0f} min left; 4 with --max-steps {4 * config.max_steps / left:.0f}')
+                print(f'{left:.0f} min left, 4 by --max-steps {4 * config.max_steps / left:.0f}')
             if due or step == 1 or step % max(1, config.max_steps // 30) == 0:
                 shown = [f'{key} {x:.4f}' for key, x in entry.items() if key not in NOT_SHOWN]
                 shown += [f'{speed:,.0f} tokens/s', f'{left:.1f} min left']
@@ -278,8 +278,8 @@ def train(module, model_config, config, corpus=None):
     device = hardware(config.device)
     bf16, autocast = precision(device, config.dtype)
     B, T = model_config.micro_batch, model_config.block_size
-    passes, rest = divmod(config.tokens_per_step, n := WORLD * B * T)
-    if rest: raise SystemExit(f'--tokens-per-step: no multiple of {n} = {WORLD} x {B} x {T}')
+    passes, rest = divmod(config.tokens_per_step, WORLD * B * T)
+    if rest: raise SystemExit(f'--tokens-per-step: no multiple of {WORLD} x {B} x --block-size {T}')
     # data, which the first process prepares
     if RANK > 0: dist.barrier()
     corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size)

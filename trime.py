@@ -653,6 +653,6 @@ def tune(windows, x):
 if __name__ == '__main__':
     model, tokens = TRIME(TRIMEConfig()), torch.randint(4096, (1000,))
     log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])
-    print(f'loss {-log_p.mean():.3f}, ln V {math.log(4096):.3f}')
+    print(f'untrained: loss {-log_p.mean():.3f}, ln V {math.log(4096):.3f}')
     p, _, start, end = model.trace(tokens, t=900)[0]
     print(f'token 901 is predicted with {p:.4f} by the memory of tokens {start} to {end - 2}')
