@@ -41,6 +41,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gca_kernel import gca
 
+MASKED = -1e30      # score of a chunk that may not be retrieved: finite, so no row gives nan
+
 
 @dataclass
 class DRTConfig:
@@ -113,18 +115,16 @@ def fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def rotary(positions, D):
-    """cos and sin of the angles p θ_d, θ_d = 10000^(-2d/D), of rotary embeddings (Su et al. 2021).
-    positions (T,) -> 2 x (T, 1, D/2)"""
-    theta = 10000 ** (-torch.arange(0, D, 2, device=positions.device) / D)
-    angle = positions[:, None, None] * theta                        # (T, 1, D/2)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x, rotary):
-    """Rotates each pair (x_2d, x_2d+1) of a head by its angle. x (B, T, H, D) -> same shape"""
-    pairs = torch.view_as_complex(fp32(x).unflatten(-1, (-1, 2)).contiguous())  # (B, T, H, D/2)
-    return torch.view_as_real(pairs * torch.complex(*rotary)).flatten(-2).type_as(x)
+def rotate(x, first=0):
+    """Rotary embeddings (Su et al. 2021): at position p = first, first + 1, ... each pair
+    (x_2d, x_2d+1) of a head is rotated by p θ_d, θ_d = 10000^(-2d/D). x (..., T, H, D) -> as x"""
+    T, D = x.size(-3), x.size(-1)
+    theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)              # (D/2,)
+    positions = torch.arange(first, first + T, device=x.device)
+    angle = positions[:, None, None] * theta                                    # (T, 1, D/2)
+    pairs = torch.view_as_complex(fp32(x).unflatten(-1, (-1, 2)).contiguous())  # (..., T, H, D/2)
+    turned = pairs * torch.complex(angle.cos(), angle.sin())
+    return torch.view_as_real(turned).flatten(-2).type_as(x)
 
 
 def softmax_attention(q, k, v, mask=None):
@@ -134,7 +134,7 @@ def softmax_attention(q, k, v, mask=None):
     q (..., t, D)   k, v (..., s, D) -> (..., t, D)"""
     if q.device.type != 'cpu' or q.dtype != torch.bfloat16:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    z = q / math.sqrt(q.size(-1)) @ k.transpose(-2, -1)             # (..., t, s)
+    z = q / q.size(-1) ** 0.5 @ k.mT                                # (..., t, s)
     if mask is not None:
         z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
     return z.softmax(-1) @ v
@@ -175,9 +175,8 @@ def cross_entropy(f, E, targets):
 
     scored = targets >= 0
     slices = zip(fp32(f[scored]).split(256), targets[scored].split(256))
-    nats = [checkpoint(of_slice, *rows, use_reentrant=False, preserve_rng_state=False)
-            for rows in slices]
-    return torch.stack(nats).sum() / scored.sum().clamp(min=1)
+    nats = sum(checkpoint(of_slice, *rows, use_reentrant=False) for rows in slices)
+    return nats / scored.sum().clamp(min=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ class SelfAttention(nn.Module):
             k, v = (torch.cat(pair, dim=1) for pair in zip(past, (k, v)))       # (B, P + L, H, D)
         slopes = torch.linspace(math.log2(self.slope), -8, self.n_head, device=x.device).exp2()
         y = attend(q, k, v, self.window, self.window, slopes.view(1, -1, 1, 1))     # (B, L, H, D)
-        return self.proj(y.flatten(2)), (k[:, 1 - self.window:], v[:, 1 - self.window:])
+        return self.proj(y.flatten(2)), (k[:, -self.window:], v[:, -self.window:])
 
 
 class MLP(nn.Module):
@@ -245,11 +244,10 @@ class ChunkEncoder(nn.Module):
 
     def forward(self, x):
         """x (B, N, S, C) -> C_k (B, N, S, C), its keys and values (2, B, N, S, H, D)"""
-        angles = rotary(torch.arange(x.size(2), device=x.device), x.size(3) // self.n_head)
         y = self.norm_in(x).flatten(0, 1)                           # (B N, S, C)
         for block in self.blocks:
             q, k, v = block.qkv(block.norm1(y)).unflatten(-1, (3, self.n_head, -1)).unbind(2)
-            q, k, v = (t.transpose(1, 2) for t in (rotate(q, angles), rotate(k, angles), v))
+            q, k, v = (t.transpose(1, 2) for t in (rotate(q), rotate(k), v))
             y = y + block.proj(softmax_attention(q, k, v).transpose(1, 2).flatten(2))
             y = y + block.mlp(block.norm2(y))
         y = self.norm(y).view(x.shape)
@@ -260,7 +258,7 @@ class ChunkEncoder(nn.Module):
 
 class State(NamedTuple):
     """What streaming keeps of a text (§3.3). Only landmarks and kv grow, once a chunk."""
-    past: list                  # of each layer, keys and values of the last W - 1 positions
+    past: list                  # of each layer, keys and values of the last W positions
     unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the chunk not yet complete
     landmarks: torch.Tensor     # (B, M, C) l_k of all chunks
     kv: list                    # of each chunk, (2, B, S, H, D) fp16
@@ -315,9 +313,9 @@ class DRT(nn.Module):
         chunks = F.pad(x, (s, -(s + T) % n)).unflatten(1, (-1, n))
         return F.pad(chunks, (0, 1), value=value).flatten(1)[:, s:s + T + (s + T) // n]
 
-    def retrieve(self, g, x, landmarks, allowed, noise):
-        """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r + noise, weighted by
-        the softmax of r. x (B, N, C) is of the last N of M landmarks (B, M, C); allowed, noise
+    def retrieve(self, g, x, landmarks, allowed):
+        """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r (§3.2: + noise),
+        weighted by the softmax of r. x (B, N, C) is of the last N of M landmarks (B, M, C), allowed
         (B, N, M) -> w (B, N, K) fp32, idx (B, N, K) int32; 0 and -1 where no chunk is left"""
         K, (N, M) = self.config.n_neighbors, allowed.shape[1:]
         with torch.autocast(x.device.type, enabled=False):          # bf16 would tie scores
@@ -328,12 +326,14 @@ class DRT(nn.Module):
             elif self.config.compare_means:
                 mean = allowed.type_as(l) @ l / allowed.sum(2, keepdim=True).clamp(min=1)
                 h = h + F.rms_norm(l[:, M - N:] - mean, l.shape[2:], eps=1e-6)
-            r = h @ l.mT / math.sqrt(h.size(-1))                    # (B, N, M)
-            noisy = (r.detach() + noise).masked_fill(~allowed, -math.inf)
-            best, idx = F.pad(noisy, (0, K), value=-math.inf).topk(K)           # (B, N, K)
-            valid = best > -math.inf
-            w = r.gather(2, idx * valid).masked_fill(~valid, -1e30).softmax(2) * valid
-        return w, idx.masked_fill(~valid, -1).int()
+            r = (h @ l.mT / math.sqrt(h.size(-1))).masked_fill(~allowed, MASKED)    # (B, N, M)
+            r = noisy = F.pad(r, (0, K), value=MASKED)              # K columns or more
+            if self.training and self.config.gumbel:
+                noisy = r - torch.empty_like(r).exponential_().log()
+            idx = noisy.topk(K).indices                             # (B, N, K)
+            w = r.gather(2, idx)
+            valid = w > MASKED
+        return w.softmax(2) * valid, idx.masked_fill(~valid, -1).int()
 
     def store(self, kv):
         """kv (2, B, N, S, H, D) -> a list of N chunks, fp16, with --offload in a mapped file"""
@@ -345,10 +345,10 @@ class DRT(nn.Module):
                 kv = torch.load(file.name, map_location='cpu', mmap=True)
         return list(kv.unbind(2))
 
-    def encode(self, ids, state=None, docs=None, noise=None, masked=None, upper=True):
+    def encode(self, ids, state=None, docs=None, masked=None, upper=True):
         """ids (B, L), of tokens and landmarks, continue the text of state. Only from forward: docs
-        (B, L), documents; noise (G, B, N, N), added to scores; masked (B, L), hidden from encoder
-        -> f (B, L, C), C_k (B, N, S, C) of the N chunks that end here, the new state"""
+        (B, L), documents; masked (B, L), hidden from the encoder -> f (B, L, C), C_k (B, N, S, C)
+        of the N chunks that end here, the new state"""
         config, S, (B, L), chunks = self.config, self.config.chunk_size, ids.shape, None
         past, unfinished, landmarks, kv, reads = state or self.empty_state(B)
         past, reads, s = list(past), list(reads), unfinished.size(1)
@@ -392,7 +392,7 @@ class DRT(nn.Module):
             g, j = divmod(i - n_lower, len(self.upper) // max(1, config.groups))    # layer j of g
             if retrieves and j == 0:                                # a group begins
                 h = x[:, S - 1 - s::S]                              # (B, N, C) of the landmarks
-                new = self.retrieve(g, h, landmarks, allowed, 0 if noise is None else noise[g])
+                new = self.retrieve(g, h, landmarks, allowed)
                 w, idx = (torch.cat([y[:, -1:], z], dim=1) for y, z in zip(reads[g], new))
                 reads[g] = w, idx           # (B, N + 1, K): landmark n retrieves for chunk n + 1
                 if config.next_chunk:                               # 2 K columns
@@ -412,24 +412,22 @@ class DRT(nn.Module):
         ids, targets = self.insert(batch.tokens, V), self.insert(batch.targets, -1)         # (B, L)
         docs = self.insert(batch.doc, 0)
         docs = docs.where(ids < V, docs.roll(1, dims=1))            # a landmark's: its last token's
-        (B, L), N, noise, masked = ids.shape, ids.size(1) // S, None, None
-        generator = torch.Generator(ids.device).manual_seed(batch.seed)
-        if self.training and config.gumbel:                         # §3.2: Gumbel noise
-            noise = torch.empty(config.groups, B, N, N, device=ids.device)
-            noise = -noise.exponential_(generator=generator).log()
+        N, masked = ids.size(1) // S, None
+        if self.training:
+            torch.manual_seed(batch.seed)                           # of Gumbel noise and MLM
         if self.training and config.groups and config.encoder == 'tokens' and progress < 0.5:
-            u = torch.rand(B, L, device=ids.device, generator=generator)
-            masked = (u < config.mlm) & (targets >= 0)
+            masked = torch.rand(ids.shape, device=ids.device) < config.mlm
+            masked &= targets >= 0                                  # no landmarks, no padding
 
-        f, chunks, state = self.encode(ids, None, docs, noise, masked)
+        f, chunks, state = self.encode(ids, None, docs, masked)
         loss, log = cross_entropy(f, self.embedding.weight[:V], targets), {}
         if config.groups:
-            top = state.reads[-1][0][:, :-1].detach().amax(2)       # (B, N)
+            top = state.reads[-1][0][:, :-1].amax(2)                # (B, N)
             log['top_weight'] = top.sum() / (top > 0).sum().clamp(min=1)
-        if masked is not None and N > 0:                            # §3.2: MLM trains the encoder
+        if masked is not None:                                      # §3.2: MLM trains the encoder
             words = ids.masked_fill(~masked, -1)[:, :N * S]
             mlm = cross_entropy(chunks.flatten(1, 2), self.embedding.weight[:V], words)
-            log.update(lm_loss=loss.detach(), mlm_loss=mlm.detach())
+            log.update(lm_loss=loss, mlm_loss=mlm)
             loss = loss + mlm
         return loss, log
 
@@ -453,11 +451,10 @@ class DRT(nn.Module):
         state, c = state or self.empty_state(len(tokens)), self.config
         ids = self.insert(tokens, c.vocab_size, state.unfinished.size(1))
         reach = len(self.upper) * c.window + (1 + c.groups) * c.chunk_size
-        begin = max(0, ids.size(1) - reach)
-        for i in range(0, begin, self.PIECE):
-            state = self.encode(ids[:, i:min(begin, i + self.PIECE)], state, upper=False)[-1]
-        for i in range(begin, ids.size(1), self.PIECE):
-            state = self.encode(ids[:, i:i + self.PIECE], state)[-1]
+        after = ids.size(1)                                         # positions after a piece
+        for piece in ids.split(self.PIECE, dim=1):
+            after -= piece.size(1)
+            state = self.encode(piece, state, upper=after < reach)[-1]
         return state
 
     def ways(self):

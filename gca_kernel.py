@@ -24,7 +24,7 @@ Where we differ from the paper, and why
 
     $ python gca_kernel.py           errors against fp64; on a GPU also times
 """
-from __future__ import annotations      # tl.constexpr: Triton is imported later
+from __future__ import annotations      # constexpr: Triton is imported later
 
 import functools, importlib.util, os
 
@@ -43,49 +43,42 @@ def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
     """The definition of `gca`, with its arguments. Scores and softmax are fp32, or fp64 where q is.
 
         O_n = Σ_k w_nk softmax(Q_n K_cᵀ · scale) V_c,    c = idx_nk         (DRT, Eq. 2 and 3)"""
-    (B, N, K), (H, D), Hkv = idx.shape, q.shape[2:], k.size(2)
-    M, G, n_keys = k.size(1) // chunk, H // Hkv, n_keys or chunk
-    assert torch.compiler.is_compiling() or idx.is_cuda or idx.max() < M, (idx.max(), M)
-    dtype, fp32 = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    b, h = (torch.arange(n, device=q.device) for n in (B, Hkv))
-    chunks = b.view(B, 1, 1, 1) * M + idx[:, :, None].clamp(min=0)          # (B, N, 1, K)
-    rows = chunks * Hkv + h[:, None]                                        # (B, N, Hkv, K)
-    w = w.masked_fill(idx < 0, 0)[:, :, None, None, :, None]                # (B, N, 1, 1, K, 1)
+    (B, N, K), fp32 = idx.shape, torch.promote_types(q.dtype, torch.float32)
+    w = w.masked_fill(idx < 0, 0).view(B, N, 1, 1, 1, K, 1)
+    idx = idx.clamp(min=0).flatten(1)                           # (B, N K)
 
-    def gather(x):                                  # (B, M S, Hkv, D) -> (B, N, Hkv, K n_keys, D)
-        x = x.unflatten(1, (M, chunk))[:, :, :n_keys].transpose(2, 3)       # (B, M, Hkv, n_keys, D)
-        x = x.reshape(B * M * Hkv, n_keys * D).index_select(0, rows.flatten())
-        return x.view(B, N, Hkv, K * n_keys, D)
+    def gather(x):                                  # (B, M S, Hkv, D) -> (B, N, K, n_keys, Hkv, D)
+        x = x.unflatten(1, (-1, chunk))[:, :, :n_keys]          # (B, M, n_keys, Hkv, D)
+        x = torch.stack([chunks.index_select(0, i) for chunks, i in zip(x, idx)])
+        return x.unflatten(1, (N, K))
 
     with torch.autocast(q.device.type, enabled=False):          # under bf16, scores remain fp32
-        q, k, v = q.to(fp32), gather(k).to(fp32), gather(v)
-        q = q.reshape(B, N, chunk, Hkv, G, D).permute(0, 1, 3, 4, 2, 5)     # (B, N, Hkv, G, S, D)
-        s = (q.flatten(3, 4) @ k.mT).mul_(scale or D ** -0.5).unflatten(4, (K, n_keys))
+        heads = q.unflatten(2, (k.size(2), -1)).unflatten(1, (N, chunk))    # (B, N, S, Hkv, G, D)
+        k, v = gather(k).to(fp32), gather(v)
+        s = torch.einsum('bnshgd, bnkthd -> bnhgskt', heads.to(fp32), k)
+        s = s * (scale or q.size(3) ** -0.5)                    # (B, N, Hkv, G, S, K, n_keys)
         if sink:
             s = F.pad(s, (0, 1))                                # one more key, with score 0
-        p = s.softmax(-1)[..., :n_keys] * w                     # (B, N, Hkv, G S, K, n_keys)
-        o = p.flatten(4).to(v.dtype) @ v                        # Eq. 3, and the sum over k of Eq. 2
-    o = o.view(q.shape).permute(0, 1, 4, 2, 3, 5)               # (B, N, S, Hkv, G, D)
-    return o.reshape(B, N * chunk, H, D).to(dtype)
+        p = s.softmax(-1)[..., :k.size(3)] * w                  # Eq. 3 and w_k of Eq. 2
+        o = torch.einsum('bnhgskt, bnkthd -> bnshgd', p.to(v.dtype), v)
+    return o.reshape(q.shape).to(q.dtype)
 
 
 def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
     """gca_reference in blocks of rows (chunks of queries). Several blocks are checkpointed: only
     the scores of one are in memory at a time. Gradients of k, v are summed over blocks in fp32."""
-    n_rows = max(1, SCORES // (chunk * q.size(2) * idx.size(2) * n_keys))
-    if idx.size(0) * idx.size(1) <= n_rows:
+    n = max(1, SCORES // (len(q) * chunk * q.size(2) * idx.size(2) * n_keys))
+    if n >= idx.size(1):
         return gca_reference(q, k, v, w, idx, chunk, n_keys, sink, scale)
-    o, shape, fp32 = [], q.shape, torch.promote_types(k.dtype, torch.float32)
-    for q, k, v, w, idx in zip(*(x.split(1) for x in (q, k.to(fp32), v.to(fp32), w, idx))):
-        for rows in zip(q.split(n_rows * chunk, 1), w.split(n_rows, 1), idx.split(n_rows, 1)):
-            o.append(checkpoint(gca_reference, rows[0], k, v, *rows[1:], chunk, n_keys, sink, scale,
-                                use_reentrant=False))
-    return torch.cat(o, dim=1).view(shape)
+    k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
+    blocks = zip(q.split(n * chunk, 1), w.split(n, 1), idx.split(n, 1))
+    return torch.cat([checkpoint(gca_reference, q, k, v, w, idx, chunk, n_keys, sink, scale,
+                                 use_reentrant=False) for q, w, idx in blocks], dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
 # the Triton kernels (plain functions until `kernels` imports Triton), an operator with autograd
-def load_chunk(X, c, Hkv, S: tl.constexpr, D: tl.constexpr):
+def load_chunk(X, c, Hkv, S: constexpr, D: constexpr):
     """Keys or values of chunk c, (S, D). Zeros if c is -1, by a mask: a branch is not pipelined."""
     rows = tl.arange(0, S)[:, None]
     tile = rows * (Hkv * D) + tl.arange(0, D)[None, :]
@@ -93,7 +86,7 @@ def load_chunk(X, c, Hkv, S: tl.constexpr, D: tl.constexpr):
     return tl.load(X + c.to(tl.int64) * (S * Hkv * D) + tile, mask=used, other=0.0)
 
 
-def chunk_softmax(q, k, scale, S: tl.constexpr, KEYS: tl.constexpr, SINK: tl.constexpr):
+def chunk_softmax(q, k, scale, S: constexpr, KEYS: constexpr, SINK: constexpr):
     """The softmax of a chunk is p / l: p = 2^(s - m) (S, S), m = rowmax(s), l = rowsum(p) (S,)."""
     s = tl.dot(q, tl.trans(k), input_precision='ieee') * (scale * 1.4426950408889634)   # log2(e)
     if KEYS < S:
@@ -104,8 +97,8 @@ def chunk_softmax(q, k, scale, S: tl.constexpr, KEYS: tl.constexpr, SINK: tl.con
     return p, m, l
 
 
-def forward_kernel(Q, K, V, W, IDX, O, H, N, M, TOPK, scale, S: tl.constexpr,
-                   KEYS: tl.constexpr, D: tl.constexpr, G: tl.constexpr, SINK: tl.constexpr):
+def forward_kernel(Q, K, V, W, IDX, O, H, N, M, TOPK, scale, S: constexpr,
+                   KEYS: constexpr, D: constexpr, G: constexpr, SINK: constexpr):
     """O = Σ_k w_k softmax(Q K_kᵀ · scale) V_k                     (DRT, Eq. 2 and 3; Algorithm 1)
 
     Grid      (N, B H): one program for the S queries of one chunk in one head
@@ -115,49 +108,49 @@ def forward_kernel(Q, K, V, W, IDX, O, H, N, M, TOPK, scale, S: tl.constexpr,
     On chip   q, k, v, acc: (S, D) each; scores (S, S)
     Saved     nothing; the backward pass computes the scores again
     Numerics  products in the input dtype with fp32 accumulation, softmax in fp32"""
-    n, bh = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    b, h = bh // H, bh % H
-    first, head = ((b * N + n) * S * H + h) * D, (b * M * S * (H // G) + h // G) * D
+    Hkv, b, h = H // G, tl.program_id(1).to(tl.int64) // H, tl.program_id(1) % H
+    n = b * N + tl.program_id(0)                                            # of all B N chunks
+    first, head = (n * S * H + h) * D, (b * M * S * Hkv + h // G) * D
     tile = tl.arange(0, S)[:, None] * (H * D) + tl.arange(0, D)[None, :]    # (S, D) of Q and O
     q = tl.load(Q + first + tile)
     acc = tl.zeros([S, D], dtype=tl.float32)
     for slot in range(TOPK):
-        c = tl.load(IDX + (b * N + n) * TOPK + slot)
-        w = tl.load(W + (b * N + n) * TOPK + slot, mask=c >= 0, other=0.0)
-        k = load_chunk(K + head, c, H // G, S, D)
-        v = load_chunk(V + head, c, H // G, S, D)
+        c = tl.load(IDX + n * TOPK + slot)
+        w = tl.load(W + n * TOPK + slot, mask=c >= 0, other=0.0)
+        k = load_chunk(K + head, c, Hkv, S, D)
+        v = load_chunk(V + head, c, Hkv, S, D)
         p, m, l = chunk_softmax(q, k, scale, S, KEYS, SINK)
         p = p * (w / l)[:, None]                                            # (S, S)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision='ieee')
     tl.store(O + first + tile, acc.to(O.dtype.element_ty))
 
 
-def dq_kernel(Q, K, V, W, IDX, DO, DQ, DW, LSE, DELTA, H, N, M, TOPK, scale, S: tl.constexpr,
-              KEYS: tl.constexpr, D: tl.constexpr, G: tl.constexpr, SINK: tl.constexpr):
+def dq_kernel(Q, K, V, W, IDX, DO, DQ, DW, LSE, DELTA, H, N, M, TOPK, scale, S: constexpr,
+              KEYS: constexpr, D: constexpr, G: constexpr, SINK: constexpr):
     """dQ = scale Σ_k dS_k K_k,    dw_k = Σ_rows δ_k                             (DRT, Algorithm 2)
     dS_k = w_k P_k ∘ (dP_k - δ_k),  dP_k = dO V_kᵀ,  δ_k = rowsum(P_k ∘ dP_k),  P_k the softmax
 
     Grid, Q, K, V, W, IDX as in forward_kernel; DO and DQ like Q
-    DW          (B, H, N, TOPK)     fp32, dw of one head
-    LSE, DELTA  (B, H, N, TOPK, S)  fp32, for dkdv_kernel: log2 of the softmax's denominator; δ"""
-    n, bh = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    b, h = bh // H, bh % H
-    first, head = ((b * N + n) * S * H + h) * D, (b * M * S * (H // G) + h // G) * D
+    DW          (B, N, TOPK, H)     fp32, dw of one head
+    LSE, DELTA  (B, N, TOPK, H, S)  fp32, for dkdv_kernel: log2 of the softmax's denominator; δ"""
+    Hkv, b, h = H // G, tl.program_id(1).to(tl.int64) // H, tl.program_id(1) % H
+    n = b * N + tl.program_id(0)                                            # of all B N chunks
+    first, head = (n * S * H + h) * D, (b * M * S * Hkv + h // G) * D
     tile = tl.arange(0, S)[:, None] * (H * D) + tl.arange(0, D)[None, :]    # (S, D) of Q and DO
     q, do = tl.load(Q + first + tile), tl.load(DO + first + tile)
     dq = tl.zeros([S, D], dtype=tl.float32)
     for slot in range(TOPK):
-        c = tl.load(IDX + (b * N + n) * TOPK + slot)
-        w = tl.load(W + (b * N + n) * TOPK + slot, mask=c >= 0, other=0.0)
-        k = load_chunk(K + head, c, H // G, S, D)
-        v = load_chunk(V + head, c, H // G, S, D)
+        c = tl.load(IDX + n * TOPK + slot)
+        w = tl.load(W + n * TOPK + slot, mask=c >= 0, other=0.0)
+        k = load_chunk(K + head, c, Hkv, S, D)
+        v = load_chunk(V + head, c, Hkv, S, D)
         p, m, l = chunk_softmax(q, k, scale, S, KEYS, SINK)
         p = p / l[:, None]                                                  # (S, S)
         dp = tl.dot(do, tl.trans(v), input_precision='ieee')                # (S, S)
         delta = tl.sum(p * dp, axis=1)                                      # (S,) zeros if c is -1
         ds = p * (dp - delta[:, None]) * w
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision='ieee')
-        e = (bh * N + n) * TOPK + slot
+        e = (n * TOPK + slot) * H + h
         tl.store(LSE + e * S + tl.arange(0, S), m + tl.log2(l))
         tl.store(DELTA + e * S + tl.arange(0, S), delta)
         tl.store(DW + e, tl.sum(delta, axis=0))
@@ -165,8 +158,8 @@ def dq_kernel(Q, K, V, W, IDX, DO, DQ, DW, LSE, DELTA, H, N, M, TOPK, scale, S: 
 
 
 def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N, M, TOPK, scale,
-                S: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
-                BLOCK: tl.constexpr):
+                S: constexpr, KEYS: constexpr, D: constexpr, G: constexpr,
+                BLOCK: constexpr):
     """dV = Σ w Pᵀ dO,    dK = scale Σ dSᵀ Q,    over all (n, slot) of the chunk (DRT, Algorithm 2)
 
     Grid      (M, B Hkv): one program for one chunk in one head of keys, most retrieved chunks first
@@ -174,25 +167,26 @@ def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N,
     ENTRIES, START, ORDER        of gca_plan; other arguments as in dq_kernel
     On chip   k, v, dk, dv: (S, D) each; transposed scores (S, BLOCK), for BLOCK queries at a time
     Numerics  sums in fp32, in the order of ENTRIES: no atomics, the same bits every time"""
-    b, hkv = (tl.program_id(1) // (H // G)).to(tl.int64), tl.program_id(1) % (H // G)
+    Hkv = H // G
+    b, hkv = tl.program_id(1).to(tl.int64) // Hkv, tl.program_id(1) % Hkv
     c = tl.load(ORDER + b * M + tl.program_id(0)).to(tl.int64)
     start, end = tl.load(START + b * (M + 1) + c), tl.load(START + b * (M + 1) + c + 1)
     keys, rows, cols = tl.arange(0, S)[:, None], tl.arange(0, BLOCK), tl.arange(0, D)[None, :]
-    chunk = ((b * M + c) * S * (H // G) + hkv) * D
-    tile = keys * (H // G * D) + cols                                       # (S, D) of K and V
+    chunk = ((b * M + c) * S * Hkv + hkv) * D
+    tile = keys * (Hkv * D) + cols                                       # (S, D) of K and V
     k, v = tl.load(K + chunk + tile), tl.load(V + chunk + tile)
     dk, dv = tl.zeros([S, D], dtype=tl.float32), tl.zeros([S, D], dtype=tl.float32)
     for g in range(G):
         h = hkv * G + g
         for i in range(start * (S // BLOCK), end * (S // BLOCK)):
-            e = tl.load(ENTRIES + b * N * TOPK + i // (S // BLOCK))         # n TOPK + slot
+            e = b * N * TOPK
+            e += tl.load(ENTRIES + e + i // (S // BLOCK))                   # (b N + n) TOPK + slot
             row = i % (S // BLOCK) * BLOCK + rows                           # (BLOCK,) of chunk n
-            first = ((b * N + e // TOPK) * S * H + h) * D
-            q = tl.load(Q + first + row[:, None] * (H * D) + cols)          # (BLOCK, D)
-            do = tl.load(DO + first + row[:, None] * (H * D) + cols)
-            w = tl.load(W + b * N * TOPK + e)
-            e += (b * H + h) * N * TOPK
-            lse, delta = tl.load(LSE + e * S + row), tl.load(DELTA + e * S + row)   # (BLOCK,)
+            tile_q = (e // TOPK * S * H + h) * D + row[:, None] * (H * D) + cols    # (BLOCK, D)
+            q, do = tl.load(Q + tile_q), tl.load(DO + tile_q)
+            w = tl.load(W + e)
+            row += (e * H + h) * S
+            lse, delta = tl.load(LSE + row), tl.load(DELTA + row)           # (BLOCK,)
             s = tl.dot(k, tl.trans(q), input_precision='ieee') * (scale * 1.4426950408889634)
             p = tl.exp2(s - lse[None, :]) * w                               # (S, BLOCK)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision='ieee')
@@ -207,9 +201,10 @@ def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N,
 @functools.cache
 def kernels():
     """The kernels as Triton's JITFunctions; each is compiled when it is first launched."""
-    global tl, load_chunk, chunk_softmax                # looked up by the kernels in this module
+    global tl, constexpr, load_chunk, chunk_softmax     # looked up by the kernels in this module
     import triton
     import triton.language as tl
+    from triton.language import constexpr
     load_chunk, chunk_softmax = triton.jit(load_chunk), triton.jit(chunk_softmax)
     return [triton.jit(kernel) for kernel in (forward_kernel, dq_kernel, dkdv_kernel)]
 
@@ -242,14 +237,14 @@ def gca_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, idx: Te
                  sink: bool, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (B, N, K), H, M, do = idx.shape, q.size(2), k.size(1) // chunk, do.contiguous()
     sizes, block = options(q, k, chunk, n_keys)
-    dq, dk, dv, dw = *map(torch.empty_like, (q, k, v)), w.new_empty(B, H, N, K)
-    lse, delta = w.new_empty(2, B, H, N, K, chunk)
+    dq, dk, dv, dw = *map(torch.empty_like, (q, k, v)), w.new_empty(B, N, K, H)
+    lse, delta = w.new_empty(2, B, N, K, H, chunk)
     with torch.cuda.device_of(q):
         kernels()[1][N, B * H](q, k, v, w, idx, do, dq, dw, lse, delta, H, N, M, K, scale,
                                SINK=sink, **sizes)
         kernels()[2][M, B * k.size(2)](q, k, v, w, do, dk, dv, lse, delta, entries, start, order,
                                        H, N, M, K, scale, BLOCK=block, **sizes)
-    return dq, dk, dv, dw.sum(1)
+    return dq, dk, dv, dw.sum(3)
 
 
 def save(ctx, inputs, output):
@@ -332,11 +327,15 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
 
 # --------------------------------------------------------------------------------------------------
 # comparison and benchmark
-def compare(dtype, device, B=2, N=9, S=64, K=3, H=4, D=64):
+def example(dtype, B, N, S, K, H, D):
+    """Random q, k, v, dO, w and idx, of N chunks"""
+    idx = torch.rand(B, N, N).topk(K).indices.int()
+    return *torch.randn(4, B, N * S, H, D, dtype=dtype), torch.randn(B, N, K).softmax(2), idx
+
+
+def compare(dtype, S=64):
     """Prints the largest errors against fp64, relative to the largest value."""
-    q, k, v, do = torch.randn(4, B, N * S, H, D, device=device).to(dtype)
-    w = torch.randn(B, N, K, device=device).softmax(2)
-    idx = torch.rand(B, N, N, device=device).topk(K).indices.int()
+    q, k, v, do, w, idx = example(dtype, B=2, N=9, S=S, K=3, H=4, D=64)
 
     def run(f, *inputs, **options):
         inputs = [x.detach().requires_grad_() for x in inputs]
@@ -350,17 +349,15 @@ def compare(dtype, device, B=2, N=9, S=64, K=3, H=4, D=64):
         print(f'{kernel:7}{str(dtype)[6:]:9}', *(f'{error:9.1e}' for error in errors))
 
 
-def benchmark(B=8, T=16_384, S=64, K=8, H=12, D=64):
+def benchmark(**sizes):
     """Prints times of GCA and of full causal attention (SDPA) on a GPU, in bf16."""
     from triton.testing import do_bench
-    q, k, v, do = torch.randn(4, B, T, H, D, device='cuda', dtype=torch.bfloat16)
-    w = torch.randn(B, T // S, K, device='cuda').softmax(2)
-    idx = torch.rand(B, T // S, T // S, device='cuda').topk(K).indices.int()
-    inputs = q, k, v = [x.requires_grad_() for x in (q, k, v)]
+    *inputs, do, w, idx = example(torch.bfloat16, **sizes)
+    q, k, v = inputs = [x.requires_grad_() for x in inputs]
     heads = [x.transpose(1, 2) for x in inputs]         # (B, H, T, D)
-    methods = dict(gca=lambda: gca(q, k, v, w, idx, S), sdpa=lambda: (
+    methods = dict(gca=lambda: gca(q, k, v, w, idx, sizes['S']), sdpa=lambda: (
         F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)))
-    print(f'\n{torch.cuda.get_device_name()}, B={B} T={T:,} S={S} K={K} H={H} D={D} bfloat16')
+    print(f'\n{torch.cuda.get_device_name()}, {sizes}, bfloat16')
     for name, f in methods.items():
         forward, both = do_bench(f), do_bench(lambda: torch.autograd.grad(f(), inputs, do))
         print(f'{name:7} forward {forward:8.2f} ms, with backward {both:8.2f} ms')
@@ -370,7 +367,8 @@ if __name__ == '__main__':
     torch.manual_seed(0)
     cuda = torch.cuda.is_available()            # if not, TRITON_INTERPRET=1 adds the kernels
     print(f'{"largest error":16}', *(f'{name:>9}' for name in ('o', 'dq', 'dk', 'dv', 'dw')))
+    torch.set_default_device('cuda' if cuda else 'cpu')
     for dtype in (torch.float32, torch.float16, torch.bfloat16) if cuda else (torch.float32,):
-        compare(dtype, 'cuda' if cuda else 'cpu')
+        compare(dtype)
     if cuda:
-        benchmark()
+        benchmark(B=8, N=256, S=64, K=8, H=12, D=64)

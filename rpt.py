@@ -121,18 +121,16 @@ def fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def rotary(positions, D):
-    """cos and sin of the angles p θ_d, θ_d = 10000^(-2d/D), of rotary embeddings (Su et al. 2021).
-    positions (T,) -> 2 x (T, 1, D/2)"""
-    theta = 10000 ** (-torch.arange(0, D, 2, device=positions.device) / D)
-    angle = positions[:, None, None] * theta                        # (T, 1, D/2)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x, rotary):
-    """Rotates each pair (x_2d, x_2d+1) of a head by its angle. x (B, T, H, D) -> same shape"""
-    pairs = torch.view_as_complex(fp32(x).unflatten(-1, (-1, 2)).contiguous())  # (B, T, H, D/2)
-    return torch.view_as_real(pairs * torch.complex(*rotary)).flatten(-2).type_as(x)
+def rotate(x, first=0):
+    """Rotary embeddings (Su et al. 2021): at position p = first, first + 1, ... each pair
+    (x_2d, x_2d+1) of a head is rotated by p θ_d, θ_d = 10000^(-2d/D). x (..., T, H, D) -> as x"""
+    T, D = x.size(-3), x.size(-1)
+    theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)              # (D/2,)
+    positions = torch.arange(first, first + T, device=x.device)
+    angle = positions[:, None, None] * theta                                    # (T, 1, D/2)
+    pairs = torch.view_as_complex(fp32(x).unflatten(-1, (-1, 2)).contiguous())  # (..., T, H, D/2)
+    turned = pairs * torch.complex(angle.cos(), angle.sin())
+    return torch.view_as_real(turned).flatten(-2).type_as(x)
 
 
 def softmax_attention(q, k, v, mask=None):
@@ -142,7 +140,7 @@ def softmax_attention(q, k, v, mask=None):
     q (..., t, D)   k, v (..., s, D) -> (..., t, D)"""
     if q.device.type != 'cpu' or q.dtype != torch.bfloat16:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    z = q / math.sqrt(q.size(-1)) @ k.transpose(-2, -1)             # (..., t, s)
+    z = q / q.size(-1) ** 0.5 @ k.mT                                # (..., t, s)
     if mask is not None:
         z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
     return z.softmax(-1) @ v
@@ -195,9 +193,8 @@ def cross_entropy(f, E, targets):
 
     scored = targets >= 0
     slices = zip(fp32(f[scored]).split(256), targets[scored].split(256))
-    nats = [checkpoint(of_slice, *rows, use_reentrant=False, preserve_rng_state=False)
-            for rows in slices]
-    return torch.stack(nats).sum() / scored.sum().clamp(min=1)
+    nats = sum(checkpoint(of_slice, *rows, use_reentrant=False) for rows in slices)
+    return nats / scored.sum().clamp(min=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -210,13 +207,13 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x, rotary, past=None):
+    def forward(self, x, past=None):
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
         if past is not None:
-            k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
-        q_rotary = [angles[-x.size(1):] for angles in rotary]               # cached k: not rotated
-        y = attend(rotate(q, q_rotary), rotate(k, rotary), v, self.block, 2 * self.block)
-        end = k.size(1) - x.size(1) % self.m                                # of whole chunks
+            k, v = (torch.cat(pair, dim=1) for pair in zip(past, (k, v)))
+        q = rotate(q, k.size(1) - x.size(1))                                # cached k: not rotated
+        y = attend(q, rotate(k), v, self.block, 2 * self.block)
+        end = k.size(1) // self.m * self.m                                  # of whole chunks
         start = max(0, end // self.block - 1) * self.block                  # of the last two blocks
         return self.proj(y.flatten(2)), (k[:, start:end], v[:, start:end])
 
@@ -235,9 +232,8 @@ class Attention(nn.Module):
         q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, a, t, H, D)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (n, b, s, H, D)
         v = v.roll(-1, dims=2) if self.shift else v                         # next token's; cyclic
-        q = rotate(q, rotary(torch.arange(first, first + x.size(2), device=x.device), q.size(-1)))
-        k = rotate(k, rotary(torch.arange(y.size(2), device=x.device), k.size(-1)))
-        q, k, v = (z.flatten(1, 2).transpose(1, 2) for z in (q, k, v))      # (n, H, tokens, D)
+        q, k, v = (z.flatten(1, 2).transpose(1, 2)                          # (n, H, tokens, D)
+                   for z in (rotate(q, first), rotate(k), v))
         y = softmax_attention(q, k, v, mask).transpose(1, 2)                # (n, a t, H, D)
         return self.proj(y.flatten(2)).view_as(x)
 
@@ -321,8 +317,8 @@ class Block(nn.Module):
         self.cca = ChunkedCrossAttention(config) if cross_attends else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rotary, past, cross=None):
-        y, kv = self.attention(self.norm1(x), rotary, past)
+    def forward(self, x, past, cross=None):
+        y, kv = self.attention(self.norm1(x), past)
         x = x + self.dropout(y)
         if self.cca and cross:
             x = x + self.dropout(self.cca(x, *cross))
@@ -409,16 +405,15 @@ def target_scores(reference, chunks, candidates):
     P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows.
     chunks (N, m), candidates (N, N): True or not -> s_t (N, N), 0 where not"""
     (N, m), cache = chunks.shape, reference.config.reference_cache         # λ
-    k = torch.arange(N, device=chunks.device)
-    baseline = candidates.any(1)[:, None] & (k == k[:, None] - 2)           # j = i - 2
+    baseline = candidates.any(1)[2:].diag(-2)                               # (N, N) at j = i - 2
     log_p = torch.zeros(N, N, device=chunks.device)
     for pairs in (candidates | baseline).nonzero().split(max(1, 1024 // m)):
         i, j = pairs.unbind(1)                                              # (n,)
-        tokens = torch.cat([chunks[j], chunks[j + 1], chunks[i], chunks[i + 1]], dim=1)
+        tokens = chunks[torch.stack([j, j + 1, i, i + 1], dim=1)].flatten(1)
         f = reference.encode(tokens)[0]                                     # (n, 4m, C)
         f_t, x = f[:, -m - 1:-1], tokens[:, -m:, None]                      # x follows t
         s = fp32(f_t @ f[:, :-1].mT) / f.size(2) ** 0.5                     # (n, m, 4m - 1)
-        later = torch.ones(m, 4 * m - 1, dtype=torch.bool, device=s.device).triu(3 * m - 1)
+        later = torch.ones_like(s, dtype=torch.bool).triu(3 * m - 1)
         p_u = s.masked_fill(later, -math.inf).softmax(2)                    # u < t
         p_cache = (p_u * (tokens[:, None, 1:] == x)).sum(2)                 # x follows u
         log_lm = reference.logits(f_t).log_softmax(2).gather(2, x)[..., 0] + math.log(1 - cache)
@@ -435,7 +430,7 @@ def load_reference(c, config, corpus, train_reference):
     path = Path(path, 'ckpt.pt') if Path(path).is_dir() else path
     try:
         file = torch.load(path, map_location='cpu', weights_only=True)
-        assert file['tokenizer'] == corpus.tokenizer.to_dict() and file['model_name'] == 'rpt'
+        assert file['tokenizer'] == corpus.tokenizer.to_dict()
         assert file['config']['window'] >= window and file['config']['retriever'] == 'none'
         reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
         reference.load_state_dict(file['model'])
@@ -475,13 +470,13 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         doc, T = doc_of_chunks(batch.doc, m), batch.tokens.size(1)
         B, N = doc.shape
         s_t = torch.zeros(B, N, N)
-        scored = (torch.arange(N) % c.score_every == 0)[:, None] & (reference is not None)
+        scored = (torch.arange(N) % c.score_every == 0)[:, None]
         for b, row in enumerate(batches.rows(g)):
             path, temporary = folder / f'{T}-{row}.npy', folder / f'{os.getpid()}.tmp.npy'
             if not path.exists():
                 chunks = batch.tokens[b, :N * m].view(N, m)
                 new = bm25_candidates(chunks, doc[b], model.w, c.n_candidates, idf)
-                if (pairs := scored & (new > 0)).any():
+                if reference and (pairs := scored & (new > 0)).any():
                     s_lm = target_scores(reference, chunks.to(device), pairs.to(device))
                     new = s_lm.cpu().where(pairs, new)
                 np.save(temporary, new.numpy())
@@ -501,7 +496,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         scores(g)
 
     def attach(batch, g):
-        step = range(g - g % n, g - g % n + n)
+        step = range(g // n * n, g // n * n + n)
         ranked = sum((scores(i) > 0).any(2).sum().item() for i in step)
         return TaughtBatch(*batch, scores(g), max(1, ranked) / n)
     return attach
@@ -564,7 +559,7 @@ class RPT(nn.Module):
         k = torch.arange(E.size(1), device=x.device)
         allowed = permitted(F.pad(doc, (len(k) - c, 0)), c, w)
         if self.retriever is None:
-            allowed = allowed & (s_q > 0)                                   # a term in common
+            allowed &= s_q > 0                                              # a term in common
         order = s_q
         if self.retrieval == 'shuffled':                                    # a hash of i and k
             order = ((7919 * k[-c:, None] + k) % 1_000_037) ** 3 % 1_000_037
@@ -587,26 +582,24 @@ class RPT(nn.Module):
         (B, c, M) or None"""
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
-        t, m, cached = tokens.size(1), self.config.chunk_size, past[0][0].size(1) if past[0] else 0
+        t, m = tokens.size(1), self.config.chunk_size
         c, s_q, cross = t // m, None, None
-        positions = torch.arange(cached + t, device=tokens.device)
-        angles = rotary(positions, self.config.n_embd // self.config.n_head)
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
         for i, block in enumerate(self.lower):
-            x, past[i] = block(x, angles, past[i])
+            x, past[i] = block(x, past[i])
         if self.retrieval != 'off':
             doc = torch.zeros_like(tokens) if doc is None else doc
             chunk_doc = doc_of_chunks(doc, m)                               # (B, c)
             if c:
                 state, s_q = self.retrieve(x, tokens, chunk_doc, teacher, state)
             chosen, neighbors, gates = (y[:, -1 - c:] for y in state[-3:])  # of G = c + 1 groups
-            mask = F.pad(chosen[:, :, 1:] >= 0, (1, 0), value=True)         # a softmax needs a key
+            mask = (chosen >= 0) | (chosen[:, :, :1] < 0)                   # if none, all: no nan
             mask = mask.repeat_interleave(2 * m, dim=2)                     # (B, G, K 2m)
             group_doc = F.pad(chunk_doc, (1, 0)).where(chosen[:, :, 0] >= 0, -2)    # -2: none
             attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
             cross = neighbors * gates[..., None, None], mask, attends
         for i, block in enumerate(self.upper, len(self.lower)):
-            x, past[i] = block(x, angles, past[i], cross)
+            x, past[i] = block(x, past[i], cross)
         return self.norm(x[:, -n:]), state._replace(past=past, rest=tokens[:, c * m:]), s_q
 
     def logits(self, f):
@@ -667,7 +660,7 @@ class RPT(nn.Module):
         state, m = self.read(tokens[None, :t + 1]), self.config.chunk_size
         gates, chosen = state.gates[0, -1].tolist(), state.chosen[0, -1].tolist()
         spans = [(gate, tokens, k * m, (k + 2) * m) for gate, k in zip(gates, chosen) if k >= 0]
-        return sorted(spans, key=lambda span: span[0], reverse=True)
+        return sorted(spans, key=lambda span: -span[0])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -680,8 +673,8 @@ def ranks(runs, args):
     texts = [x for text in runs[0].documents for x in text.split(N * m) if len(x) == N * m]
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
     *runs, reference = runs
-    retrieve = [run.model.neighbor_encoder is not None for run in (*runs, reference)]
-    if not (runs and texts) or retrieve != [True] * len(runs) + [False] or len(kinds) > 1:
+    retrieve = runs and all(run.model.neighbor_encoder for run in runs)
+    if not (texts and retrieve) or reference.model.neighbor_encoder or len(kinds) > 1:
         raise SystemExit(f'ranks: runs that retrieve, then their reference LM (out/rpt-reference), '
                          f'of one tokenizer and chunk size; a document of {N * m} tokens')
     texts = torch.stack(texts[::-(-len(texts) // 16)])                  # (n, T), at most 16

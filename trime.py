@@ -135,18 +135,16 @@ def fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def rotary(positions, D):
-    """cos and sin of the angles p θ_d, θ_d = 10000^(-2d/D), of rotary embeddings (Su et al. 2021).
-    positions (T,) -> 2 x (T, 1, D/2)"""
-    theta = 10000 ** (-torch.arange(0, D, 2, device=positions.device) / D)
-    angle = positions[:, None, None] * theta                        # (T, 1, D/2)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x, rotary):
-    """Rotates each pair (x_2d, x_2d+1) of a head by its angle. x (B, T, H, D) -> same shape"""
-    pairs = torch.view_as_complex(fp32(x).unflatten(-1, (-1, 2)).contiguous())  # (B, T, H, D/2)
-    return torch.view_as_real(pairs * torch.complex(*rotary)).flatten(-2).type_as(x)
+def rotate(x, first=0):
+    """Rotary embeddings (Su et al. 2021): at position p = first, first + 1, ... each pair
+    (x_2d, x_2d+1) of a head is rotated by p θ_d, θ_d = 10000^(-2d/D). x (..., T, H, D) -> as x"""
+    T, D = x.size(-3), x.size(-1)
+    theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)              # (D/2,)
+    positions = torch.arange(first, first + T, device=x.device)
+    angle = positions[:, None, None] * theta                                    # (T, 1, D/2)
+    pairs = torch.view_as_complex(fp32(x).unflatten(-1, (-1, 2)).contiguous())  # (..., T, H, D/2)
+    turned = pairs * torch.complex(angle.cos(), angle.sin())
+    return torch.view_as_real(turned).flatten(-2).type_as(x)
 
 
 class SelfAttention(nn.Module):
@@ -157,16 +155,16 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x, rotary, past=None):
+    def forward(self, x, past=None):
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, T, H, D)
-        q, k = rotate(q, rotary), rotate(k, rotary)
-        mask = None
-        if past is not None:                                        # keys, values of earlier tokens
-            k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
+        first, mask = past[0].size(1) if past else 0, None
+        q, k = rotate(q, first), rotate(k, first)
+        if past:                                                    # keys, values of earlier tokens
+            k, v = (torch.cat(pair, dim=1) for pair in zip(past, (k, v)))
             j = torch.arange(k.size(1), device=x.device)
-            mask = j <= j[-x.size(1):, None]                        # (T, earlier tokens + T)
+            mask = j <= j[first:, None]                             # (T, earlier tokens + T)
         heads = [z.transpose(1, 2) for z in (q, k, v)]              # (B, H, tokens, D)
-        y = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=past is None)
+        y = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=not past)
         return self.proj(y.transpose(1, 2).flatten(2)), (k, v)
 
 
@@ -190,8 +188,8 @@ class Block(nn.Module):
         self.norm2, self.mlp = RMSNorm(config.n_embd), MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rotary, past=None):
-        y, kv = self.attention(self.norm1(x), rotary, past)
+    def forward(self, x, past=None):
+        y, kv = self.attention(self.norm1(x), past)
         x = x + self.dropout(y)
         g = self.norm2(x)
         x = x + self.dropout(self.mlp(g))
@@ -259,8 +257,8 @@ def memory_mask(memory, doc, config, rows):
     (B, T), doc = doc.shape, doc.flatten()
     end = len(doc) if 'ext' in memory else rows.stop
     start = dict(local=rows.start // T * T, none=end - 1).get(memory, 0)    # none: 1, not allowed
-    i = torch.arange(rows.start, rows.stop, device=doc.device)[:, None]
-    j = torch.arange(start, end, device=doc.device)
+    position = torch.arange(len(doc), device=doc.device)
+    i, j = position[rows, None], position[start:end]                # (R, 1), (M,)
     earlier, segment, document = j < i, i // T == j // T, doc[i] == doc[j]      # (R, M)
     allowed = segment & earlier & (memory != 'ext')                 # Eq. 2
     if memory == 'long':                                            # Eq. 3, §4.2
@@ -461,13 +459,10 @@ class TRIME(nn.Module):
     def encode(self, tokens, past=None):
         """Tokens (B, t) -> f, g (B, t, C) of their contexts, and past, the keys and values so far;
         g is the input of the last MLP (§3)"""
-        start = past[0][0].size(1) if past else 0
-        positions = start + torch.arange(tokens.size(1), device=tokens.device)
-        angles = rotary(positions, self.config.n_embd // self.config.n_head)
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
         past = [*past] if past else [None] * len(self.blocks)
         for i, block in enumerate(self.blocks):
-            x, g, past[i] = block(x, angles, past[i])               # g of the last one remains
+            x, g, past[i] = block(x, past[i])                       # g of the last one remains
         return self.norm(x), g, past
 
     def forward(self, batch, progress):
@@ -481,8 +476,7 @@ class TRIME(nn.Module):
             memory = 'none'
         if self.training:
             torch.manual_seed(batch.seed)                           # of dropout
-        f, g, _ = self.encode(batch.tokens)
-        f, g = fp32(f).flatten(0, 1), fp32(g).flatten(0, 1)         # 2 x (N, C)
+        f, g = (fp32(x).flatten(0, 1) for x in self.encode(batch.tokens)[:2])       # 2 x (N, C)
         key = g if config.memory_grad else g.detach()
         head, targets = self.embedding.tables[0], batch.targets.flatten()
         mask = partial(memory_mask, memory, batch.doc, config)
@@ -502,7 +496,7 @@ class TRIME(nn.Module):
         text, keys, window, past = state or (tokens[:, :0], none, none, None)
         while tokens.size(1):
             if window.size(1) == T:
-                _, window, past = self.encode(text[:, text.size(1) - T + self.stride:])
+                _, window, past = self.encode(text[:, -T:][:, self.stride:])
             new, tokens = tokens.tensor_split([T - window.size(1)], dim=1)
             f, g, past = self.encode(new, past)
             text = torch.cat([text, new], dim=1)[:, -kept:]

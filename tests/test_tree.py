@@ -54,7 +54,7 @@ def test_who_imports_whom(name):
 def test_what_the_models_share_is_the_same_text():
     """A change made in one model file and forgotten in another shows up here."""
     texts = {name: definitions(name) for name in MODELS}
-    assert {'RMSNorm', 'rotary', 'rotate'} <= set.intersection(*map(set, texts.values()))
+    assert {'RMSNorm', 'fp32', 'rotate'} <= set.intersection(*map(set, texts.values()))
     for name in set().union(*texts.values()) - PER_MODEL:
         files = [f for f in MODELS if name in texts[f] and (name, f) not in PAPERS]
         assert len({texts[f][name] for f in files}) <= 1, name
