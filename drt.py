@@ -24,7 +24,8 @@ Where this differs from the paper, and why
     Fields marked (ours); the preset 124m has the paper's. As in the official code, a chunk is S - 1
     tokens and a landmark, and cross-attention has a sink in place of the landmark's key. H + O of
     Eq. 2 is the residual (there: only the MLP's input). Scores and top-k are fp32 (there: bf16).
-    Retrieval never crosses joined documents; self-attention does. Weights start with std 0.02 for
+    Retrieval never crosses joined documents; self-attention does. Of a corpus too, keys and values
+    are stored (§3.3: only landmarks; chunks are encoded again). Weights start with std 0.02 for
     C = 768 (as there), over sqrt(2 n_layer) where they add to the residual, except in GCA.
 
     $ python drt.py                         a demo on a CPU
@@ -349,9 +350,11 @@ class DRT(nn.Module):
         """ids (B, L), of tokens and landmarks, continue the text of state. Only from forward: docs
         (B, L), documents; masked (B, L), hidden from the encoder -> f (B, L, C), C_k (B, N, S, C)
         of the N chunks that end here, the new state"""
-        config, S, (B, L), chunks = self.config, self.config.chunk_size, ids.shape, None
+        config, S = self.config, self.config.chunk_size
+        (B, L), chunks = ids.shape, None
         past, unfinished, landmarks, kv, reads = state or self.empty_state(B)
-        past, reads, s = list(past), list(reads), unfinished.size(1)
+        past, reads = list(past), list(reads)
+        s = unfinished.size(1)                                      # positions before ids
         x = self.embedding(ids)                                     # (B, L, C)
         for i, block in enumerate(self.lower):
             x, past[i] = block(x, past[i])

@@ -110,7 +110,8 @@ def forward_kernel(Q, K, V, W, IDX, O, H, N, M, TOPK, scale, S: constexpr,
     Numerics  products in the input dtype with fp32 accumulation, softmax in fp32"""
     Hkv, b, h = H // G, tl.program_id(1).to(tl.int64) // H, tl.program_id(1) % H
     n = b * N + tl.program_id(0)                                            # of all B N chunks
-    first, head = (n * S * H + h) * D, (b * M * S * Hkv + h // G) * D
+    first = (n * S * H + h) * D                                             # in Q
+    head = (b * M * S * Hkv + h // G) * D                                   # in K and V
     tile = tl.arange(0, S)[:, None] * (H * D) + tl.arange(0, D)[None, :]    # (S, D) of Q and O
     q = tl.load(Q + first + tile)
     acc = tl.zeros([S, D], dtype=tl.float32)
@@ -135,7 +136,8 @@ def dq_kernel(Q, K, V, W, IDX, DO, DQ, DW, LSE, DELTA, H, N, M, TOPK, scale, S: 
     LSE, DELTA  (B, N, TOPK, H, S)  fp32, for dkdv_kernel: log2 of the softmax's denominator; δ"""
     Hkv, b, h = H // G, tl.program_id(1).to(tl.int64) // H, tl.program_id(1) % H
     n = b * N + tl.program_id(0)                                            # of all B N chunks
-    first, head = (n * S * H + h) * D, (b * M * S * Hkv + h // G) * D
+    first = (n * S * H + h) * D                                             # in Q
+    head = (b * M * S * Hkv + h // G) * D                                   # in K and V
     tile = tl.arange(0, S)[:, None] * (H * D) + tl.arange(0, D)[None, :]    # (S, D) of Q and DO
     q, do = tl.load(Q + first + tile), tl.load(DO + first + tile)
     dq = tl.zeros([S, D], dtype=tl.float32)
@@ -170,12 +172,15 @@ def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N,
     Hkv = H // G
     b, hkv = tl.program_id(1).to(tl.int64) // Hkv, tl.program_id(1) % Hkv
     c = tl.load(ORDER + b * M + tl.program_id(0)).to(tl.int64)
-    start, end = tl.load(START + b * (M + 1) + c), tl.load(START + b * (M + 1) + c + 1)
-    keys, rows, cols = tl.arange(0, S)[:, None], tl.arange(0, BLOCK), tl.arange(0, D)[None, :]
+    start = tl.load(START + b * (M + 1) + c)
+    end = tl.load(START + b * (M + 1) + c + 1)
+    rows, cols = tl.arange(0, BLOCK), tl.arange(0, D)[None, :]
+    keys = tl.arange(0, S)[:, None]
     chunk = ((b * M + c) * S * Hkv + hkv) * D
     tile = keys * (Hkv * D) + cols                                       # (S, D) of K and V
     k, v = tl.load(K + chunk + tile), tl.load(V + chunk + tile)
-    dk, dv = tl.zeros([S, D], dtype=tl.float32), tl.zeros([S, D], dtype=tl.float32)
+    dk = tl.zeros([S, D], dtype=tl.float32)
+    dv = tl.zeros([S, D], dtype=tl.float32)
     for g in range(G):
         h = hkv * G + g
         for i in range(start * (S // BLOCK), end * (S // BLOCK)):
@@ -193,7 +198,8 @@ def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N,
             dp = tl.dot(v, tl.trans(do), input_precision='ieee')            # (S, BLOCK)
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision='ieee')
-    dk, dv = tl.where(keys < KEYS, dk * scale, 0.0), tl.where(keys < KEYS, dv, 0.0)
+    dk = tl.where(keys < KEYS, dk * scale, 0.0)
+    dv = tl.where(keys < KEYS, dv, 0.0)
     tl.store(DK + chunk + tile, dk.to(DK.dtype.element_ty))
     tl.store(DV + chunk + tile, dv.to(DV.dtype.element_ty))
 
@@ -224,7 +230,8 @@ def options(q, k, chunk, n_keys):
 def gca_forward(q: Tensor, k: Tensor, v: Tensor, w: Tensor, idx: Tensor, entries: Tensor,
                 start: Tensor, order: Tensor, chunk: int, n_keys: int, sink: bool,
                 scale: float) -> Tensor:
-    (B, N, K), H, M, o = idx.shape, q.size(2), k.size(1) // chunk, torch.empty_like(q)
+    (B, N, K), H, M = idx.shape, q.size(2), k.size(1) // chunk
+    o = torch.empty_like(q)
     sizes, _ = options(q, k, chunk, n_keys)
     with torch.cuda.device_of(q):
         kernels()[0][N, B * H](q, k, v, w, idx, o, H, N, M, K, scale, SINK=sink, **sizes)
@@ -235,8 +242,9 @@ def gca_forward(q: Tensor, k: Tensor, v: Tensor, w: Tensor, idx: Tensor, entries
 def gca_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, idx: Tensor,
                  entries: Tensor, start: Tensor, order: Tensor, chunk: int, n_keys: int,
                  sink: bool, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (B, N, K), H, M, do = idx.shape, q.size(2), k.size(1) // chunk, do.contiguous()
+    (B, N, K), H, M = idx.shape, q.size(2), k.size(1) // chunk
     sizes, block = options(q, k, chunk, n_keys)
+    do = do.contiguous()
     dq, dk, dv, dw = *map(torch.empty_like, (q, k, v)), w.new_empty(B, N, K, H)
     lse, delta = w.new_empty(2, B, N, K, H, chunk)
     with torch.cuda.device_of(q):

@@ -30,7 +30,8 @@ Where we differ from the paper, and why
     With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
     the same documents and scores every n-th chunk; the others are taught as in RPT-Lex. Muon
-    for AdaBelief; dropout on what layers add; self-attention crosses joined documents; corpus idf.
+    for AdaBelief; dropout on what layers add; self-attention crosses joined documents; corpus idf;
+    exact search (paper: faiss), a norm and a bias in the gate.
 
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           a reference LM, then RPT, which it teaches
@@ -553,7 +554,8 @@ class RPT(nn.Module):
         (B, c), m, K, w = doc.shape, self.config.chunk_size, self.config.n_neighbors, self.w
         x, tokens = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
         E, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
-        E, keys = torch.cat([state.E, E], dim=1), torch.cat([state.keys, keys], dim=1)
+        E = torch.cat([state.E, E], dim=1)                                  # (B, M, m, C)
+        keys = torch.cat([state.keys, keys], dim=1)
         with torch.autocast(x.device.type, enabled=False):                  # bf16 has ties
             s_q = fp32(q) @ fp32(keys).mT / q.size(2) ** 0.5                # (B, c, M)
         k = torch.arange(E.size(1), device=x.device)

@@ -512,7 +512,8 @@ class TRIME(nn.Module):
         first = max(0, start - x.long) if x.local else n - 1
         position = torch.arange(n, device=g.device)
         i, j = position[-g.size(1)::every, None], position[first:-1]            # (q, 1), (M,)
-        g, key = g[:, ::every], torch.cat([keys[:, :start], window], dim=1)[:, first:-1]
+        g = g[:, ::every]
+        key = torch.cat([keys[:, :start], window], dim=1)[:, first:-1]          # (B, M, C)
         sim = (g @ key.mT / g.size(2) ** 0.5).masked_fill(j >= i, MASKED)       # Eq. 2, 3
         M = (i - first).clamp(min=1)                                # memories of query i
         j = first + (j - first + M // 2 * self.shuffle) % M         # (q, M); shuffled: another
