@@ -50,7 +50,7 @@ class DRTConfig:
     vocab_size: int = 4096      # ids of the tokenizer; for bpe, how many to learn (ours)
     block_size: int = 992       # tokens of a training sequence, landmarks not counted (paper: 16K)
     micro_batch: int = 2        # sequences of a micro-batch, B (official code: 4)
-    n_layer: int = 4            # Transformer layers; the upper half retrieves (paper: 12)
+    n_layer: int = 4            # Transformer layers; the upper n_layer // 2 retrieve (paper: 12)
     n_head: int = 4             # attention heads, H (paper: 12)
     n_embd: int = 128           # width, C (paper: 768)
     n_inner: int = 0            # width inside the MLP; 0: 8/3 C, rounded up (paper: 2,048)
@@ -70,8 +70,8 @@ class DRTConfig:
     sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
 
     def __post_init__(self):
-        if self.n_embd % (2 * self.n_head) or self.n_layer % max(1, 2 * self.groups):
-            raise ValueError('n_embd: a multiple of 2 n_head; n_layer: a multiple of 2 groups')
+        if self.n_embd % (2 * self.n_head) or self.n_layer // 2 % max(1, self.groups):
+            raise ValueError('n_embd: a multiple of 2 n_head; n_layer / 2: a multiple of groups')
         if self.chunk_size < 2 or self.groups and self.block_size <= 2 * self.chunk_size - 2:
             raise ValueError('chunk_size: 2 or more, block_size: above 2 (chunk_size - 1)')
         if self.slope < 2 ** -8 or self.mlm > 1:
