@@ -32,11 +32,9 @@ def idf_lucene(N, df):
 def count(texts):
     """How often each text has each term.
     texts: arrays (len,) of token ids -> (3, P): text, term, tf, sorted by text, then by term"""
-    text = np.repeat(np.arange(len(texts)), [*map(len, texts)])
-    term = np.concatenate([[], *texts]).astype(int)
-    V = term.max(initial=0) + 1
-    pair, tf = np.unique(text * V + term, return_counts=True)
-    return np.array([pair // V, pair % V, tf])
+    found = [np.array(np.unique(text, return_counts=True)) for text in texts]   # (2, its terms)
+    text = np.repeat(np.arange(len(texts)), [x.shape[1] for x in found])
+    return np.vstack([text, np.hstack([np.zeros((2, 0)), *found])]).astype(int)
 
 
 class BM25:
