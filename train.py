@@ -256,7 +256,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
         if RANK == 0:
             left = (time.time() - began) / (step - first) * (config.max_steps - step) / 60
             if step == first + 10 and left > 5:
-                print(f'{left:.0f} min left, 4 by --max-steps {4 * config.max_steps / left:.0f}')
+                print(f'{left:.0f} min left; --max-steps {4 * config.max_steps / left:.0f} takes 4')
             if due or step == 1 or step % max(1, config.max_steps // 30) == 0:
                 shown = [f'{key} {x:.4f}' for key, x in entry.items() if key not in NOT_SHOWN]
                 shown += [f'{speed:,.0f} tokens/s', f'{left:.1f} min left']
