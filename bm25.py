@@ -33,6 +33,7 @@ def count(texts):
     """How often each text has each term.
     texts: arrays (len,) of token ids -> (3, P): text, term, tf, sorted by text, then by term"""
     found = [np.array(np.unique(text, return_counts=True)) for text in texts]   # (2, its terms)
+    assert all(x.dtype.kind == 'i' or not x.size for x in found), 'ids are integers'
     text = np.repeat(np.arange(len(texts)), [x.shape[1] for x in found])
     return np.vstack([text, np.hstack([np.zeros((2, 0)), *found])]).astype(int)
 

@@ -177,7 +177,7 @@ def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N,
     rows, cols = tl.arange(0, BLOCK), tl.arange(0, D)[None, :]
     keys = tl.arange(0, S)[:, None]
     chunk = ((b * M + c) * S * Hkv + hkv) * D
-    tile = keys * (Hkv * D) + cols                                       # (S, D) of K and V
+    tile = keys * (Hkv * D) + cols                                          # (S, D) of K and V
     k, v = tl.load(K + chunk + tile), tl.load(V + chunk + tile)
     dk = tl.zeros([S, D], dtype=tl.float32)
     dv = tl.zeros([S, D], dtype=tl.float32)

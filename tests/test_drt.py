@@ -300,8 +300,9 @@ def test_gumbel_top_k_samples_from_the_softmax():
     assert model(batches[0], 0)[0] == model(batches[2], 0)[0]               # in eval mode
     loss, same, other = (model.train()(batch, 0)[0] for batch in batches)
     assert loss == same != other
-    h, landmarks = torch.randn(1, 1, 16).double(), 2 * torch.randn(1, 4, 16).double()
-    scores = (model.landmark_norms[0](h) @ landmarks.mT / 4).flatten()
+    h, r = torch.ones(1, 1, 16).double(), torch.tensor([0.0, 0.7, 1.4, 2.1]).double()
+    landmarks = r[:, None].expand(1, 4, 16) / 4
+    scores = (model.landmark_norms[0](h) @ landmarks.mT / 4).flatten()      # r, but for rounding
     w, idx = model.retrieve(0, h.expand(1, n, 16), landmarks, torch.ones(1, n, 4) > 0)
     torch.testing.assert_close(w, scores[idx.long()].softmax(-1))
     first = idx[0, :, 0].bincount(minlength=4) / n

@@ -234,7 +234,8 @@ def test_init_starts_from_other_weights(here):
 
 @pytest.mark.parametrize('more, message', [
     ('--learning-rate 1', 'nearest is --'), ('--device cuda', '--device cpu'), ('--lr nan', 'nan'),
-    ('--memory lokal', 'lokal'), ('--tokens-per-step 100', 'multiple of 1'), ('--seed 1.5', '1.5'),
+    ('--tokens-per-step 100', 'multiple of 1 x 2 x --block-size 16'),
+    ('--memory lokal', 'lokal'), ('--seed 1.5', '1.5'),
     ('--lr -1', '--lr: -1 is not a number from 0 on'), ('--weight-decay inf', 'inf'),
     ('--micro-batch 0', '0 is not a number from 1 on'), ('--model gpt', 'trime'),
     ('--model drt --groups -1', '-1 is not a number from 0 on'), ('--data no/such', 'such'),
