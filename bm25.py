@@ -1,5 +1,5 @@
 """
-BM25: which documents share the most, and the rarest, terms with a query? Only counting.
+BM25: which documents share the most, and the rarest, terms with a query? Nothing is learned.
 
     Robertson et al., "Okapi at TREC-3", 1994, in Lucene's form: Kamphuis, de Vries, Boytsov and
     Lin, "Which BM25 Do You Mean?", ECIR 2020, Table 1
@@ -100,9 +100,8 @@ class BM25:
         query, term, tf = pairs[:, rare]
         for i in np.unique(query):
             own = slice(*np.searchsorted(query, [i, i + 1]))        # the terms of query i
-            n = self.df[term[own]]
-            at = np.repeat(self.first[term[own]] - n.cumsum() + n, n)
-            at += np.arange(len(at))                                # first, first + 1, ... per term
+            n, first = self.df[term[own]], self.first[term[own]]
+            at = np.repeat(first - n.cumsum() + n, n) + np.arange(n.sum())
             weight = self.weight[at] * np.repeat(tf[own], n)
             scores[i] += np.bincount(self.doc[at], weight, self.N)
         return scores.astype(np.float32)

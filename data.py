@@ -10,7 +10,7 @@ A corpus is a folder that `load` makes on first use:
 
 Its name ends with a hash of its source files (names, sizes, times): if one changes, another folder
 is made. Every document ends with <|endoftext|>, except with `word`. A batch is a pure function of
-(split, kind, block_size, micro_batch, seed, number): a run resumes from its step alone.
+(split, arguments of Batches, number): a run resumes from its step alone.
 """
 import contextlib, functools, hashlib, heapq, json, os, re, shutil, sys, sysconfig, time
 from collections import Counter, defaultdict
@@ -71,8 +71,8 @@ def learn_bpe(counts, n_merges):
         add(w, 1)
     heap = sorted((-n, pair) for pair, n in total.items())      # a sorted list is a heap
     for new in progress(range(256, 256 + n_merges), 'learning bpe'):
-        while heap and -heap[0][0] != total[heap[0][1]]:        # it has become rarer
-            heapq.heapreplace(heap, (-total[heap[0][1]], heap[0][1]))
+        while heap and -heap[0][0] != total[pair := heap[0][1]]:    # it has become rarer
+            heapq.heapreplace(heap, (-total[pair], pair))
         if not heap or heap[0][0] == 0:
             break
         a, b = heapq.heappop(heap)[1]
@@ -242,7 +242,7 @@ def documents(paths, part):
             try:
                 yield json.loads(line)['text'].encode('utf-8', 'replace').decode()
             except Exception:
-                raise SystemExit(f'{paths[0]}: {line[:60]!r} is no {{"text": "..."}}')
+                raise SystemExit(f'{paths[0]}: {line[:60]!r} is not {{"text": "..."}}')
     else:
         yield from ARTICLE.split(text.decode())
 
@@ -379,7 +379,7 @@ class Batch(NamedTuple):
     tokens: torch.Tensor    # (B, T) int64; 0 at padding
     targets: torch.Tensor   # (B, T) int64, the next tokens; -1 where there is none to predict
     doc: torch.Tensor       # (B, T) int64, the number of each token's document; -1 at padding
-    seed: int               # another for each batch: the only source of the model's randomness
+    seed: int               # different for each batch: the only source of the model's randomness
 
 
 def pack(split, T, same_document, seed, k=20):
@@ -428,13 +428,13 @@ class Batches:
             raise SystemExit(f'{name} has no more than --block-size {block_size} tokens')
         T, B = self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed = split, kind, seed
-        # ranges of the split form a row; sequence r is places r T to r T + T - 1 of the row
+        # ranges of the split, joined, are a stream; sequence r is its places r T to r T + T - 1
         begins, ends = np.array([[0], [len(split.tokens) - 1]])
         if kind == 'documents':             # the documents without their ends, then the ends
             cuts = split.offsets[1:] - np.diff(split.offsets) % T
             begins, ends = np.append(split.offsets[:-1], cuts), np.append(cuts, split.offsets[1:])
-        self.stops = np.cumsum(ends - begins)                   # of the ranges in the row
-        self.shift = ends - self.stops                          # position in the split minus place
+        self.stops = np.cumsum(ends - begins)                   # where each ends in the stream
+        self.shift = ends - self.stops                          # position in the split - place
         self.n_rows = -(-self.stops[-1] // T)
         self.order, self.group = np.arange(self.n_rows), 1      # groups of sequences are shuffled
         if kind == 'consecutive':
@@ -442,7 +442,7 @@ class Batches:
         if kind == 'packed' and bm25:
             self.group, self.order = B, pack(split, T, same_document, seed)
         if B % self.group:
-            raise SystemExit(f'--micro-batch {B} is no multiple of m = {self.group}')
+            raise SystemExit(f'--micro-batch {B} is not a multiple of m = {self.group}')
 
     def __len__(self):
         return -(-self.n_rows // self.B)
@@ -469,8 +469,9 @@ class Batches:
         doc = self.split.doc_of(p)
         if self.kind == 'documents':
             predicted = real & (self.split.doc_of(p + 1) == doc)
-        tokens, after = (self.split.tokens[at].astype(int) for at in (p, p + predicted))
-        arrays = tokens * real, np.where(predicted, after, -1), np.where(real, doc, -1)
+        tokens = self.split.tokens[p].astype(int) * real
+        after = self.split.tokens[p + predicted].astype(int)        # the next one, if predicted
+        arrays = tokens, np.where(predicted, after, -1), np.where(real, doc, -1)
         return Batch(*map(torch.from_numpy, arrays), seed)
 
 
@@ -519,7 +520,7 @@ class Needles(Batches):
         answers = rng.permutation(np.arange(half + self.hops, n, self.hops)) * c
         for at, names in zip(answers, chains):
             question, opens, answer, end = self.sentence(names)
-            ids[:at].reshape(-1, c)[-self.hops:, -len(question):] = question
+            ids[:at].reshape(-1, c)[-self.hops:, -len(question):] = question    # ends hops chunks
             text = opens + answer + end
             ids[at:at + len(text)] = text
             scored[at + len(opens):][:len(answer)] = True

@@ -12,7 +12,7 @@ scored higher. There is no other supervision.
 Where the paper is in this file
     §3.1, §4.1.2   landmarks; ALiBi; the chunk encoder   DRT.insert; SelfAttention; ChunkEncoder
     Eq. 1 to 3     scores, top K; cross-attention        DRT.retrieve; Block, gca_kernel.py
-    §3.2, §3.3     Gumbel top-k, MLM; inference          DRT.forward; DRT.stream, State
+    §3.2, §3.3     Gumbel top-k; MLM; inference          DRT.retrieve; DRT.forward; DRT.stream
     §4.4, Table 4  retrieval from a corpus               DRT.prepare_eval
 
 Letters used in the shape comments
@@ -62,7 +62,7 @@ class DRTConfig:
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens'] = 'lower'   # its input: lower layers' output, embeddings
     n_encoder: int = 2          # layers of the chunk encoder; 0: none (official code)
-    compare_means: bool = True  # l_k: mean of C_k; h, at first 0, plus the centered l_t (ours)
+    compare_means: bool = True  # l_k: the mean of C_k; h, 0 at first, plus the centered l_t (ours)
     shift_values: bool = True   # value: the next token's; at first W_Q = W_K, W_O = W_Vᵀ (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     mlm: float = 0.15           # --encoder tokens: masked share, first half; 0: none (official)
@@ -78,7 +78,7 @@ class DRTConfig:
             raise ValueError('slope: 2^-8 or more; mlm: a share, at most 1')
 
 
-# 124m: App. A.1, whose rate falls to a fifth (here a tenth); base LMs: --groups 0 [--window 768]
+# 124m: App. A.1, but the rate ends at a tenth (there a fifth); base LMs: --groups 0 [--window 768]
 PRESETS = {
     'tiny': dict(tokens_per_step=1984),     # the defaults: minutes on two CPU cores
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
@@ -100,15 +100,11 @@ def batches(config):
 
 
 # --------------------------------------------------------------------------------------------------
-# the transformer (the same text in trime.py, rpt.py and drt.py)
-class RMSNorm(nn.Module):
-    """x / rms(x) * gain, over the last axis (Zhang & Sennrich 2019)."""
+# the transformer (what two model files define has the same text, but SelfAttention, MLP, Block)
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     def __init__(self, n_embd):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(n_embd))
-
-    def forward(self, x):
-        return F.rms_norm(x, self.gain.shape, self.gain, eps=1e-6)
+        super().__init__(n_embd, eps=1e-6)
 
 
 def fp32(x):
@@ -158,8 +154,9 @@ def attend(q, k, v, block, window, slopes=0.0):
     first = attention(q[:, :n], k[:, :P + n], v[:, :P + n])
     if n == T:
         return first
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, (n - T) % block)).unflatten(1, (-1, block))
-               for x in (q[:, n:], k[:, P + n - block:], v[:, P + n - block:]))
+    start, pad = P + n - block, (0, 0, 0, 0, 0, (n - T) % block)
+    parts = q[:, n:], k[:, start:], v[:, start:]                    # k, v: from one block earlier
+    q, k, v = (F.pad(x, pad).unflatten(1, (-1, block)) for x in parts)
     k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=2).flatten(0, 1) for x in (k, v))
     rest = attention(q.flatten(0, 1), k, v).reshape(q.shape)        # (B, N, block, H, D)
     return torch.cat([first, rest.flatten(1, 2)[:, :T - n]], dim=1)
@@ -262,8 +259,8 @@ class State(NamedTuple):
     past: list                  # of each layer, keys and values of the last W positions
     unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the chunk not yet complete
     landmarks: torch.Tensor     # (B, M, C) l_k of all chunks
-    kv: list                    # of each chunk, (2, B, S, H, D) fp16
-    reads: list                 # of each group, w and idx (B, n, K); the unfinished chunk's last
+    kv: list                    # of each chunk, (2, B, S, H, D) fp16; in training all as a tensor
+    reads: list                 # of each group, w and idx (B, n, K); the last: of the unfinished
 
 
 # --------------------------------------------------------------------------------------------------
@@ -293,7 +290,7 @@ class DRT(nn.Module):
                 deep = math.sqrt(2 * config.n_layer) if adds else 1
                 nn.init.normal_(p, std=0.02 * math.sqrt(768 / config.n_embd) / deep)
         for norm in self.landmark_norms if config.compare_means else ():
-            nn.init.zeros_(norm.gain)
+            nn.init.zeros_(norm.weight)
         if retrieves and config.shift_values:   # GCA begins by copying what followed a like token
             k, v = self.encoder.kv.weight.detach().chunk(2)
             for block in self.upper:
@@ -309,10 +306,10 @@ class DRT(nn.Module):
 
     def insert(self, x, value, s=0):
         """§3.1: inserts `value` after every S - 1 tokens; s tokens precede x (B, T) -> (B, L)"""
-        T = x.size(1)                                               # the base LM has no landmarks
-        n = self.config.chunk_size - 1 if self.config.groups else T + 1
-        chunks = F.pad(x, (s, -(s + T) % n)).unflatten(1, (-1, n))
-        return F.pad(chunks, (0, 1), value=value).flatten(1)[:, s:s + T + (s + T) // n]
+        end = s + x.size(1)                                         # tokens since a chunk began
+        n = self.config.chunk_size - 1 if self.config.groups else end + 1   # base LM: none
+        chunks = F.pad(x, (s, -end % n)).unflatten(1, (-1, n))
+        return F.pad(chunks, (0, 1), value=value).flatten(1)[:, s:end + end // n]
 
     def retrieve(self, g, x, landmarks, allowed):
         """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r (§3.2: + noise),
@@ -321,7 +318,7 @@ class DRT(nn.Module):
         K, (N, M) = self.config.n_neighbors, allowed.shape[1:]
         with torch.autocast(x.device.type, enabled=False):          # bf16 would tie scores
             h, l = self.landmark_norms[g](fp32(x)), fp32(landmarks)
-            if self.retriever == 'random':                          # appendix A.5
+            if self.retriever == 'random':                          # appendix A.5: uniform, sd 1
                 table = torch.rand(M, h.size(2), generator=torch.Generator().manual_seed(g))
                 h = (table[M - N:] * 12 ** 0.5 - 3 ** 0.5).to(h)
             elif self.config.compare_means:
@@ -330,7 +327,7 @@ class DRT(nn.Module):
             r = (h @ l.mT / math.sqrt(h.size(-1))).masked_fill(~allowed, MASKED)    # (B, N, M)
             r = noisy = F.pad(r, (0, K), value=MASKED)              # K columns or more
             if self.training and self.config.gumbel:
-                noisy = r - torch.empty_like(r).exponential_().log()
+                noisy = r - torch.empty_like(r).exponential_().log()        # Gumbel: -log Exp(1)
             idx = noisy.topk(K).indices                             # (B, N, K)
             w = r.gather(2, idx)
             valid = w > MASKED
@@ -368,12 +365,12 @@ class DRT(nn.Module):
             unfinished = unfinished[:, N * S:]
             l = chunks.mean(2) if config.compare_means else chunks[:, :, -1]    # (B, N, C)
             landmarks = torch.cat([landmarks, l], dim=1)            # (B, M, C)
-            kv = kv + self.store(new_kv) if docs is None else new_kv
+            kv = new_kv if docs is not None else kv + self.store(new_kv)    # training: a tensor
         if not upper:
             return None, None, State(past, unfinished, landmarks, kv, reads)
 
         M, same = landmarks.size(1), True
-        allowed = torch.ones(B, N, M, dtype=torch.bool, device=x.device).tril(M - N - 1)
+        allowed = x.new_ones(B, N, M, dtype=torch.bool).tril(M - N - 1)     # chunks before its own
         if self.source != 'text':                                   # Table 4
             n = len(self.corpus[2])
             allowed[..., n - 1] &= not config.next_chunk            # there is none after it
@@ -384,19 +381,20 @@ class DRT(nn.Module):
             retrieved_for = F.pad(ends, (1, 0)).repeat_interleave(S, dim=1)[:, :L]
             same = (docs == retrieved_for)[:, :, None, None]        # (B, L, 1, 1) bool
 
-        def cross_attend(q):                                        # (B, L, H, D) -> the same
+        def cross_attend(q):        # (B, L, H, D) -> the same; w, idx, retrieved: of the loop below
             q = F.pad(q, (0, 0, 0, 0, s, (N + 1) * S - s - L))      # N + 1 whole chunks
             k, v = retrieved.type_as(q).flatten(2, 3)               # (B, n S, H, D)
             o = gca(q, k, v, w, idx, S, S - 1, config.sink, kernel=self.kernel)
             return o[:, s:s + L] * same
 
         retrieves, n_lower = self.retriever != 'off' and M > 0, len(self.lower)
+        depth = len(self.upper) // max(1, config.groups)            # layers of a group
         for i, block in enumerate(self.upper, n_lower):
-            g, j = divmod(i - n_lower, len(self.upper) // max(1, config.groups))    # layer j of g
+            g, j = divmod(i - n_lower, depth)                       # layer j of group g
             if retrieves and j == 0:                                # a group begins
                 h = x[:, S - 1 - s::S]                              # (B, N, C) of the landmarks
-                new = self.retrieve(g, h, landmarks, allowed)
-                w, idx = (torch.cat([y[:, -1:], z], dim=1) for y, z in zip(reads[g], new))
+                pairs = zip(reads[g], self.retrieve(g, h, landmarks, allowed))
+                w, idx = (torch.cat([old[:, -1:], new], dim=1) for old, new in pairs)
                 reads[g] = w, idx           # (B, N + 1, K): landmark n retrieves for chunk n + 1
                 if config.next_chunk:                               # 2 K columns
                     w = w.repeat_interleave(2, dim=2) / 2
@@ -414,10 +412,10 @@ class DRT(nn.Module):
         config, S, V = self.config, self.config.chunk_size, self.config.vocab_size
         ids, targets = self.insert(batch.tokens, V), self.insert(batch.targets, -1)         # (B, L)
         docs = self.insert(batch.doc, 0)
-        docs = docs.where(ids < V, docs.roll(1, dims=1))            # a landmark's: its last token's
+        docs = docs.where(ids < V, docs.roll(1, dims=1))            # a landmark's: of its chunk
         N, masked = ids.size(1) // S, None
         if self.training:
-            torch.manual_seed(batch.seed)                           # of Gumbel noise and MLM
+            torch.manual_seed(batch.seed)                           # for Gumbel noise and MLM
         if self.training and config.groups and config.encoder == 'tokens' and progress < 0.5:
             masked = torch.rand(ids.shape, device=ids.device) < config.mlm
             masked &= targets >= 0                                  # no landmarks, no padding
@@ -450,7 +448,8 @@ class DRT(nn.Module):
 
     @torch.no_grad()
     def read(self, tokens, state=None):
-        """The state of `stream`: upper layers only where later self-attention can reach (§3.3)"""
+        """The state of `stream`. Upper layers run only at the end, where what follows can reach: W
+        positions for each of them, a chunk for each group, which reads what the last one chose"""
         state, c = state or self.empty_state(len(tokens)), self.config
         ids = self.insert(tokens, c.vocab_size, state.unfinished.size(1))
         reach = len(self.upper) * c.window + (1 + c.groups) * c.chunk_size

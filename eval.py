@@ -59,7 +59,7 @@ class Run:
             self.tokenizer = data.Tokenizer(**checkpoint['tokenizer'])
             self.module, self.checkpoint = module, checkpoint
         except Exception as e:                      # a broken or hostile file can raise anything
-            raise SystemExit(f'{self.path} is no checkpoint of this train.py: {e!r:.200}')
+            raise SystemExit(f'{self.path} is not a checkpoint of this version: {e!r:.200}')
 
     def prepare(self, args):
         """documents: each tokens (n,) int64; ways: name -> attributes of the model to set"""
@@ -135,7 +135,7 @@ def cell(x):
 
 def print_table(rows):
     """Prints dicts with the same keys, the header; text left, numbers right. -> rows"""
-    lines = [rows[0], *(list(map(cell, row.values())) for row in rows)]
+    lines = [list(rows[0])] + [[cell(x) for x in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines)]
     sides = ['<' if isinstance(x, str) else '>' for x in rows[0].values()]
     print()
@@ -315,7 +315,7 @@ def niah(runs, args):
     try:
         lengths = {x: int(x.rstrip('km')) * units.get(x[-1:], 1) for x in args.lengths.split(',')}
         depths = {f'{int(x)}%': range(101).index(int(x)) for x in args.depths.split(',')}
-    except ValueError:
+    except ValueError:                                  # of int, or a depth above 100
         raise SystemExit('eval.py: --lengths are like 1k,16k,2m, --depths like 0,50,100')
     for run, (name, length) in itertools.product(runs, lengths.items()):
         chunk = run.module.batches(run.model.config).get('chunk', 32)

@@ -44,7 +44,7 @@ def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
 
         O_n = Σ_k w_nk softmax(Q_n K_cᵀ · scale) V_c,    c = idx_nk         (DRT, Eq. 2 and 3)"""
     (B, N, K), fp32 = idx.shape, torch.promote_types(q.dtype, torch.float32)
-    w = w.masked_fill(idx < 0, 0).view(B, N, 1, 1, 1, K, 1)
+    w = w.masked_fill(idx < 0, 0).view(B, N, 1, 1, 1, K, 1)     # broadcast over Hkv, G, S, n_keys
     idx = idx.clamp(min=0).flatten(1)                           # (B, N K)
 
     def gather(x):                                  # (B, M S, Hkv, D) -> (B, N, K, n_keys, Hkv, D)
@@ -181,17 +181,17 @@ def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N,
     k, v = tl.load(K + chunk + tile), tl.load(V + chunk + tile)
     dk = tl.zeros([S, D], dtype=tl.float32)
     dv = tl.zeros([S, D], dtype=tl.float32)
+    base = b * N * TOPK                                                     # of a text's entries
     for g in range(G):
         h = hkv * G + g
         for i in range(start * (S // BLOCK), end * (S // BLOCK)):
-            e = b * N * TOPK
-            e += tl.load(ENTRIES + e + i // (S // BLOCK))                   # (b N + n) TOPK + slot
+            e = base + tl.load(ENTRIES + base + i // (S // BLOCK))          # (b N + n) TOPK + slot
             row = i % (S // BLOCK) * BLOCK + rows                           # (BLOCK,) of chunk n
             tile_q = (e // TOPK * S * H + h) * D + row[:, None] * (H * D) + cols    # (BLOCK, D)
             q, do = tl.load(Q + tile_q), tl.load(DO + tile_q)
             w = tl.load(W + e)
-            row += (e * H + h) * S
-            lse, delta = tl.load(LSE + row), tl.load(DELTA + row)           # (BLOCK,)
+            saved = (e * H + h) * S + row
+            lse, delta = tl.load(LSE + saved), tl.load(DELTA + saved)       # (BLOCK,)
             s = tl.dot(k, tl.trans(q), input_precision='ieee') * (scale * 1.4426950408889634)
             p = tl.exp2(s - lse[None, :]) * w                               # (S, BLOCK)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision='ieee')
@@ -316,7 +316,7 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
         kernel   'triton', 'torch', or 'auto': Triton on a GPU where it can run, else PyTorch
 
     Returns o like q, exactly 0 for a chunk of queries whose slots are all unused. Raises
-    NotImplementedError if kernel='triton' cannot run. Deterministic, but not 'torch' on a GPU."""
+    NotImplementedError if kernel='triton' cannot run. Deterministic, except 'torch' on a GPU."""
     M, D, reason = k.size(1) // chunk, q.size(3), why_not_triton(q, chunk)
     assert k.shape == v.shape and w.shape == idx.shape and q.size(1) == idx.size(1) * chunk
     if kernel == 'triton' and reason:

@@ -19,8 +19,8 @@ Where the paper is in this file (its equations have no numbers)
 
 Letters in the shape comments
     B sequences    T tokens (t of a piece)    C width    H heads    D head size    V vocabulary
-    N chunks    m tokens of a chunk    w chunks of a window    c of a piece    M so far
-    K neighbors of a chunk    G = c + 1 groups of m tokens    n, a, b, s items of any kind
+    N, c, M chunks of a sequence, of a piece, so far    m tokens of a chunk    w chunks of a window
+    K neighbors of a chunk    G = c + 1 groups of m tokens    n, a, b, s other sizes
 
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); s_t is a mean over tokens, L_ret over the chunks with a positive;
@@ -80,9 +80,9 @@ class RPTConfig:
 
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
+            raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
         if self.window % (2 * self.chunk_size):
-            raise ValueError(f'window {self.window} is no multiple of 2 x {self.chunk_size}')
+            raise ValueError(f'window {self.window} is not a multiple of 2 x {self.chunk_size}')
         if self.retriever != 'none' and self.block_size < self.window + 2 * self.chunk_size:
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
         if self.reference and self.retriever != 'sem':
@@ -106,15 +106,11 @@ def batches(config):
 
 
 # --------------------------------------------------------------------------------------------------
-# the transformer (the same text in trime.py, rpt.py and drt.py)
-class RMSNorm(nn.Module):
-    """x / rms(x) * gain, over the last axis (Zhang & Sennrich 2019)."""
+# the transformer (what two model files define has the same text, but SelfAttention, MLP, Block)
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     def __init__(self, n_embd):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(n_embd))
-
-    def forward(self, x):
-        return F.rms_norm(x, self.gain.shape, self.gain, eps=1e-6)
+        super().__init__(n_embd, eps=1e-6)
 
 
 def fp32(x):
@@ -164,8 +160,9 @@ def attend(q, k, v, block, window, slopes=0.0):
     first = attention(q[:, :n], k[:, :P + n], v[:, :P + n])
     if n == T:
         return first
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, (n - T) % block)).unflatten(1, (-1, block))
-               for x in (q[:, n:], k[:, P + n - block:], v[:, P + n - block:]))
+    start, pad = P + n - block, (0, 0, 0, 0, 0, (n - T) % block)
+    parts = q[:, n:], k[:, start:], v[:, start:]                    # k, v: from one block earlier
+    q, k, v = (F.pad(x, pad).unflatten(1, (-1, block)) for x in parts)
     k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=2).flatten(0, 1) for x in (k, v))
     rest = attention(q.flatten(0, 1), k, v).reshape(q.shape)        # (B, N, block, H, D)
     return torch.cat([first, rest.flatten(1, 2)[:, :T - n]], dim=1)
@@ -278,12 +275,12 @@ class NeighborEncoder(nn.Module):
         (B, n, K), config = chosen.shape, self.config
         if not config.gate:
             return torch.ones(B, n, K, device=chosen.device)
-        # a chunk with neighbors is at least w chunks into its document: the w - 1 before are of it
+        # a chunk with neighbors is at least w chunks into its document: so are the w - 1 before
         c = neighbors.mean(3).view(B, 1, n * K, -1)                         # (B, 1, n K, C)
         j = torch.arange(n * K, device=chosen.device)
         i, w = j[:, None], config.window // config.chunk_size
-        recent = (j <= i) & (j // K > i // K - w) & (chosen >= 0).view(B, 1, n * K)
-        mask = recent | (j == i)                                            # (B, n K, n K)
+        recent = (j <= i) & (j // K > i // K - w)                           # (n K, n K)
+        mask = recent & (chosen >= 0).view(B, 1, n * K) | (j == i)          # (B, n K, n K)
         y = self.norm3(c)
         c = c + self.gate_attention(y, y, mask=mask[:, None])
         with torch.autocast(c.device.type, enabled=False):                  # z is tiny
@@ -294,7 +291,7 @@ class NeighborEncoder(nn.Module):
 class ChunkedCrossAttention(nn.Module):
     """Borgeaud et al. 2022, §2.4: a group of m tokens attends to the neighbors of chunk i: the last
     token of chunk i, the first that may depend on them, and all but the last of chunk i + 1. Their
-    positions are m - 1 to 2m - 2, a neighbor's 0 to 2m - 1. A norm here would undo the gate."""
+    positions are m - 1 to 2m - 2, a neighbor's 0 to 2m - 1. A norm of that would undo the gate."""
     def __init__(self, config):
         super().__init__()
         self.norm, self.m = RMSNorm(config.n_embd), config.chunk_size
@@ -362,8 +359,8 @@ def ranking_loss(s_q, s_t, tau):
     rank = 1 + s_q.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
     discount = 1 / torch.log2(1 + rank)
     ideal = gain.sort(dim=2, descending=True).values * discount.sort(dim=2, descending=True).values
-    lam = pairs(gain).clamp(min=0) * pairs(discount).abs()                  # 0: l helps no more
-    hinge = (tau - pairs(s_q.clamp(min=-1e9))).clamp(min=0)                 # 0: j not permitted
+    lam = pairs(gain).clamp(min=0) * pairs(discount).abs()                  # 0 if s_t(l) <= s_t(j)
+    hinge = (tau - pairs(s_q.clamp(min=-1e9))).clamp(min=0)                 # j not permitted: 0
     loss = (lam * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
     ndcg = (gain * discount * (rank <= 20)).sum(2) / ideal[..., :20].sum(2).clamp(min=1e-9)
     return loss, ndcg
@@ -374,7 +371,7 @@ def bm25_vectors(tokens, idf):
     q = idf.new_zeros(*tokens.shape[:-1], len(idf))
     q = q.scatter_add(-1, tokens, q.new_ones(tokens.shape))                 # occurrences
     k = idf * q / (q + 1.2)
-    return q, (2 ** 10 * k).round() / 2 ** 10                               # so ties remain ties
+    return q, (2 ** 10 * k).round() / 2 ** 10                               # ties remain ties
 
 
 def corpus_idf(tokens, m, V):
@@ -405,7 +402,7 @@ def target_scores(reference, chunks, candidates):
     P is (1 - λ) P_LM + λ P_cache, as small LMs hardly copy. Continuous cache (Grave et al. 2017):
     P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows.
     chunks (N, m), candidates (N, N): True or not -> s_t (N, N), 0 where not"""
-    (N, m), cache = chunks.shape, reference.config.reference_cache         # λ
+    (N, m), lam = chunks.shape, reference.config.reference_cache            # λ
     baseline = candidates.any(1)[2:].diag(-2)                               # (N, N) at j = i - 2
     log_p = torch.zeros(N, N, device=chunks.device)
     for pairs in (candidates | baseline).nonzero().split(max(1, 1024 // m)):
@@ -417,8 +414,9 @@ def target_scores(reference, chunks, candidates):
         later = torch.ones_like(s, dtype=torch.bool).triu(3 * m - 1)
         p_u = s.masked_fill(later, -math.inf).softmax(2)                    # u < t
         p_cache = (p_u * (tokens[:, None, 1:] == x)).sum(2)                 # x follows u
-        log_lm = reference.logits(f_t).log_softmax(2).gather(2, x)[..., 0] + math.log(1 - cache)
-        log_p[i, j] = log_lm.logaddexp((cache * p_cache).log()).mean(1)     # over m tokens
+        log_lm = reference.logits(f_t).log_softmax(2).gather(2, x)[..., 0]  # (n, m)
+        log_mix = torch.logaddexp(log_lm + math.log(1 - lam), (lam * p_cache).log())
+        log_p[i, j] = log_mix.mean(1)                                       # over m tokens
     return (log_p - (log_p * baseline).sum(1, keepdim=True)) * candidates
 
 
@@ -442,7 +440,7 @@ def load_reference(c, config, corpus, train_reference):
     return reference
 
 
-# data.Batch with s_t (B, N, N) and the chunks with a positive per micro-batch, the step's mean
+# data.Batch, s_t (B, N, N), and how many chunks of a micro-batch have a positive: the step's mean
 TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores ranked')
 
 
@@ -550,7 +548,7 @@ class RPT(nn.Module):
                      zeros(B, w, K).long() - 1, zeros(B, w, K, 2 * m, C), zeros(B, w, K))
 
     def retrieve(self, x, tokens, doc, teacher, state):
-        """§3.1, for c chunks: x (B, t, C), doc (B, c) -> the new state; s_q (B, c, M), -inf: no"""
+        """§3.1, for c chunks: x (B, t, C), doc (B, c) -> state; s_q (B, c, M), -inf: forbidden"""
         (B, c), m, K, w = doc.shape, self.config.chunk_size, self.config.n_neighbors, self.w
         x, tokens = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
         E, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
@@ -563,7 +561,7 @@ class RPT(nn.Module):
         if self.retriever is None:
             allowed &= s_q > 0                                              # a term in common
         order = s_q
-        if self.retrieval == 'shuffled':                                    # a hash of i and k
+        if self.retrieval == 'shuffled':            # a hash of i and k: the same in any pieces
             order = ((7919 * k[-c:, None] + k) % 1_000_037) ** 3 % 1_000_037
         chosen = top(order, allowed, K)                                     # (B, c, K)
         if teacher is not None:
@@ -581,7 +579,7 @@ class RPT(nn.Module):
     def encode(self, tokens, doc=None, teacher=None, state=None):
         """Tokens (B, t) continue the text of state; in training doc (B, t) and neighbors chosen by
         the teacher (B, N, K), -1: none, -2: it does not choose -> f (B, t, C), the new state, s_q
-        (B, c, M) or None"""
+        (B, c, M) or None. An unfinished chunk is encoded again with the tokens of the next call"""
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
         t, m = tokens.size(1), self.config.chunk_size
@@ -597,7 +595,7 @@ class RPT(nn.Module):
             chosen, neighbors, gates = (y[:, -1 - c:] for y in state[-3:])  # of G = c + 1 groups
             mask = (chosen >= 0) | (chosen[:, :, :1] < 0)                   # if none, all: no nan
             mask = mask.repeat_interleave(2 * m, dim=2)                     # (B, G, K 2m)
-            group_doc = F.pad(chunk_doc, (1, 0)).where(chosen[:, :, 0] >= 0, -2)    # -2: none
+            group_doc = F.pad(chunk_doc, (1, 0)).where(chosen[:, :, 0] >= 0, -2)    # -2: nothing
             attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
             cross = neighbors * gates[..., None, None], mask, attends
         for i, block in enumerate(self.upper, len(self.lower)):
@@ -621,7 +619,7 @@ class RPT(nn.Module):
         s_t = getattr(batch, 'target_scores', None) if self.training else None      # (B, N, N)
         teacher, (chance, alpha, tau) = None, self.schedule(progress)
         if self.training:
-            torch.manual_seed(batch.seed)                   # of scheduled sampling and dropout
+            torch.manual_seed(batch.seed)                   # for scheduled sampling, dropout
         if s_t is not None:                                 # the K chunks that help most
             teacher = top(s_t, s_t > 0, self.config.n_neighbors)
             if self.retriever:                              # scheduled sampling
@@ -669,7 +667,7 @@ class RPT(nn.Module):
 # evaluation
 @torch.no_grad()
 def ranks(runs, args):
-    """Table 3: of chance, recency, BM25 and the runs, by s_t of the last one, the reference LM"""
+    """Table 3 for chance, recency, BM25 and the runs; s_t is of the last one, the reference LM"""
     c, corpus = runs[0].model.config, runs[0].corpus
     m, N = c.chunk_size, c.block_size // c.chunk_size
     texts = [x for text in runs[0].documents for x in text.split(N * m) if len(x) == N * m]

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn     # AdamW would import it later, which keeps threads at exit
+import torch.distributed.nn     # if AdamW imports it later, threads remain at exit
 import data
 
 MODELS = ('trime', 'rpt', 'drt')
@@ -112,10 +112,10 @@ def hardware(device):
     present = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
     if device == 'auto': device = 'cuda' if present['cuda'] else 'cpu'
     if not present[device]:
-        raise SystemExit(f'--device {device}: PyTorch finds none; --device cpu works')
+        raise SystemExit(f'--device {device}: PyTorch does not find one; --device cpu works')
     if device == 'cpu' and platform.libc_ver()[0] == 'glibc':
-        for option in ((-3, 2 ** 25), (-1, 2 ** 31 - 1)):           # M_MMAP_, M_TRIM_THRESHOLD:
-            ctypes.CDLL(None).mallopt(*option)          # else pages are freed and cleared each step
+        mallopt = ctypes.CDLL(None).mallopt             # else pages are freed and cleared each step
+        mallopt(-3, 2 ** 25), mallopt(-1, 2 ** 31 - 1)              # M_MMAP_, M_TRIM_THRESHOLD
     return torch.device(f'cuda:{os.environ.get("LOCAL_RANK", 0)}' if device == 'cuda' else device)
 
 
@@ -215,7 +215,7 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
     total = torch.zeros(2, dtype=torch.float64)         # of the losses, of the tokens
     model.eval()
     for i in data.progress(chosen, 'validation', quiet=RANK > 0 or n < N):
-        rows = range(batches.n_rows)                # in text order; those of documents far apart
+        rows = range(batches.n_rows)                # documents: B far apart; else B in text order
         rows = rows[i::N] if batches.kind == 'documents' else rows[i * B:][:B]
         batch = batches.take(rows, seed=i)
         scored = (batch.targets >= 0).sum().item()
@@ -332,7 +332,7 @@ def train(module, model_config, config, corpus=None):
         for i in range(passes):
             g = (step * passes + i) * WORLD + RANK      # its number for any WORLD
             loss, more = forward(attach(batches[g], g), step / config.max_steps)
-            (loss / passes).backward()                  # a mean of means: padding weighs a little
+            (loss / passes).backward()                  # with padding not the mean over tokens
             for key, value in {'loss': loss, **more}.items():
                 metrics[key] = metrics.get(key, 0) + value.detach() / passes
         metrics['stopped'] = torch.full_like(metrics['loss'], len(STOP))

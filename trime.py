@@ -10,7 +10,7 @@ other contexts of the batch take part: a context that was followed by "cat" is o
 formula uses memories of the current window, of the earlier document, or of a whole corpus.
 
 Where the paper is in this file
-    Eq. 1; 2, 3, 4   a language model; the memories     TrimeLoss; memory_mask, TRIME.memories
+    Eq. 1; 2, 3, 4   a language model; the memories     Embedding; memory_mask, TRIME.memories
     §3, Eq. 5        f and g; the objective             TRIME.encode; TrimeLoss
     §4, §5.2         m, p, the first 5% of the steps    batches, TRIME.forward
     App. A, Eq. 6-9  the probabilities at test time     Inference
@@ -66,16 +66,16 @@ class TRIMEConfig:
     p: float = 0.9              # probability that ext disables local memory (paper section 4.3)
     bm25: bool = True           # ext packs similar segments together (paper section 4.3, Table 11)
     memory_grad: bool = True    # back-propagate to the memories (paper section 3, Table 11)
-    same_document: bool = True  # long memory: one document; ext: others (paper; official: no)
+    same_document: bool = True  # long: memory of its own document; ext: of others (official: any)
     cutoffs: str = ''           # adaptive softmax: first id of each tail cluster, as 20000,60000
     div_value: int = 4          # divides the width from one cluster to the next (official code: 4)
-    stride: int = 0             # tokens scored per window in evaluation; 0: T/2 (paper: T/6 to T/2)
+    stride: int = 0             # tokens scored per window in evaluation; 0: T/2 (paper: 64 to 512)
 
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd {self.n_embd} is no multiple of 2 x n_head {self.n_head}')
+            raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
         if not re.fullmatch('([1-9][0-9]*(,|$))*', self.cutoffs):
-            raise ValueError(f'cutoffs {self.cutoffs}: not as 20000,60000')
+            raise ValueError(f'cutoffs {self.cutoffs}: must be like 20000,60000')
         if max(self.dropout, self.p, self.ce_warmup) > 1:
             raise ValueError('dropout, p and ce_warmup are shares, at most 1')
         if self.memory == 'ext' and self.micro_batch == 1:
@@ -119,15 +119,11 @@ def batches(config):
 
 
 # --------------------------------------------------------------------------------------------------
-# the transformer (the same text in trime.py, rpt.py and drt.py)
-class RMSNorm(nn.Module):
-    """x / rms(x) * gain, over the last axis (Zhang & Sennrich 2019)."""
+# the transformer (what two model files define has the same text, but SelfAttention, MLP, Block)
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     def __init__(self, n_embd):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(n_embd))
-
-    def forward(self, x):
-        return F.rms_norm(x, self.gain.shape, self.gain, eps=1e-6)
+        super().__init__(n_embd, eps=1e-6)
 
 
 def fp32(x):
@@ -238,7 +234,7 @@ class Embedding(nn.Module):
         row, log_p = w[:, None].clone(), f.new_zeros(len(w), 1)
         for i, start, inside in self.clusters(w):
             row[inside] = self.ends[0] + i - 1
-            for q in inside.nonzero()[:, 0].split(256):             # P_i is computed again
+            for q in inside.nonzero()[:, 0].split(256):             # backward computes P_i again
                 tail = checkpoint(self.tail, i, f[q], use_reentrant=False)
                 log_p[q] = tail.gather(1, w[q, None] - start)
         return row, log_p
@@ -252,11 +248,11 @@ class Embedding(nn.Module):
 
 
 def memory_mask(memory, doc, config, rows):
-    """The memories of the queries `rows`, a slice, and which ones a query may use, (R, M) bool.
-    Memory i holds the answer to query i. doc (B, T): documents of the contexts"""
+    """The slice of memories for the slice `rows` of queries, and which of them each query may use,
+    (R, M) bool. Memory i holds the answer to query i. doc (B, T): documents of the contexts"""
     (B, T), doc = doc.shape, doc.flatten()
     end = len(doc) if 'ext' in memory else rows.stop
-    start = dict(local=rows.start // T * T, none=end - 1).get(memory, 0)    # none: 1, not allowed
+    start = dict(local=rows.start // T * T, none=end - 1).get(memory, 0)    # none: one, not allowed
     position = torch.arange(len(doc), device=doc.device)
     i, j = position[rows, None], position[start:end]                # (R, 1), (M,)
     earlier, segment, document = j < i, i // T == j // T, doc[i] == doc[j]      # (R, M)
@@ -270,7 +266,7 @@ def memory_mask(memory, doc, config, rows):
 
 
 def softmax(x):
-    """The softmax of x (R, n), and log Σ exp(x) (R, 1)"""
+    """The softmax P of x (R, n), and log Σ exp(x) (R, 1), which is max x - log max P"""
     P = x.softmax(1)
     return P, x.amax(1, keepdim=True) - P.amax(1, keepdim=True).log()
 
@@ -293,7 +289,7 @@ class TrimeLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, f, query, key, head, row, tail, targets, mask):
-        n, scale = (targets >= 0).sum().clamp(min=1), f.size(1) ** -0.5
+        n_scored, scale = (targets >= 0).sum().clamp(min=1), f.size(1) ** -0.5
         loss, memory_prob, word_loss = f.new_zeros(3)
         df, dquery, dkey, dhead, dtail = map(torch.zeros_like, (f, query, key, head, tail))
         for start in range(0, len(f), TrimeLoss.R):
@@ -309,7 +305,7 @@ class TrimeLoss(torch.autograd.Function):
             log_word = logits.gather(1, row[rows]) + tail[rows]     # first term of Eq. 5
             log_w = torch.logaddexp(log_word, log_match)            # with the second term
             log_total = torch.logaddexp(log_words, log_memory)
-            weight = (w >= 0).to(f) / n                             # (R, 1) of a query in the mean
+            weight = (w >= 0).to(f) / n_scored                      # (R, 1) of a query in the mean
             loss += (weight * (log_total - log_w)).sum()
             memory_prob += (weight * (log_memory - log_total).exp()).sum()
             word_loss += (weight * (log_words - log_word)).sum()
@@ -360,8 +356,9 @@ class Inference:
         log_factor = -torch.logaddexp(log_words, x.logsumexp(1, keepdim=True))
         P = (x + log_factor).exp()                                  # Eq. 6; linear: Eq. 1
         n = sim.size(1) - self.n_neighbors
-        cache, ext = slice(n), slice(n if self.linear else 0, None)
-        for group, tau, lam in ((cache, self.tau, self.lam), (ext, self.tau_ext, self.lam_ext)):
+        cache = slice(n), self.tau, self.lam                        # lam is 0 unless linear
+        ext = slice(n if self.linear else 0, None), self.tau_ext, self.lam_ext
+        for group, tau, lam in (cache, ext):
             if lam > 0:
                 x = sim[:, group]
                 lam = lam * (x > MASKED).any(1, keepdim=True)       # 0: no memories yet
@@ -400,7 +397,7 @@ class Datastore:
     def build(self, folder, model, progress):
         """Writes keys.faiss, keys.ivfdata."""
         import faiss.contrib.ondisk
-        text = self.text[None, :-1].to(model.norm.gain.device)
+        text = self.text[None, :-1].to(model.norm.weight.device)
         n, C, T = text.size(1), model.config.n_embd, model.config.block_size
         entry = 2 * C + 8                                           # bytes: a key, its number
         print(f'{folder}: {n:,} entries, {n * entry / 1e9:.2f} GB on disk; to build it, twice that')
@@ -425,12 +422,12 @@ class Datastore:
             Path(shard).unlink()
 
     def search(self, query, K, l2=False):
-        """The K entries most similar to each query (Q, C): similarities, falling, entries (Q, K)"""
+        """The K entries most similar to each query (Q, C): similarities, entries (Q, K)"""
         import faiss
         self.index.metric_type = faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT
         sim, j = map(torch.from_numpy, self.index.search(query.float().cpu().numpy(), K))
         sim = sim / (-2 if l2 else 1) / query.size(1) ** 0.5        # l2: see Inference
-        return sim.clamp(min=MASKED).to(query), j                   # MASKED, -1: there are fewer
+        return sim.clamp(min=MASKED).to(query), j                   # fewer than K: MASKED and -1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -449,11 +446,11 @@ class TRIME(nn.Module):
         self.shuffle, self.store = False, None
         self.stride = config.stride or config.block_size // 2 or 1
         if config.memory == 'ext':                                  # g starts with norm C^(1/4)
-            nn.init.constant_(self.blocks[-1].norm2.gain, C ** -0.25)
+            nn.init.constant_(self.blocks[-1].norm2.weight, C ** -0.25)
         for name, p in self.named_parameters():
             if p.dim() == 2:                                        # GPT-2's, for width C
-                std = 0.02 * math.sqrt(768 / C)
-                std /= math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 1
+                deep = math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 1
+                std = 0.02 * math.sqrt(768 / C) / deep
                 nn.init.normal_(p, std=p.size(1) ** -0.5 if 'tail_proj' in name else std)
 
     def encode(self, tokens, past=None):
@@ -475,7 +472,7 @@ class TRIME(nn.Module):
         if progress < config.ce_warmup:                             # §5.2
             memory = 'none'
         if self.training:
-            torch.manual_seed(batch.seed)                           # of dropout
+            torch.manual_seed(batch.seed)                           # for dropout
         f, g = (fp32(x).flatten(0, 1) for x in self.encode(batch.tokens)[:2])       # 2 x (N, C)
         key = g if config.memory_grad else g.detach()
         head, targets = self.embedding.tables[0], batch.targets.flatten()
@@ -492,7 +489,7 @@ class TRIME(nn.Module):
         next q tokens, and the state: the last long + T ids (B, n), g of each when it was new
         (B, n, C), g of the window (B, w, C), and its past"""
         T, kept = self.config.block_size, self.config.block_size + self.inference.long
-        none = self.norm.gain.new_zeros(len(tokens), 0, self.config.n_embd)
+        none = self.norm.weight.new_zeros(len(tokens), 0, self.config.n_embd)
         text, keys, window, past = state or (tokens[:, :0], none, none, None)
         while tokens.size(1):
             if window.size(1) == T:
@@ -515,13 +512,13 @@ class TRIME(nn.Module):
         g = g[:, ::every]
         key = torch.cat([keys[:, :start], window], dim=1)[:, first:-1]          # (B, M, C)
         sim = (g @ key.mT / g.size(2) ** 0.5).masked_fill(j >= i, MASKED)       # Eq. 2, 3
-        M = (i - first).clamp(min=1)                                # memories of query i
-        j = first + (j - first + M // 2 * self.shuffle) % M         # (q, M); shuffled: another
+        n_past = (i - first).clamp(min=1)                           # (q, 1) memories of a query
+        j = first + (j - first + n_past // 2 * self.shuffle) % n_past   # (q, M); shuffled: another
         sim, value = sim.flatten(0, 1), text[:, j + 1].flatten(0, 1)
         if x.n_neighbors:                                           # Eq. 4
             sim_ext, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)
-            M = len(self.store.text) - 1
-            value_ext = self.store.text[1 + (j + M // 2 * self.shuffle) % M].to(g.device)
+            n_ext = len(self.store.text) - 1
+            value_ext = self.store.text[1 + (j + n_ext // 2 * self.shuffle) % n_ext].to(g.device)
             sim, value = torch.cat([sim, sim_ext], dim=1), torch.cat([value, value_ext], dim=1)
         return sim, value, slice(start - first, n - 1 - first)
 
@@ -566,7 +563,8 @@ class TRIME(nn.Module):
         if x.n_neighbors:
             _, neighbors = self.store.search(g[0], x.n_neighbors, x.linear)
             where += [(self.store.text, j) for j in neighbors[0].tolist()]
-        found = [(p, ids, max(0, j - 11), j + 2) for p, (ids, j) in zip(P[0].tolist(), where) if p]
+        spans = [(ids, max(0, j - 11), j + 2) for ids, j in where]  # 12 tokens of c_j, then x_j
+        found = [(p, *span) for p, span in zip(P[0].tolist(), spans) if p]
         return sorted(found, key=lambda memory: -memory[0])
 
     def prepare_eval(self, corpus, external, args, path, progress):
@@ -609,10 +607,10 @@ LONG = [256 * 2 ** i for i in range(20)]            # tokens
 
 @torch.no_grad()
 def collect(model, split, x, progress):
-    """By window, arguments of Inference.log_p for 1 of 16 of a split's first 65,536 tokens"""
+    """For each window, arguments of Inference.log_p for every 16th of the first 65,536 tokens"""
     model.inference, windows = x, []
     for ids in progress(np.split(split.tokens[:65_536], split.offsets[1:-1]), 'tuning'):
-        tokens = torch.from_numpy(ids.astype(int)).to(model.norm.gain.device)
+        tokens = torch.from_numpy(ids.astype(int)).to(model.norm.weight.device)
         targets = tokens[1:, None]
         for f, g, state in model.windows(tokens[None, :-1]):
             w, targets = targets[:f.size(1):16], targets[f.size(1):]                # (Q, 1)
@@ -627,7 +625,7 @@ def tune(windows, x):
     long up to x.long and so on in turn, until none is better."""
     grids = dict(tau=TAUS, long=[n for n in LONG if n < x.long])
     if x.linear and x.local:
-        x, grids['lam'] = replace(x, lam=0.25), LAMBDAS             # at 0 tau would not matter
+        x, grids['lam'] = replace(x, lam=0.25), LAMBDAS             # with lam = 0 tau has no effect
     if x.n_neighbors:
         x = replace(x, lam_ext=0.25)
         grids.update(lam_ext=LAMBDAS, tau_ext=TAUS, n_neighbors=[1, 8, 64, 512, 1024])

@@ -246,7 +246,7 @@ def test_ways():
     model.retriever = 'random'                                  # appendix A.5
     assert len(model.stream(random_tokens(t=120))[1].reads[0][1].unique()) > 20
     for norm in model.landmark_norms:
-        norm.gain.data.zero_()                                  # it ignores the text
+        norm.weight.data.zero_()                                  # it ignores the text
     assert torch.equal(model.log_probs(tokens), log_probs[1])
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
 
@@ -314,7 +314,7 @@ def test_the_loss_reaches_the_scores():
     model, batch = small(groups=1), batch_of(random_tokens())
     model(batch, 0)[0].backward()
     assert all(p.grad.isfinite().all() and p.grad.abs().max() > 1e-7 for p in model.parameters())
-    for gain in (model.landmark_norms[0].gain, model.encoder.norm.gain):
+    for gain in (model.landmark_norms[0].weight, model.encoder.norm.weight):
         losses = []
         for step in (1e-6, -2e-6, 1e-6):
             gain.data[7] += step
@@ -373,7 +373,7 @@ def test_initial_weights():
     base, drt = weights(groups=0), weights(groups=2)
     assert all(p.equal(drt[name][:len(p)]) for name, p in base.items())
     assert not drt['lower.0.mlp.fc.weight'].equal(drt['lower.1.mlp.fc.weight'])
-    assert not drt['landmark_norms.0.gain'].any()
+    assert not drt['landmark_norms.0.weight'].any()
     k, v = drt['encoder.kv.weight'].chunk(2)                    # W_Q = W_K, W_O = W_Vᵀ
     assert drt['upper.3.gca.query.weight'].equal(k) and drt['upper.3.gca.proj.weight'].equal(v.T)
     for name, scale in (('embedding', 1), ('encoder.kv', 1), ('lower.0.mlp.proj', 0.25)):

@@ -123,7 +123,7 @@ def by_definition(model, tokens, doc):
     of = [min(part) if len(part) == 1 else -1 for part in parts]        # documents of chunks
 
     def norm(module, x):
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * module.gain
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * module.weight
 
     def mlp(block, x):
         return F.gelu(norm(block.norm2, x) @ block.mlp.fc.weight.T) @ block.mlp.proj.weight.T
@@ -390,7 +390,7 @@ def test_target_scores_by_reading_each_prompt(cache):
             wanted = log_p(j, i) - log_p(i - 2, i) if candidates[i, j] else 0
             assert abs(scores[i, j] - wanted) < EPS
     assert scores[5, 3].abs() < EPS and candidates.sum() > 15
-    reference.norm.gain.data *= 1e5                                     # some P are 0 in fp64
+    reference.norm.weight.data *= 1e5                                     # some P are 0 in fp64
     assert target_scores(reference, chunks, candidates).isfinite().all()
 
 
@@ -467,7 +467,7 @@ def start(tmp_path):
     def run(config=CONFIG, shift=0.0, n=2, **more):
         model = small(**{**dict(vocab_size=257, block_size=48, window=4 * M), **more})
         reference = small(**asdict(model.config) | dict(retriever='none', n_layer=2, reference=''))
-        reference.norm.gain.data += shift
+        reference.norm.weight.data += shift
 
         def train_reference(model_config, train_config):
             assert model_config.retriever == 'none'
