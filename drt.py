@@ -23,7 +23,7 @@ Letters used in the shape comments
 Where this differs from the paper, and why
     Fields marked (ours); the preset 124m has the paper's. As in the official code, a chunk is S - 1
     tokens and a landmark, and cross-attention has a sink in place of the landmark's key. H + O of
-    Eq. 2 is the residual (there: only the MLP's input). Scores and top-k are fp32 (there: bf16).
+    Eq. 2 is the residual (there: only the MLP's input). Scores, top-k: fp32 or TF32 (there: bf16).
     Retrieval never crosses joined documents; self-attention does. Of a corpus too, keys and values
     are stored (§3.3: only landmarks; chunks are encoded again). Weights start with std 0.02 for
     C = 768 (as there), over sqrt(2 n_layer) where they add to the residual, except in GCA.

@@ -264,12 +264,12 @@ def draw(runs, path):
 
 def speed(runs, args, rounds=5):
     """Seconds (median of interleaved runs) and MACs of forward and backward, per token; of RPT
-    without the ranking loss. MACs are half of torch's FLOPs; they are counted with SDPA's math
-    backend, because torch counts no FLOPs of the CPU's fused kernel."""
+    without the ranking loss. MACs are half of torch's FLOPs; they are counted with SDPA and GCA in
+    plain PyTorch, because torch counts none of a fused kernel."""
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
     _, autocast = train.precision(args.device, 'auto')
-    def seconds(run):
-        c, began = run.model.train().config, time.perf_counter()
+    def seconds(run, kernel='auto'):
+        run.model.kernel, c, began = kernel, run.model.train().config, time.perf_counter()
         tokens = torch.randint(c.vocab_size, (c.micro_batch, c.block_size), device=args.device)
         with torch.enable_grad(), autocast():
             loss, _ = run.model(data.Batch(tokens, tokens.roll(-1, 1), 0 * tokens, seed=0), 1.0)
@@ -280,7 +280,7 @@ def speed(runs, args, rounds=5):
     macs = []
     for run in runs:
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            seconds(run)
+            seconds(run, 'torch')
         c = run.model.config
         macs.append(counter.get_total_flops() // 2 // (c.micro_batch * c.block_size))
     times = np.median([[seconds(run) for run in runs] for _ in range(rounds)], axis=0)

@@ -219,7 +219,7 @@ def options(q, k, chunk, n_keys):
     """Constants and launch options of all kernels, and BLOCK of dkdv_kernel. Chosen by compiling
     for sm_80 and sm_90: for S = 64 in 16 bits no register is spilled, loads overlap products."""
     D, tile = q.size(3), chunk * q.size(3) * q.element_size()       # bytes of k or v in a stage
-    stages = 3 if tile <= 12 * 1024 else 2 if tile <= 16 * 1024 else 1
+    stages = 3 if tile <= 12 * 1024 else 2
     warps = 4 if chunk <= 64 and chunk * D <= 64 * 64 else 8
     hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
     sizes = dict(S=chunk, KEYS=n_keys, D=D, G=q.size(2) // k.size(2))
@@ -291,14 +291,14 @@ def gca_plan(idx, n_chunks):
 def why_not_triton(q, chunk):
     """Why the kernels cannot run on q (B, T, H, D) with such chunks; '' if they can."""
     D, size = q.size(3), q.element_size()
-    fits = chunk in (16, 32, 64, 128) and 16 <= D <= 128 and chunk * D * size <= 2 ** 15
+    fits = chunk in (16, 32, 64, 128) and 16 <= D <= 128 and chunk * D * size <= 2 ** 14
     if not HAS_TRITON:
         return 'the package triton is not installed'
     if not q.is_cuda and os.environ.get('TRITON_INTERPRET') != '1':
         return f'q is on {q.device}, not on a GPU'
     if not fits or size > 4:
         return f'{q.dtype}, chunk {chunk}, head size {D}: they need 16 or 32 bits, chunks of ' \
-               '16, 32, 64 or 128, heads of 16 to 128, and a chunk of at most 32 KiB'
+               '16, 32, 64 or 128, heads of 16 to 128, and a chunk of at most 16 KiB'
     return ''
 
 

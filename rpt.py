@@ -36,7 +36,7 @@ Where we differ from the paper, and why
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           a reference LM, then RPT, which it teaches
 """
-import hashlib, math, os, zlib
+import functools, hashlib, math, os, zlib
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -490,6 +490,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         copy = target_scores(reference, torch.stack(chunks).to(device), itself)[itself].mean()
         print(f'a copy of the target is worth {copy:.3f} nats per token to the reference LM')
     n = config.tokens_per_step // (batches.B * batches.T)           # micro-batches of a step
+    scores = functools.lru_cache(n)(scores)
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     for g in progress(range(rank, n * config.max_steps, world), f'scores in {folder}', quiet=rank):
         scores(g)

@@ -346,7 +346,7 @@ def train(module, model_config, config, corpus=None):
 
     model.kernel = config.kernel
     if config.compile == 'on' or config.compile == 'auto' and device.type == 'cuda':
-        model.encode = torch.compile(model.encode)
+        model.encode = torch.compile(model.encode, dynamic=False)
     gpu = torch.cuda.get_device_name(device) if bf16 and device.type == 'cuda' else ''
     flops = WORLD * next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), 0)
     check = lambda *args: validate(model, forward, val_batches, *args)
