@@ -238,6 +238,8 @@ def test_the_default_tasks_and_those_of_a_model(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     evaluation.main(['a', '--max-tokens', '1'])
     assert 'matplotlib' in capsys.readouterr().err
+    monkeypatch.setattr(train, 'write', lambda *_: os.write(-1, b''))           # OSError
+    assert 'descriptor' in one_line(evaluate, 'a', '--task', 'examples')
 
 
 def test_generate():
@@ -366,11 +368,6 @@ def test_needles_are_found_by_a_model_that_reads_them(run, monkeypatch, task, ho
     seen, known = 31, 1                                         # the first needle alone
     if hops == 1:
         assert [(x['0%'], x['50%'], x['100%']) for x in evaluate(*flags)] == [(1, 0, 0)] * 2
-
-
-def test_what_cannot_be_written_is_one_line(run, monkeypatch):
-    monkeypatch.setattr(train, 'write', lambda *_: os.write(-1, b''))           # OSError
-    assert 'descriptor' in one_line(evaluate, 'a', '--task', 'examples')
 
 
 @pytest.fixture

@@ -120,8 +120,8 @@ def equations_6_to_9(x, words, past, ext):
 
 @pytest.mark.parametrize('sizes', [{}, ADAPTIVE])
 def test_f_and_g(sizes):
-    """§3: g is the input of the last MLP, f its output, after the norm; ext: small g."""
-    model, tokens, seen = small(**sizes), random_tokens(2, T), {}
+    """§3: g is the input of the last MLP, f its output, after the norm; ext: small g; memory."""
+    model, tokens, seen, shapes = small(**sizes), random_tokens(2, T), {}, []
     tables, proj = model.embedding.tables, model.embedding.tail_proj
     words = [tables[0][:6 if sizes else V]] + [t @ p.weight.T for t, p in zip(tables[1:], proj)]
     assert torch.allclose(model.embedding(torch.arange(V)[None])[0], torch.cat(words))
@@ -131,6 +131,9 @@ def test_f_and_g(sizes):
     assert torch.equal(g, seen['g']) and torch.equal(f, model.norm(seen['x'] + last.mlp(g)))
     g = TRIME(dataclasses.replace(model.config, memory='ext')).encode(tokens)[1]
     assert (g.norm(dim=2) - C ** 0.25).abs().max() < 0.05           # similarities are 1 at most
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(x.shape) or x, id):
+        assert model.embedding.word(f[0], torch.arange(V)[-T:])[1].shape == (T, 1)
+    assert all(9 not in shape for shape in shapes)                  # saved: no log P of 9 words
 
 
 @pytest.mark.parametrize('training', [True, False])
