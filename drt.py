@@ -70,8 +70,8 @@ class DRTConfig:
     sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
 
     def __post_init__(self):
-        if self.n_embd % (2 * self.n_head) or self.groups and self.n_layer // 2 not in range(
-                self.groups, self.n_layer, self.groups):
+        upper = self.n_layer // 2
+        if self.n_embd % (2 * self.n_head) or self.groups and (not upper or upper % self.groups):
             raise ValueError('n_embd: a multiple of 2 n_head; n_layer / 2: a multiple of groups')
         if self.chunk_size < 2 or self.groups and self.block_size <= 2 * self.chunk_size - 2:
             raise ValueError('chunk_size: 2 or more, block_size: above 2 (chunk_size - 1)')
@@ -329,8 +329,8 @@ class DRT(nn.Module):
             r = noisy = F.pad(r, (0, K), value=MASKED)              # K columns or more
             if self.training and self.config.gumbel:
                 noisy = r - torch.empty_like(r).exponential_().log()        # Gumbel: -log Exp(1)
-            order = noisy.sort(dim=2, descending=True, stable=True).indices     # topk: ties by M
-            idx = order[..., :K]                                    # (B, N, K)
+            order = noisy.sort(dim=2, descending=True, stable=True).indices
+            idx = order[..., :K]                    # (B, N, K); which ties topk takes depends on M
             w = r.gather(2, idx)
             valid = w > MASKED
         return w.softmax(2) * valid, idx.masked_fill(~valid, -1).int()

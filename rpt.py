@@ -291,7 +291,7 @@ class NeighborEncoder(nn.Module):
 class ChunkedCrossAttention(nn.Module):
     """Borgeaud et al. 2022, §2.4: a group of m tokens attends to the neighbors of chunk i: the last
     token of chunk i, the first that may depend on them, and all but the last of chunk i + 1. Their
-    positions are m - 1 to 2m - 2, a neighbor's 0 to 2m - 1. A norm of that would undo the gate."""
+    positions are m - 1 to 2m - 2, neighbors' 0 to 2m - 1. A norm of these would undo the gate."""
     def __init__(self, config):
         super().__init__()
         self.norm, self.m = RMSNorm(config.n_embd), config.chunk_size
@@ -490,7 +490,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         copy = target_scores(reference, torch.stack(chunks).to(device), itself)[itself].mean()
         print(f'a copy of the target is worth {copy:.3f} nats per token to the reference LM')
     n = config.tokens_per_step // (batches.B * batches.T)           # micro-batches of a step
-    scores = functools.lru_cache(n)(scores)
+    scores = functools.lru_cache(n)(scores)                         # which attach reads n times
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     for g in progress(range(rank, n * config.max_steps, world), f'scores in {folder}', quiet=rank):
         scores(g)

@@ -426,7 +426,7 @@ class Datastore:
             Path(shard).unlink()
 
     def search(self, query, K, l2=False):
-        """The K entries most similar to each query (Q, C): similarities, entries (Q, K)"""
+        """The K most similar entries to queries (Q, C), best first: similarities, entries (Q, K)"""
         import faiss
         self.index.metric_type = faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT
         sim, j = map(torch.from_numpy, self.index.search(query.float().cpu().numpy(), K))

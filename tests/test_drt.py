@@ -245,8 +245,7 @@ def test_ways():
     assert min((log_probs[0] - other).abs().max() for other in log_probs[1:]) > 0.01
     model.retriever = 'random'                                  # appendix A.5
     assert len(model.stream(random_tokens(t=120))[1].reads[0][1].unique()) > 20
-    for norm in model.landmark_norms:
-        norm.weight.data.zero_()                                  # it ignores the text
+    for norm in model.landmark_norms: norm.weight.data.zero_()  # it ignores the text
     assert torch.equal(model.log_probs(tokens), log_probs[1])
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
 
@@ -354,12 +353,13 @@ def test_mlm():
     assert max(losses) - min(losses) < EPS
 
 
-def test_scores_are_fp32_under_autocast():
+def test_scores_are_fp32_under_autocast_and_ties_in_order():
     model, allowed = small(n_neighbors=3).float(), torch.ones(1, 6, 40, dtype=torch.bool)
     h, landmarks = torch.randn(1, 6, 16).bfloat16(), 8 * torch.randn(1, 40, 16).bfloat16()
     with torch.autocast('cpu', torch.bfloat16):
         w, idx = model.retrieve(0, h, landmarks, allowed)
         assert w.dtype == model.log_probs(random_tokens()).dtype == torch.float32
+    assert (model.retrieve(0, h, 0 * landmarks, allowed)[1] == torch.arange(3)).all()       # ties
     wanted = model.double().retrieve(0, h.double(), landmarks.double(), allowed)
     torch.testing.assert_close((w.double(), idx), wanted, rtol=1e-4, atol=1e-5)
 

@@ -390,7 +390,7 @@ def test_target_scores_by_reading_each_prompt(cache):
             wanted = log_p(j, i) - log_p(i - 2, i) if candidates[i, j] else 0
             assert abs(scores[i, j] - wanted) < EPS
     assert scores[5, 3].abs() < EPS and candidates.sum() > 15
-    reference.norm.weight.data *= 1e5                                     # some P are 0 in fp64
+    reference.norm.weight.data *= 1e5                                   # some P are 0 in fp64
     assert target_scores(reference, chunks, candidates).isfinite().all()
 
 
