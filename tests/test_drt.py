@@ -248,6 +248,7 @@ def test_ways():
     for norm in model.landmark_norms: norm.weight.data.zero_()  # it ignores the text
     assert torch.equal(model.log_probs(tokens), log_probs[1])
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
+    with pytest.raises(ValueError, match='n_layer'): small(groups=1, n_layer=1)     # no upper one
 
 
 def prepare(model, corpus, text='text', **args):
