@@ -423,9 +423,9 @@ class Batches:
     An epoch predicts each token of the split but the first; documents: but the first of each."""
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
                  consecutive=0, bm25=True):
-        if split is None or len(split.tokens) <= block_size:
-            name = split.name if split else 'val'
-            raise SystemExit(f'{name} has no more than --block-size {block_size} tokens')
+        name, n_tokens = (split.name, len(split.tokens)) if split else ('val', 0)
+        if n_tokens <= block_size:
+            raise SystemExit(f'{name} has {n_tokens} tokens, --block-size {block_size} needs more')
         T, B = self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed = split, kind, seed
         # ranges of the split, joined, are a stream; sequence r is its places r T to r T + T - 1

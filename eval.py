@@ -128,8 +128,7 @@ def metrics(log_p, log_p_off, split):
 
 
 def cell(x):
-    if isinstance(x, float):
-        return f'{x:,.0f}' if 1e4 <= x < 1e9 else f'{x:#.5g}'
+    if isinstance(x, float): return f'{x:,.0f}' if 1e4 <= x < 1e9 else f'{x:#.5g}'
     return f'{x:,}' if isinstance(x, int) else x or '-'
 
 
@@ -178,16 +177,17 @@ def show(run, tokens, t, **facts):
 def examples(runs, args, n=3):
     """What is retrieved at the end of --prompt, or in n documents where a token gains most"""
     result = []
-    for run in [run for run in runs if run.on != 'off']:
-        if args.prompt:
+    for run in runs:
+        if run.on == 'off': print(f'\n{run.name} retrieves nothing')
+        elif args.prompt:
             prompt = run.documents[0].new_tensor(run.tokenizer.encode(args.prompt))
             result.append(show(run, prompt, len(prompt) - 1))
-            continue
-        gains = [on - off for on, off in zip(run.score(run.on), run.score('off'))]
-        for d in sorted(range(len(gains)), key=lambda d: -gains[d].max())[:n]:
-            t = int(gains[d].argmax())
-            gain = round(float(gains[d][t]), 4)
-            result.append(show(run, run.documents[d], t, document=d, token=t + 1, gain=gain))
+        else:
+            gains = [on - off for on, off in zip(run.score(run.on), run.score('off'))]
+            for d in sorted(range(len(gains)), key=lambda d: -gains[d].max())[:n]:
+                t = int(gains[d].argmax())
+                gain = round(float(gains[d][t]), 4)
+                result.append(show(run, run.documents[d], t, document=d, token=t + 1, gain=gain))
     return result
 
 
@@ -258,7 +258,8 @@ def draw(runs, path):
     curves.set(xlabel='tokens of training, by log.jsonl', ylabel='training loss; dots: validation')
     positions.set(xlabel='position; thin line: block_size', xscale='log', ylabel='loss')
     positions.legend()
-    figure.savefig(path, dpi=110)
+    try: figure.savefig(path, dpi=110)
+    except OSError as e: return print(f'no picture: {e}', file=sys.stderr)
     print(f'\n{path}')
 
 
@@ -369,10 +370,9 @@ def main(argv):
             if run.text != runs[0].text:
                 parser.error(f'different texts, {runs[0].text} and {run.text}: use --data')
         result = tasks[args.task](runs, args)
-        if args.json:
-            train.write(args.json, json.dumps(result, indent=1))
-    except OSError as e:
-        parser.error(e)
+        if args.json: train.write(args.json, json.dumps(result, indent=1))
+    except (OSError, KeyboardInterrupt) as e:
+        parser.error(str(e) or 'stopped')
 
 
 if __name__ == '__main__':

@@ -26,7 +26,6 @@ NOT_COMPARED = ('out', 'resume', 'device', 'compile', 'kernel')     # may differ
 NOT_SHOWN = ('step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens')
 PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12}  # dense bf16
 WORLD, RANK = int(os.environ.get('WORLD_SIZE', 1)), int(os.environ.get('RANK', 0))
-STOP = []                                                           # signals received
 
 
 @dataclass
@@ -215,9 +214,8 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
     total = torch.zeros(2, dtype=torch.float64)         # of the losses, of the tokens
     model.eval()
     for i in data.progress(chosen, 'validation', quiet=RANK > 0 or n < N):
-        rows = range(batches.n_rows)                # documents: B far apart; else B in text order
-        rows = rows[i::N] if batches.kind == 'documents' else rows[i * B:][:B]
-        batch = batches.take(rows, seed=i)
+        rows = slice(i, None, N) if batches.kind == 'documents' else slice(i * B, i * B + B)
+        batch = batches.take(range(batches.n_rows)[rows], seed=i)   # rows far apart; in text order
         scored = (batch.targets >= 0).sum().item()
         total += torch.tensor([forward(batch, progress)[0].item() * scored, scored])
     model.train()
@@ -242,8 +240,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
         model.zero_grad()
         metrics = {key: x.item() for key, x in metrics.items()}     # waits for the GPU
         speed = config.tokens_per_step / (time.time() - start)
-        stopped = metrics.pop('stopped') > 0
-        last = step == config.max_steps
+        stopped, last = metrics.pop('stopped') > 0, step == config.max_steps
         due = last or step % config.eval_every == 0
         entry = dict(step=step, tokens=step * config.tokens_per_step, **metrics, lr=lr,
                      grad_norm=norm.item(), tokens_per_s=speed)
@@ -321,7 +318,6 @@ def train(module, model_config, config, corpus=None):
         ran = dict(command=' '.join(sys.argv), commit=subprocess.getoutput(git), ran_on=ran_on,
                    python=sys.version, torch=torch.__version__)
         write(out / 'config.json', json.dumps(about | ran, indent=1))
-    # loop
     def forward(batch, progress):
         batch = batch._make(x.to(device) if torch.is_tensor(x) else x for x in batch)
         with autocast(): return model(batch, progress)
@@ -335,7 +331,7 @@ def train(module, model_config, config, corpus=None):
             (loss / passes).backward()                  # with padding not the mean over tokens
             for key, value in {'loss': loss, **more}.items():
                 metrics[key] = metrics.get(key, 0) + value.detach() / passes
-        metrics['stopped'] = torch.full_like(metrics['loss'], len(STOP))
+        metrics['stopped'] = torch.full_like(metrics['loss'], len(signals))
         if WORLD > 1:                                   # the means over all, in one message
             tensors = [p.grad for p in model.parameters() if p.grad is not None]
             tensors += metrics.values()
@@ -350,7 +346,12 @@ def train(module, model_config, config, corpus=None):
     gpu = torch.cuda.get_device_name(device) if bf16 and device.type == 'cuda' else ''
     flops = WORLD * next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), 0)
     check = lambda *args: validate(model, forward, val_batches, *args)
-    loop(out, config, state, model, optimizers, gradient, check, peak=flops / (6 * n_weights))
+    signals = []        # the first one ends the loop after its step; a second one acts as outside
+    receive = lambda s, _: signals.append(s) or signal.signal(s, outside[s])
+    outside = {s: signal.signal(s, receive) for s in (signal.SIGINT, signal.SIGTERM)}
+    try: loop(out, config, state, model, optimizers, gradient, check, peak=flops / (6 * n_weights))
+    finally:
+        for s, handler in outside.items(): signal.signal(s, handler)
     print(f'finished: python eval.py {out}')
     if WORLD > 1: dist.barrier()                        # all find ckpt.pt
     return out / 'ckpt.pt'
@@ -363,11 +364,10 @@ def main(argv=None):
         if cuda: torch.cuda.set_device(hardware(config.device))
         dist.init_process_group('nccl' if cuda else 'gloo', timeout=datetime.timedelta(hours=6))
     if RANK > 0: sys.stdout = open(os.devnull, 'w')     # the first process prints
-    for s in (signal.SIGINT, signal.SIGTERM):           # a second one ends the process at once
-        signal.signal(s, lambda s, _: STOP.append(s) or signal.signal(s, signal.SIG_DFL))
     try:
         train(module, model_config, config)
-    except (OSError, NotImplementedError) as e: raise SystemExit(f'train.py: {e}')
+    except (OSError, NotImplementedError, KeyboardInterrupt) as e:
+        raise SystemExit(f'train.py: {str(e) or "stopped"}')
     except (RuntimeError, MemoryError) as e:
         if 'allocate' not in str(e): raise
         B, T = model_config.micro_batch, model_config.block_size

@@ -35,7 +35,7 @@ Where this differs from the paper, and why
     $ python trime.py                       a demo on a CPU
     $ python train.py --model trime
 """
-import hashlib, json, math, random, re
+import contextlib, hashlib, json, math, random, re
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -593,10 +593,12 @@ class TRIME(nn.Module):
             self.store = Datastore(store, self, external.train.tokens, about, progress, args.nprobe)
         key = json.dumps([about, corpus.fingerprint, asdict(x), args.nprobe])
         file = folder / 'tuned.json'
-        tuned = json.loads(file.read_text()) if file.exists() else {}
+        try: tuned = json.loads(file.read_text())
+        except (OSError, ValueError): tuned = {}                    # there is none, or it is torn
         if key not in tuned:
             tuned[key] = asdict(tune(collect(self, corpus.val, x, progress), x))
-            file.write_text(json.dumps(tuned, indent=1))
+            with contextlib.suppress(OSError):                      # in a folder of others
+                file.write_text(json.dumps(tuned, indent=1))
         self.inference = Inference(**tuned[key])
         print(f'{path}: {self.inference}')
 

@@ -235,6 +235,8 @@ def test_the_default_tasks_and_those_of_a_model(run, monkeypatch, capsys):
     assert scored.count(0) == 9 and os.path.exists('a/loss.png')
     assert max(map(len, screen.splitlines())) <= 160
     assert evaluate('a', 'c', '--task', 'count') == dict(tokens=len(''.join(TEXTS).encode()) + 3)
+    Path('a/loss.png').unlink(), os.mkdir('a/loss.png')
+    assert evaluate('a')['samples'] and 'no picture' in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     evaluation.main(['a', '--max-tokens', '1'])
     assert 'matplotlib' in capsys.readouterr().err
@@ -333,7 +335,8 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     train.main(flags('drt', '--groups 0 --out out/base'))               # from a corpus:
     write_splits(Path('more'), texts[:1], texts[1:])                    # TRIME's Table 5, DRT's 4
     names, corpus = ['out/trime', 'out/drt', 'out/base'], ('--retrieve-from', 'more')
-    first, again = (evaluate(*names, '--task', 'table', *corpus)['rows'] for _ in 'ab')
+    first, again = (Path('out/trime/tuned.json').write_text('{"torn') and
+                    evaluate(*names, '--task', 'table', *corpus)['rows'] for _ in 'ab')
     assert first == again and ' '.join(row['way'] for row in first) == (
         'on shuffled off on corpus both shuffled off off')
     found = evaluate(*names, '--task', 'examples', *corpus)
