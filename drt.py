@@ -50,7 +50,7 @@ class DRTConfig:
     vocab_size: int = 4096      # ids of the tokenizer; for bpe, how many to learn (ours)
     block_size: int = 992       # tokens of a training sequence, landmarks not counted (paper: 16K)
     micro_batch: int = 2        # sequences of a micro-batch, B (official code: 4)
-    n_layer: int = 4            # Transformer layers; the upper n_layer // 2 retrieve (paper: 12)
+    n_layer: int = 5            # Transformer layers; the upper n_layer // 2 retrieve (paper: 12)
     n_head: int = 4             # attention heads, H (paper: 12)
     n_embd: int = 128           # width, C (paper: 768)
     n_inner: int = 0            # width inside the MLP; 0: 8/3 C, rounded up (paper: 2,048)
@@ -61,7 +61,7 @@ class DRTConfig:
     next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens'] = 'lower'   # its input: lower layers' output, embeddings
-    n_encoder: int = 2          # layers of the chunk encoder; 0: none (official code)
+    n_encoder: int = 1          # layers of the chunk encoder; 0: none (official code: 2)
     compare_means: bool = True  # l_k: the mean of C_k; h, 0 at first, plus the centered l_t (ours)
     shift_values: bool = True   # value: the next token's; at first W_Q = W_K, W_O = W_Vᵀ (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
@@ -83,10 +83,10 @@ class DRTConfig:
 PRESETS = {
     'tiny': dict(tokens_per_step=1984),     # the defaults: minutes on two CPU cores
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
-                 n_layer=12, n_head=12, n_embd=768, window=512, chunk_size=64, n_neighbors=8,
-                 next_chunk=False, slope=2 ** (-8 / 12), compare_means=False, shift_values=False,
-                 gumbel=True, tokens_per_step=524_160, max_steps=60_000, optimizer='adamw', lr=2e-3,
-                 warmup=0.02, weight_decay=0.001, eval_every=1000),
+                 n_layer=12, n_encoder=2, n_head=12, n_embd=768, window=512, chunk_size=64,
+                 n_neighbors=8, next_chunk=False, slope=2 ** (-8 / 12), compare_means=False,
+                 shift_values=False, gumbel=True, tokens_per_step=524_160, max_steps=60_000,
+                 optimizer='adamw', lr=2e-3, warmup=0.02, weight_decay=0.001, eval_every=1000),
 }
 
 
