@@ -5,9 +5,9 @@ DRT, the Differentiable Retrieval-based Transformer: the language model's loss t
     via Causal Retrieval for Long-Context Language Modeling", ICML 2025, arXiv:2410.01651
 
 A landmark token ends each chunk of a text. It scores all earlier chunks, and the best few are read.
-The upper half of the layers attends to them while it predicts the next chunk: to each with its own
-softmax, weighted by the softmaxed scores. So the loss reaches the scores, and a chunk that helps is
-scored higher. There is no other supervision.
+The upper half of the layers attends to them from the positions of the next chunk: to each with its
+own softmax, weighted by the softmaxed scores. So the loss reaches the scores, and a chunk that
+helps is scored higher. There is no other supervision of the scores.
 
 Where the paper is in this file
     §3.1, §4.1.2   landmarks; ALiBi; the chunk encoder   DRT.insert; SelfAttention; ChunkEncoder
@@ -22,8 +22,9 @@ Letters used in the shape comments
 
 Where this differs from the paper, and why
     Fields marked (ours); the preset 124m has the paper's. As in the official code, a chunk is S - 1
-    tokens and a landmark, and cross-attention has a sink in place of the landmark's key. H + O of
-    Eq. 2 is the residual (there: only the MLP's input). Scores, top-k: fp32 or TF32 (there: bf16).
+    tokens and a landmark; cross-attention has a sink in place of the landmark's key, a norm and a
+    projection; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the residual (there:
+    only the MLP's input). Scores, top-k: without autocast (there: bf16). Streaming keeps fp16.
     Retrieval never crosses joined documents; self-attention does. Of a corpus too, keys and values
     are stored (§3.3: only landmarks; chunks are encoded again). Weights start with std 0.02 for
     C = 768 (as there), over sqrt(2 n_layer) where they add to the residual, except in GCA.
@@ -56,12 +57,12 @@ class DRTConfig:
     n_inner: int = 0            # width inside the MLP; 0: 8/3 C, rounded up (paper: 2,048)
     window: int = 128           # positions that a query attends to, itself included, W (paper: 512)
     chunk_size: int = 32        # positions of a chunk, its landmark included, S (paper: 64)
-    slope: float = 4.0          # ALiBi's first slope, the last is 2^-8 (ours; paper: 2^(-8/H))
+    slope: float = 4.0          # ALiBi's first slope, the last is 2^-8 (ours; official: 2^(-8/H))
     n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
     next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
-    encoder: Literal['lower', 'tokens'] = 'lower'   # its input: lower layers' output, embeddings
-    n_encoder: int = 1          # layers of the chunk encoder; 0: none (official code: 2)
+    encoder: Literal['lower', 'tokens'] = 'lower'   # chunk encoder of lower layers, of embeddings
+    n_encoder: int = 1          # layers of the chunk encoder (official code: 2; w/o enc: 0)
     compare_means: bool = True  # l_k: the mean of C_k; h, 0 at first, plus the centered l_t (ours)
     shift_values: bool = True   # value: the next token's; at first W_Q = W_K, W_O = W_Vᵀ (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
@@ -96,7 +97,7 @@ class EvalConfig:
 
 
 def batches(config):
-    """Arguments of data.Batches: long sequences of one document."""
+    """Arguments of data.Corpus.batches: long sequences of one document."""
     return dict(kind='documents', chunk=config.chunk_size - 1)
 
 
@@ -260,7 +261,7 @@ class State(NamedTuple):
     past: list                  # of each layer, keys and values of the last W positions
     unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the chunk not yet complete
     landmarks: torch.Tensor     # (B, M, C) l_k of all chunks
-    kv: list                    # of each chunk, (2, B, S, H, D) fp16; in training all as a tensor
+    kv: list                    # of each chunk, (2, B, S, H, D) fp16; in forward all as a tensor
     reads: list                 # of each group, w and idx (B, n, K); the last: of the unfinished
 
 
@@ -268,7 +269,7 @@ class State(NamedTuple):
 # the model
 class DRT(nn.Module):
     """A sliding-window language model whose upper layers attend to chunks that it retrieves."""
-    PIECE = 2048                # tokens of a long text that are processed at once
+    PIECE = 2048                # positions of a long text that are processed at once
 
     def __init__(self, config):
         super().__init__()
@@ -319,17 +320,17 @@ class DRT(nn.Module):
         K, (N, M) = self.config.n_neighbors, allowed.shape[1:]
         with torch.autocast(x.device.type, enabled=False):          # bf16 would tie scores
             h, l = self.landmark_norms[g](fp32(x)), fp32(landmarks)
-            if self.retriever == 'random':                          # appendix A.5: uniform, sd 1
+            if self.retriever == 'random':                          # appendix A.5; uniform, sd 1
                 table = torch.rand(M, h.size(2), generator=torch.Generator().manual_seed(g))
                 h = (table[M - N:] * 12 ** 0.5 - 3 ** 0.5).to(h)
             elif self.config.compare_means:
                 mean = allowed.type_as(l) @ l / allowed.sum(2, keepdim=True).clamp(min=1)
                 h = h + F.rms_norm(l[:, M - N:] - mean, l.shape[2:], eps=1e-6)
             r = (h @ l.mT / math.sqrt(h.size(-1))).masked_fill(~allowed, MASKED)    # (B, N, M)
-            r = noisy = F.pad(r, (0, K), value=MASKED)              # K columns or more
-            if self.training and self.config.gumbel:
-                noisy = r - torch.empty_like(r).exponential_().log()        # Gumbel: -log Exp(1)
-            order = noisy.sort(dim=2, descending=True, stable=True).indices
+            r = F.pad(r, (0, K), value=MASKED)                      # K columns or more
+            noisy = self.training and self.config.gumbel            # Gumbel: -log Exp(1)
+            noise = torch.empty_like(r).exponential_().log() if noisy else 0
+            order = (r - noise).sort(dim=2, descending=True, stable=True).indices
             idx = order[..., :K]                    # (B, N, K); which ties topk takes depends on M
             w = r.gather(2, idx)
             valid = w > MASKED
@@ -420,7 +421,7 @@ class DRT(nn.Module):
             torch.manual_seed(batch.seed)                           # for Gumbel noise and MLM
         if self.training and config.groups and config.encoder == 'tokens' and progress < 0.5:
             masked = torch.rand(ids.shape, device=ids.device) < config.mlm
-            masked &= targets >= 0                                  # no landmarks, no padding
+            masked &= (ids < V) & (docs >= 0)                       # no landmarks, no padding
 
         f, chunks, state = self.encode(ids, None, docs, masked)
         loss, log = cross_entropy(f, self.embedding.weight[:V], targets), {}

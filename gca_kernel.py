@@ -19,8 +19,8 @@ Letters used in the shape comments
     H heads        Hkv heads of keys and values, each for G = H / Hkv heads of q    D head size
 
 Where we differ from the paper, and why
-    Algorithm 1 loops over blocks of a chunk's keys. A whole chunk fits on the chip: one pass. The
-    O_k are not saved: Algorithm 2's rowsum(dO ∘ O_k) equals rowsum(P ∘ dP). dQ has its own kernel.
+    Algorithm 1 loops over blocks of a chunk's keys; here a whole chunk fits on the chip. O_k and L
+    are not saved: Algorithm 2's rowsum(dO ∘ O_k) equals rowsum(P ∘ dP). dQ has its own kernel.
 
     $ python gca_kernel.py           errors against fp64; on a GPU also times
 """
@@ -169,7 +169,7 @@ def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N,
     ENTRIES, START, ORDER        of gca_plan; other arguments as in dq_kernel
     On chip   k, v, dk, dv: (S, D) each; transposed scores (S, BLOCK), for BLOCK queries at a time
     Numerics  sums in fp32, in the order of ENTRIES: no atomics, the same bits every time"""
-    Hkv = H // G
+    Hkv, parts = H // G, S // BLOCK
     b, hkv = tl.program_id(1).to(tl.int64) // Hkv, tl.program_id(1) % Hkv
     c = tl.load(ORDER + b * M + tl.program_id(0)).to(tl.int64)
     start = tl.load(START + b * (M + 1) + c)
@@ -184,9 +184,9 @@ def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N,
     base = b * N * TOPK                                                     # of a text's entries
     for g in range(G):
         h = hkv * G + g
-        for i in range(start * (S // BLOCK), end * (S // BLOCK)):
-            e = base + tl.load(ENTRIES + base + i // (S // BLOCK))          # (b N + n) TOPK + slot
-            row = i % (S // BLOCK) * BLOCK + rows                           # (BLOCK,) of chunk n
+        for i in range(start * parts, end * parts):
+            e = base + tl.load(ENTRIES + base + i // parts)                 # (b N + n) TOPK + slot
+            row = i % parts * BLOCK + rows                                  # (BLOCK,) of chunk n
             tile_q = (e // TOPK * S * H + h) * D + row[:, None] * (H * D) + cols    # (BLOCK, D)
             q, do = tl.load(Q + tile_q), tl.load(DO + tile_q)
             w = tl.load(W + e)
@@ -296,9 +296,9 @@ def why_not_triton(q, chunk):
         return 'the package triton is not installed'
     if not q.is_cuda and os.environ.get('TRITON_INTERPRET') != '1':
         return f'q is on {q.device}, not on a GPU'
-    if not fits or size > 4:
-        return f'{q.dtype}, chunk {chunk}, head size {D}: they need 16 or 32 bits, chunks of ' \
-               '16, 32, 64 or 128, heads of 16 to 128, and a chunk of at most 16 KiB'
+    if not fits or size > 4 or not q.is_cuda and q.dtype == torch.bfloat16:
+        return f'{q.dtype}, chunk {chunk}, head size {D}: they need 16 or 32 bits (not bf16 ' \
+               'on a CPU), chunks of 16, 32, 64 or 128, at most 16 KiB each, heads of 16 to 128'
     return ''
 
 
@@ -315,10 +315,11 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
         plan     gca_plan(idx, M); made here if None
         kernel   'triton', 'torch', or 'auto': Triton on a GPU where it can run, else PyTorch
 
-    Returns o like q, exactly 0 for a chunk of queries whose slots are all unused. Raises
+    Returns o like q, 0 for a chunk of queries whose slots are all unused. Raises
     NotImplementedError if kernel='triton' cannot run. Deterministic, except 'torch' on a GPU."""
     M, D, reason = k.size(1) // chunk, q.size(3), why_not_triton(q, chunk)
     assert k.shape == v.shape and w.shape == idx.shape and q.size(1) == idx.size(1) * chunk
+    assert k.size(1) == M * chunk and q.size(2) % k.size(2) == 0
     if kernel == 'triton' and reason:
         raise NotImplementedError(f"kernel='triton' cannot run: {reason}. kernel='torch' can.")
     if 0 in (idx.numel(), q.numel(), M):

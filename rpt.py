@@ -14,7 +14,7 @@ Where the paper is in this file (its equations have no numbers)
     §3.1  chunked cross-attention                   ChunkedCrossAttention
     §3.2  candidates by BM25; s_t, the target score bm25_candidates, target_scores, setup
     §3.3  L_ret, LambdaRank with a margin           ranking_loss
-    §3.4  schedules; windows; inference             RPT.schedule, SelfAttention, RPT.encode
+    §3.3, §3.4  schedules; windows; inference       RPT.schedule, SelfAttention, RPT.encode
     §5    Transformer-XL, RETRO, RPT-Lex; Table 3   --retriever none, bm25, lex; ranks
 
 Letters in the shape comments
@@ -24,14 +24,14 @@ Letters in the shape comments
 
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); s_t is a mean over tokens, L_ret over the chunks with a positive;
-    NDCG discounts by 1 / log2(1 + rank). A chunk without neighbors gets 0 from cross-attention, one
-    without positives no neighbors from the teacher. Scheduled sampling draws for each chunk.
-    The gate attends to the neighbors of w chunks, so that the state is bounded (paper: all chunks).
+    NDCG discounts by 1 / log2(1 + rank). A chunk without neighbors gets 0 from cross-attention.
+    Scheduled sampling draws for each chunk. Chunks are retrieved after the retriever's attention.
+    The gate attends to neighbors of w chunks, so that a stream keeps no others (paper: of all).
     With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
-    the same documents and scores every n-th chunk; the others are taught as in RPT-Lex. Muon
-    for AdaBelief; dropout on what layers add; self-attention crosses joined documents; corpus idf;
-    exact search (paper: faiss), a norm and a bias in the gate.
+    the same documents and scores every n-th chunk; the others are taught as in RPT-Lex. Muon or
+    AdamW, not AdaBelief; dropout on what layers add; self-attention crosses joined documents;
+    corpus idf; exact search (paper: faiss); norms and biases in retriever and gate.
 
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           a reference LM, then RPT, which it teaches
@@ -56,7 +56,7 @@ class RPTConfig:
     vocab_size: int = 4096        # ids of the tokenizer; for bpe, how many to train (ours)
     block_size: int = 1024        # tokens of a training sequence, T (ours; paper: 16K)
     micro_batch: int = 2          # sequences of a micro-batch, B (ours)
-    n_layer: int = 4              # layers; the upper half retrieves (ours; paper: 12)
+    n_layer: int = 4              # layers; the upper half cross-attends (ours; paper: 12)
     n_head: int = 4               # attention heads, H (ours; paper: 8)
     n_embd: int = 128             # width, C (ours; paper: 1,024)
     n_inner: int = 0              # hidden width of the MLP; 0: 4 C (paper)
@@ -71,7 +71,7 @@ class RPTConfig:
     eta: float = 0.1              # lower bound of the gate, η (paper)
     alpha: float = 0.005          # weight of L_ret from a fifth of the steps on (ours; paper: 1e-9)
     tau: float = 4.0              # margin of L_ret at the end, 1 at the start (paper: 2 to 128)
-    teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # when it sets neighbors (paper)
+    teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # of sem, lex: when it chooses
     n_candidates: int = 20        # BM25 candidates of a chunk, J (paper)
     score_every: int = 1          # the reference LM scores every n-th chunk; others: as lex (ours)
     reference: str = ''           # checkpoint of the reference LM; default: one is trained first
@@ -79,10 +79,10 @@ class RPTConfig:
     reference_cache: float = 0.2  # weight of its continuous cache, λ (ours; paper: 0)
 
     def __post_init__(self):
-        if self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
-        if self.window % (2 * self.chunk_size):
-            raise ValueError(f'window {self.window} is not a multiple of 2 x {self.chunk_size}')
+        if self.n_embd % (2 * self.n_head) or self.n_cca > self.n_layer - self.n_layer // 2:
+            raise ValueError('n_embd: a multiple of 2 n_head; n_cca: at most half of n_layer')
+        if self.window % (2 * self.chunk_size) or self.n_candidates < self.n_neighbors:
+            raise ValueError('window: a multiple of 2 chunk_size; n_candidates: >= n_neighbors')
         if self.retriever != 'none' and self.block_size < self.window + 2 * self.chunk_size:
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
         if self.reference and self.retriever != 'sem':
@@ -102,7 +102,7 @@ PRESETS = {         # §3.4, App. A, B; ours: tokenizer, optimizer, its settings
 
 
 def batches(config):
-    return dict(kind='documents', chunk=config.chunk_size)      # of data.Batches
+    return dict(kind='documents', chunk=config.chunk_size)      # of data.Corpus.batches
 
 
 # --------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Retriever(nn.Module):
         self.query, self.key = nn.Linear(C, C), nn.Linear(C, C)             # W_Q, W_K
 
     def forward(self, x):
-        """x (B, c, m, C) -> tokens (B, c, m, C) to be retrieved, queries and keys (B, c, C)"""
+        """x (B, c, m, C) -> states (B, c, m, C) to be retrieved, queries and keys (B, c, C)"""
         y = self.norm(x).flatten(0, 1)[:, None]                             # (B c, 1, m, C)
         x = x + self.attention(y, y).view_as(x)
         return x, self.query(self.norm_q(x.mean(2))), self.key(self.norm_k(x.mean(2)))
@@ -275,7 +275,7 @@ class NeighborEncoder(nn.Module):
         (B, n, K), config = chosen.shape, self.config
         if not config.gate:
             return torch.ones(B, n, K, device=chosen.device)
-        # a chunk with neighbors is at least w chunks into its document: so are the w - 1 before
+        # a chunk with neighbors is w chunks into its document or more: the w - 1 before are of it
         c = neighbors.mean(3).view(B, 1, n * K, -1)                         # (B, 1, n K, C)
         j = torch.arange(n * K, device=chosen.device)
         i, w = j[:, None], config.window // config.chunk_size
@@ -334,8 +334,8 @@ def doc_of_chunks(doc, m):
 def permitted(doc, c, w):
     """(B, c, M): may chunk i of the last c retrieve k? doc (B, M) of chunks, -1: of no document"""
     k = torch.arange(doc.size(1), device=doc.device)
-    i, doc_i = k[-c:, None], doc[:, -c:, None]                              # k has left i's window
-    return (k <= i - w) & (doc[:, None] == doc_i) & (doc_i >= 0)
+    i, doc_i = k[-c:, None], doc[:, -c:, None]
+    return (k <= i - w) & (doc[:, None] == doc_i) & (doc_i >= 0)            # k has left i's window
 
 
 def top(scores, allowed, K):
@@ -411,8 +411,8 @@ def target_scores(reference, chunks, candidates):
         f = reference.encode(tokens)[0]                                     # (n, 4m, C)
         f_t, x = f[:, -m - 1:-1], tokens[:, -m:, None]                      # x follows t
         s = fp32(f_t @ f[:, :-1].mT) / f.size(2) ** 0.5                     # (n, m, 4m - 1)
-        later = torch.ones_like(s, dtype=torch.bool).triu(3 * m - 1)
-        p_u = s.masked_fill(later, -math.inf).softmax(2)                    # u < t
+        later = torch.full_like(s, -math.inf).triu(3 * m - 1)               # row 0: t = 3m - 1
+        p_u = (s + later).softmax(2)                                        # u < t
         p_cache = (p_u * (tokens[:, None, 1:] == x)).sum(2)                 # x follows u
         log_lm = reference.logits(f_t).log_softmax(2).gather(2, x)[..., 0]  # (n, m)
         log_mix = torch.logaddexp(log_lm + math.log(1 - lam), (lam * p_cache).log())
@@ -496,8 +496,8 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         scores(g)
 
     def attach(batch, g):
-        step = range(g // n * n, g // n * n + n)
-        ranked = sum((scores(i) > 0).any(2).sum().item() for i in step)
+        first = g - g % n                                           # of the step
+        ranked = sum((scores(i) > 0).any(2).sum().item() for i in range(first, first + n))
         return TaughtBatch(*batch, scores(g), max(1, ranked) / n)
     return attach
 
@@ -505,13 +505,13 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
 # --------------------------------------------------------------------------------------------------
 # the model
 class State(NamedTuple):
-    """What is kept of a text: its M whole chunks, neighbors of the last n >= w of them, the rest"""
+    """A text so far: M whole chunks, neighbors of the last n >= w (-1 before any), the rest"""
     past: list                  # of each layer, keys and values of the last two blocks
     rest: torch.Tensor          # (B, fewer than m) tokens of the unfinished chunk
-    E: torch.Tensor             # (B, M, m, C) tokens of all chunks, to be retrieved
+    E: torch.Tensor             # (B, M, m, C) states of all chunks, to be retrieved
     keys: torch.Tensor          # (B, M, C) of all chunks; RETRO: (B, M, V)
     chosen: torch.Tensor        # (B, n, K) numbers of the neighbors, -1: none
-    neighbors: torch.Tensor     # (B, n, K, 2m, C) their tokens
+    neighbors: torch.Tensor     # (B, n, K, 2m, C) their states
     gates: torch.Tensor         # (B, n, K) their weights; the first w - 1 of the n are not used
 
 
@@ -567,9 +567,9 @@ class RPT(nn.Module):
         chosen = top(order, allowed, K)                                     # (B, c, K)
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
-        pairs = torch.stack([chosen, chosen + 1], dim=3).clamp(min=0)       # (B, c, K, 2)
+        pairs = torch.stack([chosen, chosen + 1], 3).clamp(min=0).flatten(1)        # (B, c K 2)
         # index_select: on a CPU the gradient of e[pair] adds in any order
-        new = torch.stack([e.index_select(0, pair.flatten()) for e, pair in zip(E, pairs)])
+        new = torch.stack([e.index_select(0, pair) for e, pair in zip(E, pairs)])
         new = self.neighbor_encoder(new.view(B * c, K, 2 * m, -1), x.flatten(0, 1))
         neighbors = torch.cat([state.neighbors[:, -w:], new.unflatten(0, (B, c))], dim=1)
         chosen = torch.cat([state.chosen[:, -w:], chosen], dim=1)
@@ -594,9 +594,9 @@ class RPT(nn.Module):
             if c:
                 state, s_q = self.retrieve(x, tokens, chunk_doc, teacher, state)
             chosen, neighbors, gates = (y[:, -1 - c:] for y in state[-3:])  # of G = c + 1 groups
-            mask = (chosen >= 0) | (chosen[:, :, :1] < 0)                   # if none, all: no nan
-            mask = mask.repeat_interleave(2 * m, dim=2)                     # (B, G, K 2m)
-            group_doc = F.pad(chunk_doc, (1, 0)).where(chosen[:, :, 0] >= 0, -2)    # -2: nothing
+            empty = chosen[:, :, :1] < 0                                    # (B, G, 1) no neighbor
+            mask = ((chosen >= 0) | empty).repeat_interleave(2 * m, dim=2)  # empty: all, as no nan
+            group_doc = F.pad(chunk_doc, (1, 0)).masked_fill(empty[..., 0], -2)     # but no token
             attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
             cross = neighbors * gates[..., None, None], mask, attends
         for i, block in enumerate(self.upper, len(self.lower)):
@@ -675,15 +675,16 @@ def ranks(runs, args):
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
     *runs, reference = runs
     retrieve = runs and all(run.model.neighbor_encoder for run in runs)
-    if not (texts and retrieve) or reference.model.neighbor_encoder or len(kinds) > 1:
+    judges = not reference.model.neighbor_encoder and reference.model.w >= 4
+    if not (texts and retrieve and judges) or len(kinds) > 1:
         raise SystemExit(f'ranks: runs that retrieve, then their reference LM (out/rpt-reference), '
-                         f'of one tokenizer and chunk size; a document of {N * m} tokens')
+                         f'of one tokenizer and chunk size; a document of {N * m} tokens or more')
     texts = torch.stack(texts[::-(-len(texts) // 16)])                  # (n, T), at most 16
     chunks, k = texts.view(-1, N, m), torch.arange(N, device=texts.device)
     allowed = k <= k[:, None] - max(run.model.w for run in runs)
     allowed[-1] = False                                                 # there is no target
     s_t = torch.stack([target_scores(reference.model, x, allowed) for x in chunks])     # (n, N, N)
-    q, keys = bm25_vectors(chunks, corpus_idf(corpus.train.tokens, m, c.vocab_size).to(k.device))
+    q, keys = bm25_vectors(chunks, corpus_idf(corpus.train.tokens, m, c.vocab_size).to(s_t))
     torch.manual_seed(args.seed)
     scores = {'chance': torch.rand(s_t.shape), 'latest first': k.expand(s_t.shape).float(),
               'BM25': q @ keys.mT, **{run.name: run.model.encode(texts)[2] for run in runs}}

@@ -597,8 +597,7 @@ class TRIME(nn.Module):
         except (OSError, ValueError): tuned = {}                    # there is none, or it is torn
         if key not in tuned:
             tuned[key] = asdict(tune(collect(self, corpus.val, x, progress), x))
-            with contextlib.suppress(OSError):                      # in a folder of others
-                file.write_text(json.dumps(tuned, indent=1))
+            with contextlib.suppress(OSError): file.write_text(json.dumps(tuned, indent=1))
         self.inference = Inference(**tuned[key])
         print(f'{path}: {self.inference}')
 
