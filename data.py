@@ -90,7 +90,7 @@ def learn_bpe(counts, n_merges):
 class Tokenizer:
     """bytes   the 256 bytes and <|endoftext|>
     bpe     the 256 bytes, tokens learned from the corpus, and <|endoftext|>
-    gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads once to TIKTOKEN_CACHE_DIR
+    gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads, to keep to TIKTOKEN_CACHE_DIR
     word    WikiText's: words between blanks, <eos> for each line end, <unk>; most frequent first
     tokens: str by id, one character per byte (not for word). eot: id of <|endoftext|>, or None"""
     def __init__(self, name, tokens=(), pattern=PATTERN):
@@ -165,7 +165,7 @@ DOWNLOADS = {                                   # {URL: begin of its sha256, whe
 HIDDEN = '[.].*|.*[.]zip|corpora'              # names of files and folders that are omitted
 NOT_CODE = (HIDDEN + '|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
             'config-.*|_sysconfigdata.*')       # the last two are written by installers
-SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:[.].*)?')
+SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:[.].*|[-_]\d.*)?')
 # where an article of WikiText begins: ' = Title = ' between blank lines, after some text
 ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n *$)(?<=\S\s*\n *\n)')
 
@@ -192,7 +192,7 @@ def list_files(where, code):
     if where.is_file():
         return {where.name: where}
     omit, files = re.compile(NOT_CODE if code else HIDDEN).fullmatch, {}
-    for folder, folders, names in os.walk(where):
+    for folder, folders, names in os.walk(where, followlinks=not code):
         folders[:] = filterfalse(omit, folders)
         for path in (Path(folder, name) for name in filterfalse(omit, names)):
             wanted = path.suffix == '.py' or not code

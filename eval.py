@@ -1,5 +1,5 @@
 """
-Evaluates trained models: any mixture of them in one table, on the same tokens.
+Evaluates trained models: any mixture of them in one table, on the same text.
 
     $ python eval.py out/trime out/rpt out/drt      the table, examples, loss.png, samples
     $ python eval.py out/drt --task examples        what is retrieved where it helps most
@@ -66,8 +66,7 @@ class Run:
         name = args.data or self.checkpoint['data']
         corpus = self.corpus = data.load(name, self.tokenizer, quiet=True)
         split = self.split = getattr(corpus, args.split)
-        if split is None:
-            raise SystemExit(f'{name} has no split {args.split}')
+        if split is None: raise SystemExit(f'{name} has no split {args.split}')
         if not args.data and corpus.fingerprint != self.checkpoint['corpus']:
             print(f'{self.name} was trained on another version of {name}', file=sys.stderr)
         tokens = torch.tensor(split.tokens.astype(int), device=args.device)
@@ -154,7 +153,7 @@ def table(runs, args):
     text = dict(runs[0].text, documents=len(scored), scored=sum(scored))
     print_table([text])
     print_table(rows)
-    print('on: as trained; shuffled: others; corpus: --retrieve-from; off: none; ±: standard error')
+    print('on, shuffled, off: with memory, that of others, none; corpus, both: DRT --retrieve-from')
     return dict(text, rows=rows)
 
 
@@ -202,7 +201,7 @@ def generate(model, tokenizer, prompt='', n=200, temperature=0.8, top_p=0.95, se
         log_probs, state = model.stream(pending, state)
         scores = log_probs[0, -1].cpu().double() / max(temperature, 1e-9)       # (V,)
         p, tokens = scores.softmax(-1).sort(descending=True)
-        p[1:][p.cumsum(0)[:-1] >= top_p] = 0                    # those before it are enough
+        p[1:] *= p.cumsum(0)[:-1] < top_p                       # those before it are enough
         token = tokens[torch.multinomial(p, 1, generator=generator)].item()
         if token == tokenizer.eot: break
         new.append(token)
@@ -266,7 +265,7 @@ def draw(runs, path):
 def speed(runs, args, rounds=5):
     """Seconds (median of interleaved runs) and MACs of forward and backward, per token; of RPT
     without the ranking loss. MACs are half of torch's FLOPs; they are counted with SDPA and GCA in
-    plain PyTorch, because torch counts none of a fused kernel."""
+    plain PyTorch, because torch does not count all fused kernels."""
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
     _, autocast = train.precision(args.device, 'auto')
     def seconds(run, kernel='auto'):
@@ -298,7 +297,7 @@ def answers(run, needles, n_chunks, slots, seed):
     ids = np.take(run.split.tokens, start + np.arange(n_chunks * c), mode='wrap').astype(int)
     chains = needles.chains(rng, len(slots), ids)           # (needles, hops + 1, 4) words of names
     free = [i for i in rng.permutation(n_chunks - 2) if i not in slots]
-    for hop, chunks in zip(range(hops), (slots, free)):
+    for hop, chunks in enumerate([slots, free][:hops]):
         needles.hide(rng, ids, zip(chunks, chains[:, hop:hop + 2]))
     text, end = run.documents[0].new_tensor(ids).tensor_split([-hops * c])
     state, right = run.model.read(text[None]), []
@@ -356,6 +355,7 @@ def main(argv):
         train.add_flags(parser, Config)
     args = train.parse_flags(parser, argv[len(runs):])
     args.device = train.hardware(args.device)
+    train.precision(args.device, 'fp32')                            # after training in a notebook
     if not runs: parser.error(f'usage: {parser.usage}')
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')

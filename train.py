@@ -102,16 +102,14 @@ def parse(argv=None):
     args = vars(parse_flags(parser, argv))
     try:
         return module, *(C(**{f.name: args[f.name] for f in fields(C)}) for C in configs)
-    except ValueError as e:                             # fields that do not fit together
-        parser.error(e)
+    except ValueError as e: parser.error(e)             # fields that do not fit together
 
 
 def hardware(device):
     """The torch.device that --device names; on a CPU, glibc then keeps freed memory, up to 2 GB."""
     present = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
     if device == 'auto': device = 'cuda' if present['cuda'] else 'cpu'
-    if not present[device]:
-        raise SystemExit(f'--device {device}: PyTorch does not find one; --device cpu works')
+    if not present[device]: raise SystemExit(f'PyTorch finds no {device}: --device cpu works')
     if device == 'cpu' and platform.libc_ver()[0] == 'glibc':
         mallopt = ctypes.CDLL(None).mallopt             # else pages are freed and cleared each step
         mallopt(-3, 2 ** 25), mallopt(-1, 2 ** 31 - 1)              # M_MMAP_, M_TRIM_THRESHOLD
@@ -201,21 +199,20 @@ def find_run(out, about, resume):
     if files and (differ or resume == 'no'):
         n = next(n for n in range(2, 10 ** 6) if not Path(f'{out}-{n}').exists())
         raise SystemExit(f'{out} has another {", ".join(differ[:4]) or "run"}; try --out {out}-{n}')
-    if 'ckpt.pt' in files:
-        return torch.load(out / 'ckpt.pt', map_location='cpu', weights_only=True)
+    if 'ckpt.pt' in files: return torch.load(out / 'ckpt.pt', 'cpu', weights_only=True)
 
 
 @torch.no_grad()
 def validate(model, forward, batches, progress, at_most=sys.maxsize):
     """-> causal loss in nats per token of all or evenly spread micro-batches, number of tokens"""
-    N, B = len(batches), batches.B
+    N, B, every = len(batches), batches.B, range(batches.n_rows)
     n = min(N, max(1, at_most // (B * batches.T)))
     chosen = torch.linspace(0, N - 1, n).round().int().tolist()[RANK::WORLD]
     total = torch.zeros(2, dtype=torch.float64)         # of the losses, of the tokens
     model.eval()
     for i in data.progress(chosen, 'validation', quiet=RANK > 0 or n < N):
-        rows = slice(i, None, N) if batches.kind == 'documents' else slice(i * B, i * B + B)
-        batch = batches.take(range(batches.n_rows)[rows], seed=i)   # rows far apart; in text order
+        rows = every[i::N] if batches.kind == 'documents' else every[i * B:i * B + B]
+        batch = batches.take(rows, seed=i)              # rows far apart; else in text order
         scored = (batch.targets >= 0).sum().item()
         total += torch.tensor([forward(batch, progress)[0].item() * scored, scored])
     model.train()
@@ -226,9 +223,8 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
 def loop(out, config, state, model, optimizers, gradient, check, peak):
     """Steps, validations and checkpoints, until the last step or a signal; peak: in tokens/s"""
     began, first = time.time(), state['step']
-    if RANK == 0:
-        with open(out / 'log.jsonl', 'a') as f:         # the log up to the checkpoint
-            f.truncate(min(f.tell(), state['log_size']))
+    if RANK == 0:                                       # the log up to the checkpoint
+        with open(out / 'log.jsonl', 'a') as f: f.truncate(min(f.tell(), state['log_size']))
     for step in range(first + 1, config.max_steps + 1):
         start, progress = time.time(), (step - 1) / config.max_steps
         lr = learning_rate(step - 1, config)
@@ -252,7 +248,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
             raise SystemExit(f'step {step} is not finite; a lower --lr usually helps: {entry}')
         if RANK == 0:
             left = (time.time() - began) / (step - first) * (config.max_steps - step) / 60
-            if step == first + 10 and left > 5:
+            if step == 10 and left > 5:
                 print(f'{left:.0f} min left; --max-steps {4 * config.max_steps / left:.0f} takes 4')
             if due or step == 1 or step % max(1, config.max_steps // 30) == 0:
                 shown = [f'{key} {x:.4f}' for key, x in entry.items() if key not in NOT_SHOWN]
@@ -306,7 +302,10 @@ def train(module, model_config, config, corpus=None):
         for optimizer, saved in zip(optimizers, state.pop('optimizers')):
             optimizer.load_state_dict(saved)
     elif config.init:
-        try: model.load_state_dict(torch.load(config.init, 'cpu', weights_only=True)['model'])
+        try:
+            initial = torch.load(config.init, 'cpu', weights_only=True)
+            assert initial['tokenizer'] == state['tokenizer'], 'it has another tokenizer'
+            model.load_state_dict(initial['model'])
         except Exception as e: raise SystemExit(f'{config.init} has no such weights: {e!r:.200}')
     state['model'] = model.state_dict()                 # of the live weights
     n_weights = sum(p.numel() for p in model.parameters())
@@ -347,11 +346,12 @@ def train(module, model_config, config, corpus=None):
     flops = WORLD * next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), 0)
     check = lambda *args: validate(model, forward, val_batches, *args)
     signals = []        # the first one ends the loop after its step; a second one acts as outside
-    receive = lambda s, _: signals.append(s) or signal.signal(s, outside[s])
+    receive = lambda s, _: (signals.append(s), signal.signal(s, outside[s]))
     outside = {s: signal.signal(s, receive) for s in (signal.SIGINT, signal.SIGTERM)}
     try: loop(out, config, state, model, optimizers, gradient, check, peak=flops / (6 * n_weights))
     finally:
-        for s, handler in outside.items(): signal.signal(s, handler)
+        for s in outside: signal.signal(s, outside[s])
+    if signals: raise SystemExit('stopped; the same command goes on')
     print(f'finished: python eval.py {out}')
     if WORLD > 1: dist.barrier()                        # all find ckpt.pt
     return out / 'ckpt.pt'

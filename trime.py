@@ -25,12 +25,12 @@ Letters used in the shape comments
 Where this differs from the paper, and why
     The three models share one Transformer: RMSNorm, RoPE and GELU, GPT-2's initial weights, a final
     norm, no biases; AdamW and a cosine replace NAG (247M) and the inverse square root (7M).
-    In training, memories are of a process's own micro-batch (official code: of all processes), and
+    In training, memories are of a process's own micro-batch (official ext: of all processes), and
     §4.3's m = 1 masks other segments of the same document (official code: none). With memory ext g
     starts small, or at first the words get less than 10% of the probability, and do not recover.
     At test time each context is in memory once (official code: the window's twice), P' of Eq. 8 is
-    over all memories (there: the external ones), and similarities of the datastore's fp16 keys are
-    exact (paper: product quantization). Not here: translation (§5.4), SRU++ (App. E).
+    over all memories (there: the external ones), K is tuned (App. D: 1,024), similarities of fp16
+    keys are exact (official: or by product quantization). Not here: translation, SRU++ (App. E).
 
     $ python trime.py                       a demo on a CPU
     $ python train.py --model trime
@@ -59,7 +59,7 @@ class TRIMEConfig:
     n_head: int = 4             # attention heads, H (ours)
     n_embd: int = 128           # width, C (ours; paper: 128 to 1,024)
     n_inner: int = 0            # width inside the MLP; 0: 4 C (paper: 4 C, its 150M model 2,100)
-    dropout: float = 0.0        # on embeddings and residual branches (ours; official: 0.1 to 0.3)
+    dropout: float = 0.0        # on embeddings and residual branches (ours; official code: 0.3)
     memory: Literal['none', 'local', 'long', 'ext'] = 'local'   # used in training (paper Table 1)
     m: int = 0                  # consecutive segments that share long memory; 0: B (paper Table 9)
     ce_warmup: float = 0.05     # first share of the steps, without memory (paper section 5.2)
@@ -68,8 +68,8 @@ class TRIMEConfig:
     memory_grad: bool = True    # back-propagate to the memories (paper section 3, Table 11)
     same_document: bool = True  # long: memory of its own document; ext: of others (official: any)
     cutoffs: str = ''           # adaptive softmax: first id of each tail cluster, as 20000,60000
-    div_value: int = 4          # divides the width from one cluster to the next (official code: 4)
-    stride: int = 0             # tokens scored per window in evaluation; 0: T/2 (paper: 64 to 512)
+    div_value: int = 4          # divides the width from one cluster to the next (official: 4 or 1)
+    stride: int = 0             # tokens scored per window, at most T; 0: T/2 (paper: 64 to 512)
 
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head):
@@ -78,21 +78,21 @@ class TRIMEConfig:
             raise ValueError(f'cutoffs {self.cutoffs}: must be like 20000,60000')
         if max(self.dropout, self.p, self.ce_warmup) > 1:
             raise ValueError('dropout, p and ce_warmup are shares, at most 1')
-        if self.memory == 'ext' and self.micro_batch == 1:
-            raise ValueError('memory ext is that of other segments: micro_batch 1 has none')
+        if self.memory in ('long', 'ext') and (self.m or self.micro_batch) == 1:
+            raise ValueError('memories long and ext are those of other segments: there is only one')
 
 
 @dataclass
 class EvalConfig:
     Names = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
-    memory: Names = ''          # trime: memories at test time; default: as in Table 1
+    memory: Names = ''          # trime: memories at test time; default: of Table 1, 5
     long: int = 24_576          # trime: tokens of long memory, at most, tuned on val; 0: none
     stride: int = 0             # trime: tokens scored per window (0: as trained)
     nprobe: int = 16            # trime: lists of the datastore to search; more: slower, more exact
 
 
 # Table 9 (lr of 247M: ours); n_head of 7M: App. F, of the others: official code (but 10 for 150M),
-# as are cutoffs, div_value, dropout, stride, weight_decay, beta2
+# as are cutoffs (but 208 for enwik8), div_value, stride, dropout (but for 7m), and ADAM
 WIKITEXT = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000',
                 eval_every=2000)
 ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0, lr=2.5e-4, warmup=0.0,
@@ -102,12 +102,12 @@ PRESETS = {
     '7m': dict(ADAM, **WIKITEXT, block_size=3072, micro_batch=8, n_layer=8, n_head=4, n_embd=128,
                stride=512, tokens_per_step=24_576, lr=5e-4, warmup=0.04, max_steps=200_000),
     '150m': dict(ADAM, **WIKITEXT, block_size=150, micro_batch=60, n_layer=16, n_head=5, n_embd=410,
-                 n_inner=2100, div_value=1, dropout=0.1, stride=64, tokens_per_step=36_000),
+                 n_inner=2100, div_value=1, dropout=0.3, stride=64, tokens_per_step=36_000),
     '247m': dict(WIKITEXT, block_size=3072, micro_batch=8, m=4, n_layer=16, n_head=8, n_embd=1024,
                  dropout=0.3, stride=512, tokens_per_step=73_728, lr=5e-4, warmup=0.056,
                  optimizer='adamw', grad_clip=0.1, max_steps=286_000),
     'enwik8': dict(ADAM, data='enwik8', tokenizer='bytes', vocab_size=257, block_size=512,
-                   micro_batch=24, n_layer=12, n_head=8, n_embd=512, dropout=0.1, stride=80,
+                   micro_batch=24, n_layer=12, n_head=8, n_embd=512, dropout=0.3, stride=80,
                    same_document=False, tokens_per_step=49_152, eval_every=2000)}
 
 
@@ -533,13 +533,13 @@ class TRIME(nn.Module):
         return state
 
     def log_probs(self, tokens):
-        """log P(next token | tokens so far) of a document, memory included: (B, t) -> (B, t, V)"""
+        """log P(next token | tokens so far) of a document, by `inference`: (B, t) -> (B, t, V)"""
         return self.stream(tokens)[0]
 
     @torch.no_grad()
     def stream(self, tokens, state=None):
         """log P(next token | tokens so far) (B, t, V) of tokens (B, t), which continue the text of
-        `state`, and the new state; any t >= 1, in fp32"""
+        `state`, and the new state; any t >= 1, weights of fp32, no autocast"""
         parts = []
         for f, g, state in self.windows(tokens, state):
             logits, log_words = self.embedding.logits(f.flatten(0, 1))          # (Q, V)
@@ -612,7 +612,7 @@ LONG = [256 * 2 ** i for i in range(20)]            # tokens
 
 @torch.no_grad()
 def collect(model, split, x, progress):
-    """For each window, arguments of Inference.log_p for every 16th of the first 65,536 tokens"""
+    """Of the first 65,536 tokens, arguments of Inference.log_p for every 16th of each window"""
     model.inference, windows = x, []
     for ids in progress(np.split(split.tokens[:65_536], split.offsets[1:-1]), 'tuning'):
         tokens = torch.from_numpy(ids.astype(int)).to(model.norm.weight.device)
@@ -626,8 +626,8 @@ def collect(model, split, x, progress):
 
 
 def tune(windows, x):
-    """The Inference with the highest mean log P over what collect returns: the best tau, the best
-    long up to x.long and so on in turn, until none is better."""
+    """An Inference of high mean log P over what collect returns, by coordinate ascent: the best
+    tau, the best long up to x.long and so on in turn, until none is better."""
     grids = dict(tau=TAUS, long=[n for n in LONG if n < x.long])
     if x.linear and x.local:
         x, grids['lam'] = replace(x, lam=0.25), LAMBDAS             # with lam = 0 tau has no effect

@@ -111,8 +111,8 @@ A = (' \n = A = \n \n aa \n \n = = Part = = \n \n x \n = not = \n \n = nor this 
 B = ' = B ( c ) = \n \n bb = b = \n'
 TEXTS = ['first\nwith lines\n\n', 'second \u2028 <|endoftext|>', 'third']
 FILES = {                               # files, their documents in train, val and test
-    'named splits': (dict(train_txt='1 2\n3', wiki_valid_txt='4\n', test__5_txt='5 ß\n',
-                          test__6_txt='6', notes_txt='no', notes__test_txt='no'),
+    'named splits': ({'train_txt': '1 2\n3', 'a-valid-00-of-01_txt': '4\n', 'test__5_txt': '5 ß\n',
+                      'test__6_txt': '6', 'notes_txt': 'no', 'notes__test_txt': 'no'},
                      ['1 2\n3'], ['4\n'], ['5 ß\n', '6']),
     'articles of WikiText': (dict(train_txt=A + B), [A, B], [], []),
     'jsonl': (dict(train_jsonl=jsonl([*TEXTS, '', '\ud800']) + '\n', val_jsonl=jsonl([''])),

@@ -132,8 +132,7 @@ def test_kill_9(here):
     while not Path('run/ckpt.pt').exists():
         assert process.poll() is None
         time.sleep(0.05)
-    process.kill()
-    process.wait()
+    process.kill(), process.wait()
     assert torch.load('run/ckpt.pt', weights_only=True)['step'] < 100
     run(flags('trime', more + 'run'))
     assert same('straight', 'run')
@@ -174,8 +173,7 @@ def test_a_run_learns_and_leaves_four_files(here):
 
 def test_nothing_is_overwritten(here, capsys):
     run(flags())
-    Path('out/other').mkdir()
-    Path('out/other/thesis.txt').write_text('mine')
+    Path('out/other').mkdir(), Path('out/other/thesis.txt').write_text('mine')
     before = {p: p.read_bytes() for p in Path('out').rglob('*') if p.is_file()}
     for more, message in (('--lr 1e-4', 'lr; try --out out/trime-2'), ('--dropout 0', 'dropout'),
                           ('--resume no', '--out out/trime-2'), ('--out out/other', 'other-2')):
@@ -225,8 +223,10 @@ def test_init_starts_from_other_weights(here):
     run(flags('trime', '--out second --init first/ckpt.pt --lr 1e-12 --max-steps 1'))
     for a, b in zip(outcome('first')[0], outcome('second')[0], strict=True):
         assert torch.allclose(a, b, atol=1e-6)
-    other = flags('trime', '--out third --init first/ckpt.pt --n-embd 32')
-    assert 'first/ckpt.pt has no such weights' in one_line(run, other)
+    saved = torch.load('first/ckpt.pt', weights_only=True)
+    torch.save(saved | dict(tokenizer=dict(saved['tokenizer'], pattern='.')), 'other.pt')
+    for more in ('first/ckpt.pt --n-embd 32', 'other.pt'):
+        assert '.pt has no such weights' in one_line(run, flags('trime', f'--out x --init {more}'))
 
 
 @pytest.mark.parametrize('more, message', [
