@@ -153,7 +153,7 @@ def table(runs, args):
     text = dict(runs[0].text, documents=len(scored), scored=sum(scored))
     print_table([text])
     print_table(rows)
-    print('on, shuffled, off: with memory, that of others, none; corpus, both: DRT --retrieve-from')
+    print('on: memory; shuffled: others; corpus, both: --retrieve-from; off: none; ±: std. error')
     return dict(text, rows=rows)
 
 
