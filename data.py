@@ -90,7 +90,7 @@ def learn_bpe(counts, n_merges):
 class Tokenizer:
     """bytes   the 256 bytes and <|endoftext|>
     bpe     the 256 bytes, tokens learned from the corpus, and <|endoftext|>
-    gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads, to keep to TIKTOKEN_CACHE_DIR
+    gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads; TIKTOKEN_CACHE_DIR keeps them
     word    WikiText's: words between blanks, <eos> for each line end, <unk>; most frequent first
     tokens: str by id, one character per byte (not for word). eot: id of <|endoftext|>, or None"""
     def __init__(self, name, tokens=(), pattern=PATTERN):

@@ -61,7 +61,7 @@ class DRTConfig:
     n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
     next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
-    encoder: Literal['lower', 'tokens'] = 'lower'   # chunk encoder of lower layers, of embeddings
+    encoder: Literal['lower', 'tokens'] = 'lower'   # encodes lower layers' output, or embeddings
     n_encoder: int = 1          # layers of the chunk encoder (official code: 2; w/o enc: 0)
     compare_means: bool = True  # l_k: the mean of C_k; h, 0 at first, plus the centered l_t (ours)
     shift_values: bool = True   # value: the next token's; at first W_Q = W_K, W_O = W_Vᵀ (ours)

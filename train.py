@@ -118,8 +118,7 @@ def hardware(device):
 
 def precision(device, dtype):
     """-> whether the forward pass is in bf16, and a function that returns its autocast context"""
-    if device.type == 'cuda':
-        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == 'cuda': fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:               # AMX or AMD's AVX512-BF16; with Intel's, bf16 takes twice the time of fp32
         cpu = Path('/proc/cpuinfo').read_text() if sys.platform == 'linux' else ''
         fast = 'amx_bf16' in cpu or 'avx512_bf16' in cpu and 'AuthenticAMD' in cpu
@@ -317,6 +316,7 @@ def train(module, model_config, config, corpus=None):
         ran = dict(command=' '.join(sys.argv), commit=subprocess.getoutput(git), ran_on=ran_on,
                    python=sys.version, torch=torch.__version__)
         write(out / 'config.json', json.dumps(about | ran, indent=1))
+
     def forward(batch, progress):
         batch = batch._make(x.to(device) if torch.is_tensor(x) else x for x in batch)
         with autocast(): return model(batch, progress)

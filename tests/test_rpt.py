@@ -527,8 +527,7 @@ def test_scores_are_computed_once(start, monkeypatch):
     assert 'window' in one_line(start, window=2 * M)                    # of the reference LM
     path = start()[1].folder.parent.parent / 'ckpt.pt'
     assert count(reference=str(path)) == 0
-    with pytest.raises(ValueError, match='sem'):
-        RPTConfig(reference='x', retriever='lex')
+    with pytest.raises(ValueError, match='sem'): RPTConfig(reference='x', retriever='lex')
     torch.save({**torch.load(path), 'tokenizer': {}}, path)
     assert 'tokenizer' in one_line(start, reference=str(path))
 

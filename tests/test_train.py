@@ -237,7 +237,9 @@ def test_init_starts_from_other_weights(here):
     ('--lr -1', '--lr: -1 is not a number from 0 on'), (f'--seed {2 ** 64}', 'from 0 on'),
     ('--micro-batch 0', '0 is not a number from 1 on'), ('--weight-decay inf', 'inf'),
     ('--model rpt --window 96', 'window'), ('--out texts/val.jsonl', 'val.jsonl'),
-    ('--dropout 1.5', 'at most 1'), ('--cutoffs 0', 'cutoffs'), ('--model gpt', 'trime')])
+    ('--memory long --m 1', 'only one'), ('--model rpt --n-cca 2 --n-layer 2', 'n_cca'),
+    ('--model rpt --n-candidates 1', 'n_candidates'), ('--dropout 1.5', 'at most 1'),
+    ('--cutoffs 0', 'cutoffs'), ('--model gpt', 'trime')])
 def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, message):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     assert message in one_line(run, flags('trime', more))
@@ -251,8 +253,7 @@ def test_every_preset_is_a_command_line(capsys, model):
         given = dataclasses.asdict(model_config) | dataclasses.asdict(config)
         assert given == given | values | dict(seed=3)
         assert config.tokens_per_step % (model_config.micro_batch * model_config.block_size) == 0
-    with pytest.raises(SystemExit):
-        train.parse(['--model', model, '--help'])
+    with pytest.raises(SystemExit): train.parse(['--model', model, '--help'])
     screen = capsys.readouterr().out
     assert all('--' + name.replace('_', '-') in screen for name in given)
 
