@@ -25,7 +25,7 @@ Letters in the shape comments
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); s_t is a mean over tokens, L_ret over the chunks with a positive;
     NDCG discounts by 1 / log2(1 + rank). A chunk without neighbors gets 0 from cross-attention.
-    Scheduled sampling draws for each chunk. Chunks are retrieved after the retriever's attention.
+    Scheduled sampling draws for each chunk. Retrieved states have passed the retriever's attention.
     The gate attends to neighbors of w chunks, so that a stream keeps no others (paper: of all).
     With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
@@ -65,16 +65,16 @@ class RPTConfig:
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper)
     n_cca: int = 0                # last layers that cross-attend; 0: the upper half (paper: 5)
-    retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # bm25: RETRO; none: no chunks (§5)
+    retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # RPT-Sem, RPT-Lex; RETRO; none (§5)
     shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
     eta: float = 0.1              # lower bound of the gate, η (paper)
     alpha: float = 0.005          # weight of L_ret from a fifth of the steps on (ours; paper: 1e-9)
-    tau: float = 4.0              # margin of L_ret at the end, 1 at the start (paper: 2 to 128)
+    tau: float = 4.0              # margin of L_ret, rises from 1 to this (paper: 2, 4, 8 or 128)
     teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # of sem, lex: when it chooses
     n_candidates: int = 20        # BM25 candidates of a chunk, J (paper)
     score_every: int = 1          # the reference LM scores every n-th chunk; others: as lex (ours)
-    reference: str = ''           # checkpoint of the reference LM; default: one is trained first
+    reference: str = ''           # .pt file, or folder with ckpt.pt; default: one is trained first
     reference_steps: int = 600    # steps of its training, at most as many as RPT's (ours)
     reference_cache: float = 0.2  # weight of its continuous cache, λ (ours; paper: 0)
 
@@ -271,7 +271,7 @@ class NeighborEncoder(nn.Module):
 
     def gates(self, neighbors, chosen):
         """max(η, σ((w_ng · norm(ĉ) + b) / C)), (B, n, K); ĉ: mean of a neighbor (B, n, K, 2m, C)
-        after attention to the better ones of its chunk and to those of the w - 1 chunks before."""
+        after attention to itself, the better ones of its chunk, those of w - 1 chunks before."""
         (B, n, K), config = chosen.shape, self.config
         if not config.gate:
             return torch.ones(B, n, K, device=chosen.device)
@@ -341,7 +341,7 @@ def permitted(doc, c, w):
 def top(scores, allowed, K):
     """Indices (..., K) of the highest allowed of scores (..., n), -1 where there are fewer"""
     scores = F.pad(scores.where(allowed, -math.inf), (0, K), value=-math.inf)
-    values, indices = scores.sort(dim=-1, descending=True, stable=True)
+    values, indices = scores.sort(descending=True, stable=True)
     return indices.masked_fill(values == -math.inf, -1)[..., :K]
 
 
@@ -356,9 +356,9 @@ def ranking_loss(s_q, s_t, tau):
         return x[..., None] - x[:, :, None]                                 # x_l - x_j (B, N, N, N)
 
     gain = torch.exp2(s_t.clamp(min=0)) - 1                                 # (B, N, N)
-    rank = 1 + s_q.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
+    rank = 1 + s_q.argsort(descending=True, stable=True).argsort()
     discount = 1 / torch.log2(1 + rank)
-    ideal = gain.sort(dim=2, descending=True).values * discount.sort(dim=2, descending=True).values
+    ideal = gain.sort(descending=True).values * discount.sort(descending=True).values
     lam = pairs(gain).clamp(min=0) * pairs(discount).abs()                  # 0 if s_t(l) <= s_t(j)
     hinge = (tau - pairs(s_q.clamp(min=-1e9))).clamp(min=0)                 # j not permitted: 0
     loss = (lam * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
@@ -371,7 +371,7 @@ def bm25_vectors(tokens, idf):
     q = idf.new_zeros(*tokens.shape[:-1], len(idf))
     q = q.scatter_add(-1, tokens, q.new_ones(tokens.shape))                 # occurrences
     k = idf * q / (q + 1.2)
-    return q, (2 ** 10 * k).round() / 2 ** 10                               # ties remain ties
+    return q, (2 ** 10 * k).round() / 2 ** 10           # so sums are exact, and ties remain ties
 
 
 def corpus_idf(tokens, m, V):
@@ -383,14 +383,13 @@ def corpus_idf(tokens, m, V):
 
 
 def bm25_candidates(chunks, doc, w, J, idf):
-    """§3.2: chunks (N, m), doc (N,) -> s_t of RPT-Lex (N, N): 1 - r / J for the J best, else 0"""
+    """§3.2: chunks (N, m), doc (N,) -> s_t of RPT-Lex (N, N): J best: 1 - r / J (ours), else 0"""
     q, keys = bm25_vectors(chunks, idf)                                     # (N, V)
     scores = (q + q.roll(-1, 0)) @ keys.T                                   # of (c_i, c_{i+1})
     has_target = F.pad(doc[1:] == doc[:-1], (0, 1))[:, None]                # c_{i+1}
     allowed = permitted(doc[None], len(doc), w)[0] & has_target & (scores > 0)
-    order = scores.masked_fill(~allowed, -math.inf).argsort(dim=1, descending=True, stable=True)
-    rank = order.argsort(dim=1).float()                                     # r = 0, 1, ...
-    return (1 - rank / J).clamp(min=0) * allowed
+    order = scores.masked_fill(~allowed, -math.inf).argsort(descending=True, stable=True)
+    return (1 - order.argsort() / J).clamp(min=0) * allowed                 # r = 0, 1, ...
 
 
 @torch.no_grad()
@@ -422,10 +421,10 @@ def target_scores(reference, chunks, candidates):
 
 def load_reference(c, config, corpus, train_reference):
     """The reference LM, of --reference or trained first; its window has the four chunks of s_t."""
-    window = 4 * c.chunk_size
-    sizes = dict(n_layer=max(1, c.n_layer // 2), window=max(c.window, window), retriever='none')
-    training = dict(init='', max_steps=min(c.reference_steps, config.max_steps))
-    path = c.reference or train_reference(replace(c, **sizes), replace(config, **training))
+    half, window = max(1, c.n_layer // 2), 4 * c.chunk_size
+    path = c.reference or train_reference(
+        replace(c, n_layer=half, n_cca=0, window=max(c.window, window), retriever='none'),
+        replace(config, init='', max_steps=min(c.reference_steps, config.max_steps)))
     path = Path(path, 'ckpt.pt') if Path(path).is_dir() else path
     try:
         file = torch.load(path, map_location='cpu', weights_only=True)
@@ -462,7 +461,9 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
              c.n_candidates, c.score_every, c.reference_cache]
     name = hashlib.sha256(repr(facts).encode() + weights).hexdigest()[:16]
     (folder := corpus.folder / f'scores-{name}').mkdir(exist_ok=True)
+    n = config.tokens_per_step // (batches.B * batches.T)               # micro-batches of a step
 
+    @functools.lru_cache(n)                                             # attach reads each n times
     def scores(g):
         """s_t (B, N, N) of micro-batch g; each sequence's is computed only once"""
         batch = batches[g]
@@ -489,8 +490,6 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         itself[-1] = itself[:2] = False                             # no target, no baseline
         copy = target_scores(reference, torch.stack(chunks).to(device), itself)[itself].mean()
         print(f'a copy of the target is worth {copy:.3f} nats per token to the reference LM')
-    n = config.tokens_per_step // (batches.B * batches.T)           # micro-batches of a step
-    scores = functools.lru_cache(n)(scores)                         # which attach reads n times
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     for g in progress(range(rank, n * config.max_steps, world), f'scores in {folder}', quiet=rank):
         scores(g)
@@ -505,7 +504,7 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
 # --------------------------------------------------------------------------------------------------
 # the model
 class State(NamedTuple):
-    """A text so far: M whole chunks, neighbors of the last n >= w (-1 before any), the rest"""
+    """A text so far: M whole chunks, neighbors of the last n >= w (-1: none), the unfinished one"""
     past: list                  # of each layer, keys and values of the last two blocks
     rest: torch.Tensor          # (B, fewer than m) tokens of the unfinished chunk
     E: torch.Tensor             # (B, M, m, C) states of all chunks, to be retrieved
@@ -578,9 +577,9 @@ class RPT(nn.Module):
         return state, s_q.masked_fill(~allowed, -math.inf)
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
-        """Tokens (B, t) continue the text of state; in training doc (B, t) and neighbors chosen by
-        the teacher (B, N, K), -1: none, -2: it does not choose -> f (B, t, C), the new state, s_q
-        (B, c, M) or None. An unfinished chunk is encoded again with the tokens of the next call"""
+        """Tokens (B, t) continue the text of state. Of a batch: doc (B, t) and, in training, the
+        teacher's neighbors (B, N, K), -1: none, -2: it does not choose -> f (B, t, C), the new
+        state, s_q (B, c, M) or None. An unfinished chunk is encoded again in the next call"""
         state, n = state or self.empty_state(tokens), tokens.size(1)
         tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
         t, m = tokens.size(1), self.config.chunk_size
@@ -595,8 +594,8 @@ class RPT(nn.Module):
                 state, s_q = self.retrieve(x, tokens, chunk_doc, teacher, state)
             chosen, neighbors, gates = (y[:, -1 - c:] for y in state[-3:])  # of G = c + 1 groups
             empty = chosen[:, :, :1] < 0                                    # (B, G, 1) no neighbor
-            mask = ((chosen >= 0) | empty).repeat_interleave(2 * m, dim=2)  # empty: all, as no nan
-            group_doc = F.pad(chunk_doc, (1, 0)).masked_fill(empty[..., 0], -2)     # but no token
+            mask = ((chosen >= 0) | empty).repeat_interleave(2 * m, dim=2)  # if empty, all: no nan
+            group_doc = F.pad(chunk_doc, (1, 0)).masked_fill(empty[..., 0], -2)     # then times 0
             attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
             cross = neighbors * gates[..., None, None], mask, attends
         for i, block in enumerate(self.upper, len(self.lower)):
@@ -616,16 +615,16 @@ class RPT(nn.Module):
         return chance, alpha, 1 + (self.config.tau - 1) * progress
 
     def forward(self, batch, progress):
-        """A batch (target -1: not scored), step / max_steps -> loss () in nats per token, a log"""
+        """A batch (target -1: not scored), step / max_steps -> L_LM + α L_ret (), a log"""
         s_t = getattr(batch, 'target_scores', None) if self.training else None      # (B, N, N)
         teacher, (chance, alpha, tau) = None, self.schedule(progress)
         if self.training:
             torch.manual_seed(batch.seed)                   # for scheduled sampling, dropout
         if s_t is not None:                                 # the K chunks that help most
             teacher = top(s_t, s_t > 0, self.config.n_neighbors)
-            if self.retriever:                              # scheduled sampling
-                student = torch.rand(s_t.shape[:2], device=s_t.device) >= chance
-                teacher = teacher.masked_fill(student[..., None], -2)
+            if self.retriever:                              # scheduled sampling; not in RETRO
+                student = torch.rand_like(s_t[..., :1]) >= chance                   # (B, N, 1)
+                teacher = teacher.masked_fill(student, -2)
         f, _, s_q = self.encode(batch.tokens, batch.doc, teacher)
         loss = cross_entropy(f, self.embedding.weight, batch.targets)
         if s_t is None or self.retriever is None:
@@ -659,16 +658,16 @@ class RPT(nn.Module):
     def trace(self, tokens, t):
         """Chunks read for token t + 1: [(gate, tokens, start, end)], largest gate first"""
         state, m = self.read(tokens[None, :t + 1]), self.config.chunk_size
-        gates, chosen = state.gates[0, -1].tolist(), state.chosen[0, -1].tolist()
-        spans = [(gate, tokens, k * m, (k + 2) * m) for gate, k in zip(gates, chosen) if k >= 0]
-        return sorted(spans, key=lambda span: -span[0])
+        gates, order = state.gates[0, -1].sort(descending=True, stable=True)
+        pairs = zip(gates.tolist(), state.chosen[0, -1, order].tolist())
+        return [(gate, tokens, k * m, (k + 2) * m) for gate, k in pairs if k >= 0]
 
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
 @torch.no_grad()
 def ranks(runs, args):
-    """Table 3 for chance, recency, BM25 and the runs; s_t is of the last one, the reference LM"""
+    """Table 3, of permitted chunks: chance, recency, BM25, the runs; the last gives s_t, no rank"""
     c, corpus = runs[0].model.config, runs[0].corpus
     m, N = c.chunk_size, c.block_size // c.chunk_size
     texts = [x for text in runs[0].documents for x in text.split(N * m) if len(x) == N * m]
@@ -677,7 +676,7 @@ def ranks(runs, args):
     retrieve = runs and all(run.model.neighbor_encoder for run in runs)
     judges = not reference.model.neighbor_encoder and reference.model.w >= 4
     if not (texts and retrieve and judges) or len(kinds) > 1:
-        raise SystemExit(f'ranks: runs that retrieve, then their reference LM (out/rpt-reference), '
+        raise SystemExit(f'ranks: runs that retrieve, then their reference LM (window: 4 chunks), '
                          f'of one tokenizer and chunk size; a document of {N * m} tokens or more')
     texts = torch.stack(texts[::-(-len(texts) // 16)])                  # (n, T), at most 16
     chunks, k = texts.view(-1, N, m), torch.arange(N, device=texts.device)
@@ -686,12 +685,12 @@ def ranks(runs, args):
     s_t = torch.stack([target_scores(reference.model, x, allowed) for x in chunks])     # (n, N, N)
     q, keys = bm25_vectors(chunks, corpus_idf(corpus.train.tokens, m, c.vocab_size).to(s_t))
     torch.manual_seed(args.seed)
-    scores = {'chance': torch.rand(s_t.shape), 'latest first': k.expand(s_t.shape).float(),
+    scores = {'chance': torch.rand(s_t.shape), 'latest first': k.expand(s_t.shape),
               'BM25': q @ keys.mT, **{run.name: run.model.encode(texts)[2] for run in runs}}
     n, result = (s_t > 0).sum(2), {}                                    # (n, N) positives
     for name, s_q in scores.items():
         s_q = s_q.to(s_t).masked_fill(~allowed, -math.inf)              # (n, N, N)
-        positive = (s_t > 0).gather(2, s_q.argsort(dim=2, descending=True, stable=True))
+        positive = (s_t > 0).gather(2, s_q.argsort(descending=True, stable=True))
         measures = {'precision@2': positive[..., :2].sum(2) / 2,        # (n, N) each
                     'recall@10': positive[..., :10].sum(2) / n,
                     'ndcg@20': torch.cat([ranking_loss(q[None], t[None], tau=1)[1]

@@ -466,11 +466,12 @@ def start(tmp_path):
 
     def run(config=CONFIG, shift=0.0, n=2, **more):
         model = small(**{**dict(vocab_size=257, block_size=48, window=4 * M), **more})
-        reference = small(**asdict(model.config) | dict(retriever='none', n_layer=2, reference=''))
+        of_reference = dict(retriever='none', n_layer=2, n_cca=0, reference='')
+        reference = small(**vars(model.config) | of_reference)
         reference.norm.weight.data += shift
 
         def train_reference(model_config, train_config):
-            assert model_config.retriever == 'none'
+            assert (model_config.retriever, model_config.n_layer) == ('none', 2)
             assert train_config.max_steps == min(model.config.reference_steps, config.max_steps)
             torch.save(dict(model=reference.state_dict(), config=asdict(reference.config),
                             model_name='rpt', tokenizer=corpus.tokenizer.to_dict()),
@@ -520,6 +521,7 @@ def test_scores_are_computed_once(start, monkeypatch):
         return len(computed)
     assert count(replace(CONFIG, max_steps=1)) == 4 and count() == 8 and count() == 0
     assert count(eta=0.3, tau=1.0) == count(micro_batch=4, n=1) == count(reference_steps=2) == 0
+    assert count(n_cca=2) == 0                                          # more than the reference's
     for more in (dict(score_every=3), dict(n_candidates=5), dict(window=6 * M), dict(shift=0.1),
                  dict(reference_cache=0.5), dict(retriever='lex'), dict(block_size=44),
                  dict(config=replace(CONFIG, dtype='bf16'))):
@@ -571,7 +573,8 @@ def test_ranks_by_loops(n=26):
         assert list(result[name]) == ['precision@2', 'recall@10', 'ndcg@20']
         assert list(result[name].values()) == pytest.approx(np.mean(values, axis=0))
     other = SimpleNamespace(**{**vars(runs[2]), 'corpus': SimpleNamespace(fingerprint='z')})
-    for bad in (runs[:1], [runs[2], runs[2]], [runs[0], other]):
+    near = SimpleNamespace(**{**vars(runs[2]), 'model': small(retriever='none')})   # two chunks
+    for bad in (runs[:1], [runs[2], runs[2]], [runs[0], other], [runs[0], near]):
         assert 'reference' in one_line(rpt.TASKS['ranks'], bad, None)
 
 
