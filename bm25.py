@@ -14,7 +14,7 @@ other terms have postings: a list of (document, weight). P counts the pairs (tex
 of texts. Sums are in fp64 and rounded to fp32 at the end, so that their order changes no rank. Of
 equal scores, the lower id comes first.
 
-    $ python bm25.py        segments of Python's own library search each other; bm25s next to it
+    $ python bm25.py        segments of the .py files in Python's lib folder search each other
 """
 import re, sysconfig, time
 from pathlib import Path
@@ -59,7 +59,7 @@ class BM25:
         self.dense = np.zeros((frequent.sum(), N))                  # (H, N)
         self.dense[row[row >= 0], doc[row >= 0]] = weight[row >= 0]
         order = term.argsort(kind='stable')                         # by term, then by document
-        self.doc, self.weight = doc[order], weight[order]           # postings, of all terms
+        self.doc, self.weight = doc[order], weight[order]           # postings, frequent terms too
         self.first, self.df = df.cumsum() - df, df                  # (V,) where they begin
 
     def search(self, query, k):
@@ -74,17 +74,14 @@ class BM25:
         Q, N, top = len(queries), self.N, min(k, self.N)
         ids, scores = np.full((Q, k), -1), np.full((Q, k), -np.inf, np.float32)
         for i in range(0, Q if top else 0, BLOCK):
-            s = self.scores(queries[i:i + BLOCK])                   # (BLOCK, N)
-            if limit is not None:
-                s[np.arange(N) >= np.asarray(limit)[i:i + BLOCK, None]] = 0
-            kth = np.partition(s, N - top)[:, [N - top]]            # (BLOCK, 1) the k-th best score
-            q, d = np.nonzero((s >= kth) & (s > 0))                 # sorted by q, then by d
-            best = np.lexsort((-s[q, d], q))                        # a stable sort
-            q, d = q[best], d[best]
-            rank = np.arange(len(q)) - np.searchsorted(q, q)        # from 0 for each query
-            q, d, rank = q[rank < k], d[rank < k], rank[rank < k]
-            ids[i + q, rank] = d
-            scores[i + q, rank] = s[q, d]
+            for q, s in enumerate(self.scores(queries[i:i + BLOCK]), i):        # s (N,)
+                if limit is not None:
+                    s[limit[q]:] = 0
+                kth = np.partition(s, N - top)[N - top]             # the k-th best score
+                best = np.flatnonzero((s >= kth) & (s > 0))         # by id, with all equal to kth
+                best = best[np.argsort(-s[best], kind='stable')][:k]
+                ids[q, :len(best)] = best
+                scores[q, :len(best)] = s[best]
         return ids, scores
 
     def scores(self, queries):
@@ -108,7 +105,7 @@ class BM25:
 
 
 def benchmark():
-    """Each segment of the library's words searches its 20 nearest, here and in bm25s."""
+    """Each segment of the words of Python's lib folder searches its 20 nearest; bm25s too."""
     try:
         import bm25s
     except ImportError:

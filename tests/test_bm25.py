@@ -59,8 +59,7 @@ def test_equals_the_formula(N, length, V, frequent, idf, monkeypatch):
         assert ids[i].tolist() == best + [-1] * len(none)
         assert scores[i] == pytest.approx([expected[j] for j in best] + none, rel=1e-6)
         assert [j for j in below[i] if j >= 0] == ranking(expected, 10, limit[i])
-        one = index.search(query, 10)
-        assert [x.tolist() for x in one] == [best, scores[i, :len(best)].tolist()]
+        assert [*map(list, index.search(query, 10))] == [best, scores[i, :len(best)].tolist()]
 
 
 def test_equal_scores_are_in_order_of_id():
