@@ -24,7 +24,7 @@ Where this differs from the paper, and why
     Fields marked (ours); the preset 124m has the paper's. As in the official code, a chunk is S - 1
     tokens and a landmark; cross-attention has a sink in place of the landmark's key, a norm and a
     projection; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the residual (there:
-    only the MLP's input). Scores, top-k: without autocast (there: bf16). Streaming keeps fp16.
+    only the MLP's input). Scores, top-k: no autocast (there: bf16). Streaming keeps chunks in fp16.
     Retrieval never crosses joined documents; self-attention does. Of a corpus too, keys and values
     are stored (§3.3: only landmarks; chunks are encoded again). Weights start with std 0.02 for
     C = 768 (as there), over sqrt(2 n_layer) where they add to the residual, except in GCA.
@@ -62,12 +62,12 @@ class DRTConfig:
     next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens'] = 'lower'   # encodes lower layers' output, or embeddings
-    n_encoder: int = 1          # layers of the chunk encoder (official code: 2; w/o enc: 0)
-    compare_means: bool = True  # l_k: the mean of C_k; h, 0 at first, plus the centered l_t (ours)
+    n_encoder: int = 1          # layers of the chunk encoder; 0: none, w/o enc (official code: 2)
+    compare_means: bool = True  # l_k: mean of C_k; h: 0 at first, + l_t - mean of l_k (ours)
     shift_values: bool = True   # value: the next token's; at first W_Q = W_K, W_O = W_Vᵀ (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
-    mlm: float = 0.15           # --encoder tokens: masked share, first half; 0: none (official)
-    retriever: Literal['learned', 'random', 'off'] = 'learned'      # random: paper appendix A.5
+    mlm: float = 0.15           # --encoder tokens: masked share, first half; 0: none (code: 0.15)
+    retriever: Literal['learned', 'random', 'off'] = 'learned'  # random: App. A.5; off: no chunks
     sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
 
     def __post_init__(self):
@@ -219,8 +219,8 @@ class Block(nn.Module):
         self.norm1, self.attention = RMSNorm(C), SelfAttention(config)
         self.norm2, self.mlp = RMSNorm(C), MLP(config)
         if retrieves:
-            query, proj = nn.Linear(C, C, bias=False), nn.Linear(C, C, bias=False)
-            self.gca = nn.ModuleDict(dict(norm=RMSNorm(C), query=query, proj=proj))
+            self.gca = nn.ModuleDict(dict(norm=RMSNorm(C), query=nn.Linear(C, C, bias=False),
+                                          proj=nn.Linear(C, C, bias=False)))
 
     def forward(self, x, past, cross_attend=None):
         y, past = self.attention(self.norm1(x), past)
@@ -286,14 +286,14 @@ class DRT(nn.Module):
         self.encoder = ChunkEncoder(config) if retrieves else None
         self.norm = RMSNorm(config.n_embd)
         for name, p in self.named_parameters():
-            if p.dim() == 2:        # by name: models with other settings share what they can
+            if p.dim() == 2:        # seeded by name: what models of other settings share is equal
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
                 adds = name.endswith('proj.weight') and 'gca' not in name
                 deep = math.sqrt(2 * config.n_layer) if adds else 1
                 nn.init.normal_(p, std=0.02 * math.sqrt(768 / config.n_embd) / deep)
         for norm in self.landmark_norms if config.compare_means else ():
             nn.init.zeros_(norm.weight)
-        if retrieves and config.shift_values:   # GCA begins by copying what followed a like token
+        if retrieves and config.shift_values:   # at first GCA copies what followed a similar token
             k, v = self.encoder.kv.weight.detach().chunk(2)
             for block in self.upper:
                 block.gca.query.weight.data.copy_(k)
@@ -330,9 +330,8 @@ class DRT(nn.Module):
             r = F.pad(r, (0, K), value=MASKED)                      # K columns or more
             noisy = self.training and self.config.gumbel            # Gumbel: -log Exp(1)
             noise = torch.empty_like(r).exponential_().log() if noisy else 0
-            order = (r - noise).sort(dim=2, descending=True, stable=True).indices
-            idx = order[..., :K]                    # (B, N, K); which ties topk takes depends on M
-            w = r.gather(2, idx)
+            idx = (r - noise).argsort(dim=2, descending=True, stable=True)[..., :K]     # (B, N, K)
+            w = r.gather(2, idx)                    # not topk: which ties it takes depends on M
             valid = w > MASKED
         return w.softmax(2) * valid, idx.masked_fill(~valid, -1).int()
 
@@ -346,13 +345,13 @@ class DRT(nn.Module):
                 kv = torch.load(file.name, map_location='cpu', mmap=True)
         return list(kv.unbind(2))
 
-    def encode(self, ids, state=None, docs=None, masked=None, upper=True):
+    def encode(self, ids, state, docs=None, masked=None, upper=True):
         """ids (B, L), of tokens and landmarks, continue the text of state. Only from forward: docs
         (B, L), documents; masked (B, L), hidden from the encoder -> f (B, L, C), C_k (B, N, S, C)
         of the N chunks that end here, the new state"""
         config, S = self.config, self.config.chunk_size
         (B, L), chunks = ids.shape, None
-        past, unfinished, landmarks, kv, reads = state or self.empty_state(B)
+        past, unfinished, landmarks, kv, reads = state
         past, reads = list(past), list(reads)
         s = unfinished.size(1)                                      # positions before ids
         x = self.embedding(ids)                                     # (B, L, C)
@@ -368,7 +367,7 @@ class DRT(nn.Module):
             unfinished = unfinished[:, N * S:]
             l = chunks.mean(2) if config.compare_means else chunks[:, :, -1]    # (B, N, C)
             landmarks = torch.cat([landmarks, l], dim=1)            # (B, M, C)
-            kv = new_kv if docs is not None else kv + self.store(new_kv)    # training: a tensor
+            kv = new_kv if docs is not None else kv + self.store(new_kv)    # forward: a tensor
         if not upper:
             return None, None, State(past, unfinished, landmarks, kv, reads)
 
@@ -412,25 +411,25 @@ class DRT(nn.Module):
     def forward(self, batch, progress):
         """batch: tokens, targets, doc (B, T) int64 (target -1: not scored), seed; progress: 0 to 1
         -> loss () in nats per token (in eval mode without noise and MLM), a dict to log"""
-        config, S, V = self.config, self.config.chunk_size, self.config.vocab_size
+        config, V, masked = self.config, self.config.vocab_size, None
         ids, targets = self.insert(batch.tokens, V), self.insert(batch.targets, -1)         # (B, L)
         docs = self.insert(batch.doc, 0)
         docs = docs.where(ids < V, docs.roll(1, dims=1))            # a landmark's: of its chunk
-        N, masked = ids.size(1) // S, None
         if self.training:
             torch.manual_seed(batch.seed)                           # for Gumbel noise and MLM
         if self.training and config.groups and config.encoder == 'tokens' and progress < 0.5:
             masked = torch.rand(ids.shape, device=ids.device) < config.mlm
             masked &= (ids < V) & (docs >= 0)                       # no landmarks, no padding
 
-        f, chunks, state = self.encode(ids, None, docs, masked)
+        f, chunks, state = self.encode(ids, self.empty_state(len(ids)), docs, masked)
         loss, log = cross_entropy(f, self.embedding.weight[:V], targets), {}
         if config.groups:
             top = state.reads[-1][0][:, :-1].amax(2)                # (B, N)
             log['top_weight'] = top.sum() / (top > 0).sum().clamp(min=1)
         if masked is not None:                                      # §3.2: MLM trains the encoder
-            words = ids.masked_fill(~masked, -1)[:, :N * S]
-            mlm = cross_entropy(chunks.flatten(1, 2), self.embedding.weight[:V], words)
+            encoded = chunks.flatten(1, 2)                          # (B, N S, C)
+            words = ids.masked_fill(~masked, -1)[:, :encoded.size(1)]
+            mlm = cross_entropy(encoded, self.embedding.weight[:V], words)
             log.update(lm_loss=loss, mlm_loss=mlm)
             loss = loss + mlm
         return loss, log
@@ -451,8 +450,8 @@ class DRT(nn.Module):
 
     @torch.no_grad()
     def read(self, tokens, state=None):
-        """The state of `stream`. Upper layers run only at the end, where what follows can reach: W
-        positions for each of them, a chunk for each group, which reads what the last one chose"""
+        """The state of `stream`. Upper layers run only at the end, on what later positions need: W
+        positions for each layer, S for each group, as a chunk reads what the one before it chose"""
         state, c = state or self.empty_state(len(tokens)), self.config
         ids = self.insert(tokens, c.vocab_size, state.unfinished.size(1))
         reach = len(self.upper) * c.window + (1 + c.groups) * c.chunk_size
@@ -484,7 +483,7 @@ class DRT(nn.Module):
     @torch.no_grad()
     def prepare_eval(self, corpus, external, args, path, progress):
         """Table 4: with --retrieve-from, reads external.train as a text before any other one"""
-        self.offload = args.offload
+        self.source, self.offload = 'text', args.offload
         if args.retrieve_from and 'on' in self.ways():
             state, tokens = self.empty_state(1), external.train.tokens.astype('int64')
             if args.split == 'train' and external.fingerprint == corpus.fingerprint:

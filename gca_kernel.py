@@ -219,11 +219,11 @@ def options(q, k, chunk, n_keys):
     """Constants and launch options of all kernels, and BLOCK of dkdv_kernel. Chosen by compiling
     for sm_80 and sm_90: for S = 64 in 16 bits no register is spilled, loads overlap products."""
     D, tile = q.size(3), chunk * q.size(3) * q.element_size()       # bytes of k or v in a stage
-    stages = 3 if tile <= 12 * 1024 else 2
-    warps = 4 if chunk <= 64 and chunk * D <= 64 * 64 else 8
+    sizes = dict(S=chunk, KEYS=n_keys, D=D, G=q.size(2) // k.size(2),
+                 num_warps=4 if chunk <= 64 and chunk * D <= 64 * 64 else 8,
+                 num_stages=3 if tile <= 12 * 1024 else 2)
     hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
-    sizes = dict(S=chunk, KEYS=n_keys, D=D, G=q.size(2) // k.size(2))
-    return sizes | dict(num_warps=warps, num_stages=stages), min(chunk, 64 if hopper else 32)
+    return sizes, min(chunk, 64 if hopper else 32)
 
 
 @torch.library.custom_op('nanorlm::gca', mutates_args=())
@@ -306,12 +306,12 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     """Grouped cross-attention (see gca_reference): chunk n of q attends to chunks idx[n] of k, v.
 
         q        (B, N chunk, H, D)
-        k, v     (B, M chunk, Hkv, D)   head h of q uses head h // (H / Hkv); best if contiguous
+        k, v     (B, M chunk, Hkv, D)   dtype of q; head h of q uses head h // (H / Hkv)
         w        (B, N, K) fp32         weights of the chunks; their gradient trains the retriever
         idx      (B, N, K) int32        chunk numbers in 0 ... M - 1, -1 for an unused slot
         n_keys   only the first n_keys keys of each chunk are used (default: all)
         sink     adds a key with score 0 and value 0 to each softmax
-        scale    of the scores (default: 1 / sqrt(D))
+        scale    of the scores, not 0 (default: 1 / sqrt(D))
         plan     gca_plan(idx, M); made here if None
         kernel   'triton', 'torch', or 'auto': Triton on a GPU where it can run, else PyTorch
 
@@ -322,7 +322,7 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     assert k.size(1) == M * chunk and q.size(2) % k.size(2) == 0
     if kernel == 'triton' and reason:
         raise NotImplementedError(f"kernel='triton' cannot run: {reason}. kernel='torch' can.")
-    if 0 in (idx.numel(), q.numel(), M):
+    if not M * idx.numel():
         return torch.zeros_like(q)
     n_keys, scale = n_keys or chunk, scale or D ** -0.5
     if kernel == 'torch' or kernel == 'auto' and (reason or not q.is_cuda):

@@ -1,8 +1,4 @@
-"""
-gca_kernel.py against a double loop in fp64; Triton runs in its interpreter where there is no GPU.
-
-    $ python -m pytest tests/test_gca_kernel.py         and with -m gpu, for the compiled kernels
-"""
+"""gca_kernel.py against a double loop in fp64; without a GPU, Triton runs in its interpreter."""
 import itertools, os, subprocess, sys
 from importlib.metadata import version
 from unittest import mock
@@ -14,7 +10,6 @@ import torch.nn.functional as F
 import gca_kernel
 from gca_kernel import gca, gca_plan, gca_reference
 
-ROOT = os.path.dirname(gca_kernel.__file__)
 TRITON = tuple(map(int, version('triton').split('.')[:2])) if gca_kernel.HAS_TRITON else (0, 0)
 INTERPRETER = TRITON >= (3, 9) and not torch.cuda.is_available()    # earlier ones need numpy < 2.4
 if INTERPRETER:                         # tl's functions read the variable when they are imported
@@ -143,6 +138,7 @@ def test_without_slots_or_chunks():
     q, k, v, w, idx, _ = example()
     assert (gca(q, k, v, w[..., :0], idx[..., :0], 16) == 0).all()
     assert (gca(q, k[:, :0], v[:, :0], w, 0 * idx - 1, 16) == 0).all()
+    with pytest.raises(AssertionError): gca(q, k[:, 1:], v[:, 1:], w, idx, 16)      # half a chunk
 
 
 @pytest.mark.parametrize('seed', range(10))
@@ -209,7 +205,7 @@ for kernel in gca_kernel.kernels():
 @pytest.mark.parametrize('major, kilobytes', [(8, 163), (9, 227)])
 def test_the_kernels_compile(major, kilobytes, tmp_path):
     """For sm_80 and sm_90, with no GPU: they fit on the chip and have no atomics."""
-    env = dict(TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET='0', PYTHONPATH=ROOT)
+    env = dict(TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET='0', PYTHONPATH=':'.join(sys.path))
     command = [sys.executable, '-c', COMPILE, str(major)]
     output = subprocess.check_output(command, cwd=tmp_path, env=os.environ | env, text=True)
     for shared, atomics in map(str.split, output.splitlines()):
