@@ -15,7 +15,7 @@ is made. Every document ends with <|endoftext|>, except with `word`. A batch is 
 import contextlib, functools, hashlib, heapq, json, os, re, shutil, sys, sysconfig, time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from itertools import filterfalse, islice, pairwise
+from itertools import filterfalse, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,9 +121,11 @@ class Tokenizer:
                     '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
             tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
             return cls(name, [token.decode('latin-1') for token in tokens], gpt2._pat_str)
-        counts = Counter()
+        counts, n = Counter(), 0
         for text in texts:
             counts.update(words_of(text) if name == 'word' else regex.findall(PATTERN, text))
+            n += len(text)
+            if name == 'bpe' and n > 1 << 26: break                 # characters, enough
         if name == 'word':
             words = counts.keys() | {'<unk>', '<eos>'}
             return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
@@ -194,17 +196,17 @@ def list_files(where, code):
     omit, files = re.compile(NOT_CODE if code else HIDDEN).fullmatch, {}
     for folder, folders, names in os.walk(where, followlinks=not code):
         folders[:] = filterfalse(omit, folders)
-        for path in (Path(folder, name) for name in filterfalse(omit, names)):
-            wanted = path.suffix == '.py' or not code
-            if wanted and path.is_file() and path.stat().st_size:
+        for name in filterfalse(omit, names):
+            path = Path(folder, name)
+            if path.is_file() and path.stat().st_size and (path.suffix == '.py' or not code):
                 files[path.relative_to(where).as_posix()] = path
     return dict(sorted(files.items()))
 
 
 def split_files(files, code):
-    """{name: path} -> {split: [(paths, part)]}, of a file or a package of `code`; see documents. If
-    a file or folder is named train, only those named train, val, test are used. Else they go in
-    order of sha256(name) to val, else test, up to 5% of the bytes, else train; or each is cut."""
+    """{name: path} -> {split: [(paths, part)]}, of a file or all files of a package of `code`. If a
+    file or folder is named train, only those named train, val, test are used. Else they go, by
+    sha256(name), to val, else test, up to 5% of the bytes, else train; with no val, all are cut."""
     groups, sizes = defaultdict(list), Counter()
     for name, path in files.items():
         text = path.read_bytes()
@@ -323,7 +325,6 @@ def prepare(folder, sources, tokenizer, vocab_size):
     if not isinstance(tokenizer, Tokenizer):
         texts = (piece for source in sources['train'] for text in documents(*source)
                  for piece in pieces(text))
-        texts = islice(texts, 4000) if tokenizer == 'bpe' else texts    # enough for bpe
         tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
     new = folder.with_name(f'{folder.name}-{os.getpid()}')
     new.mkdir(parents=True, exist_ok=True)
@@ -378,7 +379,7 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
 class Batch(NamedTuple):
     tokens: torch.Tensor    # (B, T) int64; 0 at padding
     targets: torch.Tensor   # (B, T) int64, the next tokens; -1 where there is none to predict
-    doc: torch.Tensor       # (B, T) int64, the number of each token's document; -1 at padding
+    doc: torch.Tensor       # (B, T) int64, each token's document (niah: sequence); -1 at padding
     seed: int               # different for each batch: the only source of the model's randomness
 
 
@@ -520,7 +521,7 @@ class Needles(Batches):
         answers = rng.permutation(np.arange(half + self.hops, n, self.hops)) * c
         for at, names in zip(answers, chains):
             question, opens, answer, end = self.sentence(names)
-            ids[:at].reshape(-1, c)[-self.hops:, -len(question):] = question    # ends hops chunks
+            ids[:at].reshape(-1, c)[-self.hops:, -len(question):] = question    # of hops chunks
             text = opens + answer + end
             ids[at:at + len(text)] = text
             scored[at + len(opens):][:len(answer)] = True

@@ -27,7 +27,7 @@ Where this differs from the paper, and why
     norm, no biases; AdamW and a cosine replace NAG (247M) and the inverse square root (7M).
     In training, memories are of a process's own micro-batch (official ext: of all processes), and
     §4.3's m = 1 masks other segments of the same document (official code: none). With memory ext g
-    starts small, or at first the words get less than 10% of the probability, and do not recover.
+    starts small; otherwise the words have almost no probability at first, and learn more slowly.
     At test time each context is in memory once (official code: the window's twice), P' of Eq. 8 is
     over all memories (there: the external ones), K is tuned (App. D: 1,024), similarities of fp16
     keys are exact (official: or by product quantization). Not here: translation, SRU++ (App. E).
@@ -78,21 +78,22 @@ class TRIMEConfig:
             raise ValueError(f'cutoffs {self.cutoffs}: must be like 20000,60000')
         if max(self.dropout, self.p, self.ce_warmup) > 1:
             raise ValueError('dropout, p and ce_warmup are shares, at most 1')
-        if self.memory in ('long', 'ext') and (self.m or self.micro_batch) == 1:
+        group = self.m * (self.memory == 'long') or self.micro_batch        # segments
+        if self.memory in ('long', 'ext') and group == 1:
             raise ValueError('memories long and ext are those of other segments: there is only one')
 
 
 @dataclass
 class EvalConfig:
     Names = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
-    memory: Names = ''          # trime: memories at test time; default: of Table 1, 5
+    memory: Names = ''          # trime: memories at test time; default: as paper Table 1 (or 5)
     long: int = 24_576          # trime: tokens of long memory, at most, tuned on val; 0: none
     stride: int = 0             # trime: tokens scored per window (0: as trained)
     nprobe: int = 16            # trime: lists of the datastore to search; more: slower, more exact
 
 
-# Table 9 (lr of 247M: ours); n_head of 7M: App. F, of the others: official code (but 10 for 150M),
-# as are cutoffs (but 208 for enwik8), div_value, stride, dropout (but for 7m), and ADAM
+# Table 9 (lr of 247M: ours); n_head of 7M: App. F, of the others: official code (150M there: 10),
+# as are cutoffs (enwik8 there: 208), div_value, stride, dropout (but for 7m: ours), and ADAM
 WIKITEXT = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000',
                 eval_every=2000)
 ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0, lr=2.5e-4, warmup=0.0,
@@ -256,7 +257,7 @@ def memory_mask(memory, doc, config, rows):
     (R, M) bool. Memory i holds the answer to query i. doc (B, T): documents of the contexts"""
     (B, T), doc = doc.shape, doc.flatten()
     end = len(doc) if 'ext' in memory else rows.stop
-    start = dict(local=rows.start // T * T, none=end - 1).get(memory, 0)    # none: one, not allowed
+    start = dict(local=rows.start // T * T, none=end - 1).get(memory, 0)    # none: one, masked
     position = torch.arange(len(doc), device=doc.device)
     i, j = position[rows, None], position[start:end]                # (R, 1), (M,)
     earlier, segment, document = j < i, i // T == j // T, doc[i] == doc[j]      # (R, M)
@@ -282,7 +283,7 @@ class TrimeLoss(torch.autograd.Function):
         P(w | c)  ∝  exp(E_w · f(c))  +  Σ_{j: x_j = w} exp(sim(g(c), g(c_j)))
 
     f, query, key (N, C)   f(c), g(c), g(c_j)      head (n, C)   vectors of words and clusters
-    row, tail (N, 1)       of Embedding.word       mask          slice of queries -> memory_mask
+    tail, row (N, 1)       of Embedding.word       mask          slice of queries -> memory_mask
     targets (N,)           w and x_j; -1: neither scored nor a memory
 
     returns means over the queries: of -log P and, without gradient, of the probability on memories
@@ -292,7 +293,7 @@ class TrimeLoss(torch.autograd.Function):
     R = 512
 
     @staticmethod
-    def forward(ctx, f, query, key, head, row, tail, targets, mask):
+    def forward(ctx, f, query, key, head, tail, row, targets, mask):
         n_scored, scale = (targets >= 0).sum().clamp(min=1), f.size(1) ** -0.5
         loss, memory_prob, word_loss = f.new_zeros(3)
         df, dquery, dkey, dhead, dtail = map(torch.zeros_like, (f, query, key, head, tail))
@@ -311,7 +312,8 @@ class TrimeLoss(torch.autograd.Function):
             log_total = torch.logaddexp(log_words, log_memory)
             weight = (w >= 0).to(f) / n_scored                      # (R, 1) of a query in the mean
             loss += (weight * (log_total - log_w)).sum()
-            memory_prob += (weight * (log_memory - log_total).exp()).sum()
+            of_memory = weight * (log_memory - log_total).exp()     # their probability
+            memory_prob += of_memory.sum()
             word_loss += (weight * (log_words - log_word)).sum()
             if f.requires_grad:
                 dlogits = P_words.mul_(weight * (log_words - log_total).exp())
@@ -319,7 +321,7 @@ class TrimeLoss(torch.autograd.Function):
                 dlogits.scatter_add_(1, row[rows], dtail[rows])     # P - W of the words
                 df[rows] = dlogits @ head
                 dhead += dlogits.T @ f[rows]
-                dsim = P_memory.mul_(weight * (log_memory - log_total).exp())
+                dsim = P_memory.mul_(of_memory)
                 dsim -= W_memory.mul_(weight * (log_match - log_w).exp())
                 dquery[rows] = dsim @ key[memories] * scale
                 dkey[memories] += dsim.T @ query[rows] * scale
@@ -329,8 +331,7 @@ class TrimeLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss, *_):
-        df, dquery, dkey, dhead, dtail = (dloss * x for x in ctx.grads)
-        return df, dquery, dkey, dhead, None, dtail, None, None
+        return *(dloss * x for x in ctx.grads), None, None, None
 
 
 @dataclass
@@ -483,7 +484,7 @@ class TRIME(nn.Module):
         mask = partial(memory_mask, memory, batch.doc, config)
         with torch.autocast(g.device.type, enabled=False):          # bf16: steps of 0.125 near 20
             row, tail = self.embedding.word(f, targets.clamp(min=0))
-            loss, p, word_loss = TrimeLoss.apply(f, g, key, head, row, tail, targets, mask)
+            loss, p, word_loss = TrimeLoss.apply(f, g, key, head, tail, row, targets, mask)
         return loss, dict(memory_prob=p, loss_without_memory=word_loss)
 
     @torch.no_grad()
@@ -557,8 +558,8 @@ class TRIME(nn.Module):
 
     @torch.no_grad()
     def trace(self, tokens, t):
-        """The memories that predict token t + 1 of a document (n,), the most probable first:
-        (probability, ids, start, end), where ids[start:end] ends with the memory's value"""
+        """The memories used to predict token t + 1 of a document (n,), the most probable first:
+        (probability of its value, ids, start, end), where ids[start:end] ends with that value"""
         x, state = self.inference, self.read(tokens[None, :t])
         f, g, state = next(self.windows(tokens[None, t:t + 1], state))
         sim, log_words = self.memories(g, state)[0], self.embedding.logits(f[0])[1]
@@ -567,8 +568,8 @@ class TRIME(nn.Module):
         if x.n_neighbors:
             _, neighbors = self.store.search(g[0], x.n_neighbors, x.linear)
             where += [(self.store.text, j) for j in neighbors[0].tolist()]
-        spans = [(ids, max(0, j - 11), j + 2) for ids, j in where]  # 12 tokens of c_j, then x_j
-        found = [(p, *span) for p, span in zip(P[0].tolist(), spans) if p]
+        found = [(p, ids, max(0, j - 11), j + 2)                    # 12 tokens of c_j, then x_j
+                 for p, (ids, j) in zip(P[0].tolist(), where) if p]
         return sorted(found, key=lambda memory: -memory[0])
 
     def prepare_eval(self, corpus, external, args, path, progress):
@@ -628,7 +629,7 @@ def collect(model, split, x, progress):
 def tune(windows, x):
     """An Inference of high mean log P over what collect returns, by coordinate ascent: the best
     tau, the best long up to x.long and so on in turn, until none is better."""
-    grids = dict(tau=TAUS, long=[n for n in LONG if n < x.long])
+    grids = dict(tau=TAUS, long=[*(n for n in LONG if n < x.long), x.long])
     if x.linear and x.local:
         x, grids['lam'] = replace(x, lam=0.25), LAMBDAS             # with lam = 0 tau has no effect
     if x.n_neighbors:
@@ -651,6 +652,6 @@ def tune(windows, x):
 if __name__ == '__main__':
     model, tokens = TRIME(TRIMEConfig()), torch.randint(4096, (1000,))
     log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])
-    print(f'untrained: loss {-log_p.mean():.3f}, ln V {math.log(4096):.3f}')
+    print(f'untrained, with memories: loss {-log_p.mean():.3f}, ln V {math.log(4096):.3f}')
     p, _, start, end = model.trace(tokens, t=900)[0]
-    print(f'token 901 is predicted with {p:.4f} by the memory of tokens {start} to {end - 2}')
+    print(f'P(token 901 = token {end - 1}) = {p:.4f} by the memory of tokens {start} to {end - 2}')

@@ -69,11 +69,13 @@ def test_bpe_equals_the_naive_loop_and_tiktoken(seed):
         assert [t.tokens[i] for i in t.encode(word)] == parts
 
 
-def test_words():
+def test_words(tmp_path):
     t = Tokenizer.train('word', [' \n = A b = \n', 'b c\n\nb'])     # <eos> 4, b 3, = 2, A, c, <unk>
     assert t.tokens == ['<eos>', 'b', '=', 'A', 'c', '<unk>']
     assert t.encode('b zebra\nc\n').tolist() == [1, 5, 0, 4, 0]
     assert t.decode([1, 5, 0, 4, 0]) == 'b <unk> \n c \n'
+    where = write_splits(tmp_path / 'src', ['one two', ' ', 'three'], [])       # ' ' is no document
+    assert prepared(where, 'word').train.offsets.tolist() == [0, 2, 3]
 
 
 def write(folder, **files):
@@ -153,11 +155,6 @@ def test_few_files_are_cut_at_line_ends(tmp_path, n):
         assert [round(100 * len(part) / len(text)) for part in parts] == [90, 5, 5]
 
 
-def test_a_document_without_words_is_none(tmp_path):
-    where = write_splits(tmp_path / 'src', ['one two', ' ', 'three'], [])
-    assert prepared(where, 'word').train.offsets.tolist() == [0, 2, 3]
-
-
 @pytest.mark.parametrize('name', ['bpe', 'word'])
 def test_pieces_change_nothing(tmp_path, monkeypatch, name):
     """Threads encode a document in many pieces: the ids are those of the whole, in order."""
@@ -186,6 +183,8 @@ def test_a_changed_source_makes_another_folder(tmp_path):
     assert first.folder == same.folder != changed.folder
     copy = prepared(shutil.copytree(where, tmp_path / 'copy'))
     assert copy.fingerprint == changed.fingerprint != first.fingerprint
+    (where / 'train').symlink_to(write(tmp_path / 'more', a_txt='in a linked folder'))
+    assert 'in a linked folder' in next(documents(prepared(where)))
 
 
 def test_a_given_tokenizer_encodes(tmp_path):
