@@ -6,7 +6,7 @@ Evaluates trained models: any mixture of them in one table, on the same text.
     $ python eval.py out/trime --help               all tasks and flags, those of its model too
 
 A run is a folder, of which best.pt is used, else ckpt.pt, or it is a .pt file. Each token of a
-document but its first is scored once, in fp32, given all tokens before it.
+document but its first is scored once, in fp32; the document is read from its beginning.
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
@@ -30,7 +30,7 @@ class EvalConfig:
     data: str = ''              # another corpus than the one of training
     retrieve_from: str = ''     # trime, drt: retrieve from the train split of this corpus
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
-    prompt: str = ''            # examples, generate: a text in place of the split
+    prompt: str = ''            # examples, generate: a text in place of the split's
     max_tokens: int = 200       # generate: new tokens, at most
     temperature: float = 0.8    # generate: 0 takes the likeliest token
     top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
@@ -72,6 +72,7 @@ class Run:
         tokens = torch.tensor(split.tokens.astype(int), device=args.device)
         documents = tokens.tensor_split(split.offsets[1:-1].tolist())
         self.documents = [tokens for tokens in documents if len(tokens) > 1]
+        if not self.documents: raise SystemExit(f'{name}: no {args.split} document has two tokens')
         self.text = dict(data=corpus.name, text=corpus.fingerprint[:8], split=args.split,
                          bytes=split.n_bytes, words=split.n_words)
         self.model.to(args.device)
@@ -153,7 +154,7 @@ def table(runs, args):
     text = dict(runs[0].text, documents=len(scored), scored=sum(scored))
     print_table([text])
     print_table(rows)
-    print('on: memory; shuffled: others; corpus, both: --retrieve-from; off: none; ±: std. error')
+    print('shuffled: wrong memory; corpus, both: --retrieve-from; off: none; ±: standard error')
     return dict(text, rows=rows)
 
 
@@ -178,15 +179,14 @@ def examples(runs, args, n=3):
     result = []
     for run in runs:
         if run.on == 'off': print(f'\n{run.name} retrieves nothing')
-        elif args.prompt:
-            prompt = run.documents[0].new_tensor(run.tokenizer.encode(args.prompt))
+        elif len(prompt := run.tokenizer.encode(args.prompt)):
+            prompt = run.documents[0].new_tensor(prompt)
             result.append(show(run, prompt, len(prompt) - 1))
         else:
-            gains = [on - off for on, off in zip(run.score(run.on), run.score('off'))]
-            for d in sorted(range(len(gains)), key=lambda d: -gains[d].max())[:n]:
-                t = int(gains[d].argmax())
-                gain = round(float(gains[d][t]), 4)
-                result.append(show(run, run.documents[d], t, document=d, token=t + 1, gain=gain))
+            gains = map(np.subtract, run.score(run.on), run.score('off'))
+            for d, gain in sorted(enumerate(gains), key=lambda x: -x[1].max())[:n]:
+                t, most = int(gain.argmax()), round(float(gain.max()), 4)
+                result.append(show(run, run.documents[d], t, document=d, token=t + 1, gain=most))
     return result
 
 
@@ -228,7 +228,7 @@ def samples(runs, args):
             texts[way] = generate(run.model, run.tokenizer, prompt, *sampling)
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
         for way, text in texts.items():
-            share = repeated(run.tokenizer.encode(text).tolist())
+            share = repeated(run.tokenizer.encode(text.replace('\ufffd', '')).tolist())
             print(f'\n[{way}: {share:.0%} of the 8-grams are repeated]\n{text}')
             rows.append(dict(run=run.name, way=way, prompt=prompt, text=text, repeated=share))
     return rows

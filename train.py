@@ -11,7 +11,7 @@ bit for bit that of a run without interruption. More processes change only the o
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
 import argparse, ctypes, datetime, difflib, importlib, inspect, json, math, platform, re, signal
-import subprocess, sys, time
+import shlex, subprocess, sys, time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -35,7 +35,7 @@ class TrainConfig:
     seed: int = 0                   # of the weights, the order of the data, the model's randomness
     max_steps: int = 600            # optimizer steps
     tokens_per_step: int = 2048     # over all processes; micro-batches are accumulated to reach it
-    optimizer: Literal['muon', 'adamw'] = 'muon'        # muon: AdamW for embedding and vectors
+    optimizer: Literal['muon', 'adamw'] = 'muon'        # muon: for matrices; AdamW for others
     lr: float = 8e-3                # peak learning rate; 2e-3 suits AdamW alone
     warmup: float = 0.05            # share of the steps with rising rate; then a cosine to a tenth
     weight_decay: float = 0.1       # on matrices only
@@ -45,11 +45,11 @@ class TrainConfig:
     val_tokens: int = 32768         # tokens of a validation, evenly spread; at the end it has all
     dtype: Literal['auto', 'bf16', 'fp32'] = 'auto'     # auto: bf16 where hardware is fast with it
     grow_context: bool = False      # niah: sequences grow to block_size in the first half
-    init: str = ''                  # start from the weights of this checkpoint
+    init: str = ''                  # start from the weights of this .pt file
     out: str = ''                   # folder of the run; default out/<model>
     resume: Literal['auto', 'no'] = 'auto'              # auto: an unfinished run is resumed
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
-    compile: Literal['auto', 'on', 'off'] = 'auto'      # torch.compile; auto: on with cuda
+    compile: Literal['auto', 'on', 'off'] = 'auto'      # torch.compile; auto: cuda on Linux
     kernel: Literal['auto', 'triton', 'torch'] = 'auto'     # of drt; auto: triton with cuda
 
     def __post_init__(self):
@@ -66,7 +66,7 @@ def numbers(least, kind):
 
 
 def add_flags(parser, Config):
-    """A flag for each field, whose comment is its help; with "0:" in it an int flag may be 0"""
+    """A flag for each field; its comment is the help. An int with default 0, or "0:", may be 0"""
     comments = dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', inspect.getsource(Config), re.M))
     group = parser.add_argument_group(Config.__name__)
     for f in fields(Config):
@@ -83,7 +83,7 @@ def parse_flags(parser, argv):
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         near, = difflib.get_close_matches(unknown[0], parser._option_string_actions, 1, cutoff=0)
-        parser.error(f'there is no flag {unknown[0]}; the nearest is {near}')
+        parser.error(f'{unknown[0]} is not a flag; the nearest is {near}')
     return args
 
 
@@ -166,9 +166,8 @@ def optimizers_of(model, config):
     """AdamW and Muon; with --optimizer muon, Muon has all matrices except the embedding's"""
     matrices, others, vectors = [], [], []
     for name, p in model.named_parameters():
-        if p.dim() < 2: vectors.append(p)
-        elif config.optimizer == 'muon' and not name.startswith('embedding'): matrices.append(p)
-        else: others.append(p)
+        muon = config.optimizer == 'muon' and not name.startswith('embedding')
+        (vectors if p.dim() < 2 else matrices if muon else others).append(p)
     decay = dict(weight_decay=config.weight_decay)                  # loop sets lr
     groups = [dict(params=others), dict(params=vectors, weight_decay=0)]
     adamw = torch.optim.AdamW(groups, betas=(0.9, config.beta2), fused=True, **decay)
@@ -196,8 +195,9 @@ def find_run(out, about, resume):
     differ = [key for key in about if key not in NOT_COMPARED and saved.get(key) != about[key]]
     if WORLD > 1: dist.barrier()                        # before the first process writes
     if files and (differ or resume == 'no'):
-        n = next(n for n in range(2, 10 ** 6) if not Path(f'{out}-{n}').exists())
-        raise SystemExit(f'{out} has another {", ".join(differ[:4]) or "run"}; try --out {out}-{n}')
+        run = str(out).removesuffix('-reference')       # a reference LM's: the run that it is for
+        n = next(n for n in range(2, 10 ** 6) if not Path(f'{run}-{n}').exists())
+        raise SystemExit(f'{out} has another {", ".join(differ[:4]) or "run"}; try --out {run}-{n}')
     if 'ckpt.pt' in files: return torch.load(out / 'ckpt.pt', 'cpu', weights_only=True)
 
 
@@ -244,11 +244,11 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
         if due: entry['val_loss'], entry['val_tokens'] = check(progress, config.val_tokens)
         if last: entry['val_loss_all'], _ = check(progress)
         if not all(map(math.isfinite, entry.values())):
-            raise SystemExit(f'step {step} is not finite; a lower --lr usually helps: {entry}')
+            raise SystemExit(f'step {step} is not finite; try a lower --lr, another --out: {entry}')
         if RANK == 0:
             left = (time.time() - began) / (step - first) * (config.max_steps - step) / 60
             if step == 10 and left > 5:
-                print(f'{left:.0f} min left; --max-steps {4 * config.max_steps / left:.0f} takes 4')
+                print(f'{left:.0f} min; --max-steps {4 * config.max_steps / left:.0f} takes 4 min')
             if due or step == 1 or step % max(1, config.max_steps // 30) == 0:
                 shown = [f'{key} {x:.4f}' for key, x in entry.items() if key not in NOT_SHOWN]
                 shown += [f'{speed:,.0f} tokens/s', f'{left:.1f} min left']
@@ -261,7 +261,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
                 write(out / 'best.pt', state)
             if due or stopped:
                 write(out / 'ckpt.pt', dict(state, optimizers=[x.state_dict() for x in optimizers]))
-        if stopped and not last: raise SystemExit(f'stopped at step {step}; run it again to resume')
+        if stopped: raise SystemExit(f'stopped at step {step}; run it again to resume')
 
 
 def train(module, model_config, config, corpus=None):
@@ -270,8 +270,8 @@ def train(module, model_config, config, corpus=None):
     device = hardware(config.device)
     bf16, autocast = precision(device, config.dtype)
     B, T = model_config.micro_batch, model_config.block_size
-    passes, rest = divmod(config.tokens_per_step, WORLD * B * T)
-    if rest: raise SystemExit(f'--tokens-per-step: no multiple of {WORLD} x {B} x --block-size {T}')
+    passes, rest = divmod(n := config.tokens_per_step, WORLD * B * T)
+    if rest: raise SystemExit(f'--tokens-per-step {n}: no multiple of {WORLD} x {B} x {T} tokens')
     # data, which the first process prepares
     if RANK > 0: dist.barrier()
     corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size)
@@ -312,8 +312,8 @@ def train(module, model_config, config, corpus=None):
     print(*(f'{key}={value}' for key, value in about.items()))
     print(f'{out} from step {state["step"]}: {n_weights:,} parameters on {ran_on}')
     if RANK == 0 and not checkpoint:
-        git = f'git -C "{Path(__file__).parent}" describe --always --dirty'
-        ran = dict(command=' '.join(sys.argv), commit=subprocess.getoutput(git), ran_on=ran_on,
+        git = f'cd {shlex.quote(str(Path(__file__).parent))} && git describe --always --dirty'
+        ran = dict(command=shlex.join(sys.argv), commit=subprocess.getoutput(git), ran_on=ran_on,
                    python=sys.version, torch=torch.__version__)
         write(out / 'config.json', json.dumps(about | ran, indent=1))
 
@@ -340,8 +340,8 @@ def train(module, model_config, config, corpus=None):
         return metrics
 
     model.kernel = config.kernel
-    if config.compile == 'on' or config.compile == 'auto' and device.type == 'cuda':
-        model.encode = torch.compile(model.encode, dynamic=False)
+    on = dict(on=True, auto=device.type == 'cuda' and sys.platform == 'linux').get(config.compile)
+    if on: model.encode = torch.compile(model.encode, dynamic=False)
     gpu = torch.cuda.get_device_name(device) if bf16 and device.type == 'cuda' else ''
     flops = WORLD * next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), 0)
     check = lambda *args: validate(model, forward, val_batches, *args)
@@ -351,7 +351,7 @@ def train(module, model_config, config, corpus=None):
     try: loop(out, config, state, model, optimizers, gradient, check, peak=flops / (6 * n_weights))
     finally:
         for s in outside: signal.signal(s, outside[s])
-    if signals: raise SystemExit('stopped; the same command goes on')
+    if signals: raise SystemExit('stopped; run it again to resume')
     print(f'finished: python eval.py {out}')
     if WORLD > 1: dist.barrier()                        # all find ckpt.pt
     return out / 'ckpt.pt'
@@ -366,13 +366,13 @@ def main(argv=None):
     if RANK > 0: sys.stdout = open(os.devnull, 'w')     # the first process prints
     try:
         train(module, model_config, config)
-    except (OSError, NotImplementedError, KeyboardInterrupt) as e:
+    except (OSError, NotImplementedError, KeyboardInterrupt, json.JSONDecodeError) as e:
         raise SystemExit(f'train.py: {str(e) or "stopped"}')
     except (RuntimeError, MemoryError) as e:
         if 'allocate' not in str(e): raise
         B, T = model_config.micro_batch, model_config.block_size
         smaller = f'--micro-batch {B // 2}' if B > 1 else f'--block-size {T // 2}'
-        raise SystemExit(f'out of memory; the next smaller size is {smaller}')
+        raise SystemExit(f'out of memory; try {smaller} and another --out')
     if WORLD > 1: dist.destroy_process_group()
 
 

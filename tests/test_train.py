@@ -12,6 +12,8 @@ import data, train, trime
 from test_data import one_line, write_splits
 
 FILE, GPU, CPU = Path(train.__file__), torch.device('cuda', 0), torch.device('cpu')
+run = train.main
+signal.signal(signal.SIGINT, signal.default_int_handler)    # shells' background jobs ignore it
 COMMON = ('--data texts --tokenizer bytes --n-layer 2 --n-head 2 --n-embd 16 --micro-batch 2 '
           '--device cpu --dtype fp32 --max-steps 6 --eval-every 2 ').split()
 # two micro-batches a step, with dropout, Gumbel noise and masks where a model has them
@@ -96,12 +98,9 @@ def at_step(monkeypatch, step, action):
     monkeypatch.setattr(train, 'learning_rate', patched)
 
 
-run = train.main
-
-
 @pytest.mark.parametrize('model', FLAGS)
 def test_an_interrupted_run_equals_another_one(here, capsys, model):
-    """Ctrl-C in step 3; two in step 6 end it at once, without step 5; half a line in the log."""
+    """Ctrl-C in step 3; two in step 6; half a line in the log; in the last validation."""
     interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
     run(flags(model, '--out straight'))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
@@ -116,7 +115,10 @@ def test_an_interrupted_run_equals_another_one(here, capsys, model):
     assert len(log_of('run')) == 5
     with open('run/log.jsonl', 'a') as f:
         f.write('{"step": 6, "lo')
-    run(flags(model, '--out run'))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match='stopped; run'):
+        validate = train.validate                           # the last one has four arguments
+        patch.setattr(train, 'validate', lambda *a: (len(a) == 4 and interrupt(), validate(*a))[1])
+        run(flags(model, '--out run'))
     assert 'run from step 4' in capsys.readouterr().out and same('straight', 'run')
     assert model != 'rpt' or same('straight-reference', 'run-reference')
     run(flags(model, '--out other --seed 1'))
@@ -231,7 +233,7 @@ def test_init_starts_from_other_weights(here):
 
 @pytest.mark.parametrize('more, message', [
     ('--learning-rate 1', 'nearest is --'), ('--device cuda', '--device cpu'), ('--lr nan', 'nan'),
-    ('--tokens-per-step 100', 'multiple of 1 x 2 x --block-size 16'), ('--memory lokal', 'lokal'),
+    ('--tokens-per-step 100', '100: no multiple of 1 x 2 x 16'), ('--memory lokal', 'lokal'),
     ('--block-size 999999 --tokens-per-step 1999998', 'block-size'), ('--data no/such', 'such'),
     ('--model drt --groups -1', '-1 is not a number from 0 on'), ('--seed 1.5', '1.5'),
     ('--lr -1', '--lr: -1 is not a number from 0 on'), (f'--seed {2 ** 64}', 'from 0 on'),
@@ -253,6 +255,7 @@ def test_every_preset_is_a_command_line(capsys, model):
         given = dataclasses.asdict(model_config) | dataclasses.asdict(config)
         assert given == given | values | dict(seed=3)
         assert config.tokens_per_step % (model_config.micro_batch * model_config.block_size) == 0
+    assert train.parse('--model drt --n-encoder 0'.split())[1].n_encoder == 0       # by "0:"
     with pytest.raises(SystemExit): train.parse(['--model', model, '--help'])
     screen = capsys.readouterr().out
     assert all('--' + name.replace('_', '-') in screen for name in given)
