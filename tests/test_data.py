@@ -203,8 +203,7 @@ def test_a_killed_preparation_leaves_no_corpus(tmp_path, monkeypatch, owner, nam
     where, fork = write(tmp_path / 'src', train_txt=words(30_000, 1)), get_context('fork')
     with monkeypatch.context() as m, ProcessPoolExecutor(1, fork) as pool:
         m.setattr(owner, name, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(BrokenProcessPool):
-            pool.submit(prepared, where).result()
+        with pytest.raises(BrokenProcessPool): pool.submit(prepared, where).result()
     with ProcessPoolExecutor(3, fork) as pool:
         corpora = list(pool.map(prepared, [where] * 3))
     assert [len(corpus.train.tokens) for corpus in corpora] == [1 + corpora[0].train.n_bytes] * 3

@@ -264,8 +264,7 @@ def test_what_a_corpus_must_be():
     model, corpus = small(), random_tokens(t=40)[0]
     with pytest.raises(SystemExit, match='find itself'):
         prepare(model, corpus, text='books', split='train')
-    with pytest.raises(SystemExit, match='two chunks'):
-        prepare(model, corpus[:2 * S - 3])
+    with pytest.raises(SystemExit, match='two chunks'): prepare(model, corpus[:2 * S - 3])
     prepare(model, corpus, retrieve_from='')
     assert 'corpus' not in model.ways()
 

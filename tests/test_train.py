@@ -372,8 +372,10 @@ def test_no_tensor_stays_on_the_cpu(here, monkeypatch, model, more):
     monkeypatch.setattr(torch, 'autocast', type('A', (torch.autocast,), dict(__init__=autocast)))
     monkeypatch.setattr(torch, 'Generator', type('G', (torch.Generator,), dict(__new__=generator)))
     for name, value in dict(is_available=True, is_initialized=True, get_device_name='NVIDIA H200',
-                            get_device_capability=(9, 0), max_memory_allocated=2 ** 30).items():
+                            get_device_capability=(9, 0), max_memory_allocated=2 ** 30,
+                            is_current_stream_capturing=False).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.accelerator, 'current_accelerator', lambda *_, **__: None)
     with PretendedGPU():
         pytest.raises(RuntimeError, lambda: torch.ones(3, device='cuda') + torch.ones(3))
         run(flags(model, more + ' --device cuda --kernel torch --compile off --dtype bf16 --out g'))
