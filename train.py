@@ -45,7 +45,7 @@ class TrainConfig:
     val_tokens: int = 32768         # tokens of a validation, evenly spread; at the end it has all
     dtype: Literal['auto', 'bf16', 'fp32'] = 'auto'     # auto: bf16 where hardware is fast with it
     grow_context: bool = False      # niah: sequences grow to block_size in the first half
-    init: str = ''                  # start from the weights of this .pt file
+    init: str = ''                  # start from the weights of this .pt file, with its tokenizer
     out: str = ''                   # folder of the run; default out/<model>
     resume: Literal['auto', 'no'] = 'auto'              # auto: an unfinished run is resumed
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
@@ -273,8 +273,12 @@ def train(module, model_config, config, corpus=None):
     passes, rest = divmod(n := config.tokens_per_step, WORLD * B * T)
     if rest: raise SystemExit(f'--tokens-per-step {n}: no multiple of {WORLD} x {B} x {T} tokens')
     # data, which the first process prepares
+    try:
+        initial = config.init and torch.load(config.init, 'cpu', weights_only=True)
+        tokenizer = data.Tokenizer(**initial['tokenizer']) if initial else config.tokenizer
+    except Exception as e: raise SystemExit(f'{config.init} is no checkpoint: {e!r:.200}')
     if RANK > 0: dist.barrier()
-    corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size)
+    corpus = corpus or data.load(config.data, tokenizer, model_config.vocab_size)
     if RANK == 0 and WORLD > 1: dist.barrier()
     sizes = dict(block_size=T, micro_batch=B, **module.batches(model_config))
     grow = config.max_steps * passes * WORLD // 2 * config.grow_context
@@ -300,12 +304,9 @@ def train(module, model_config, config, corpus=None):
         model.load_state_dict(state['model'])
         for optimizer, saved in zip(optimizers, state.pop('optimizers')):
             optimizer.load_state_dict(saved)
-    elif config.init:
-        try:
-            initial = torch.load(config.init, 'cpu', weights_only=True)
-            assert initial['tokenizer'] == state['tokenizer'], 'it has another tokenizer'
-            model.load_state_dict(initial['model'])
-        except Exception as e: raise SystemExit(f'{config.init} has no such weights: {e!r:.200}')
+    elif initial:
+        try: model.load_state_dict(initial['model'])
+        except RuntimeError as e: raise SystemExit(f'{config.init} has other weights: {e!r:.200}')
     state['model'] = model.state_dict()                 # of the live weights
     n_weights = sum(p.numel() for p in model.parameters())
     ran_on = f'{WORLD} x {device}, {"bf16" if bf16 else "fp32"}'
@@ -364,8 +365,7 @@ def main(argv=None):
         if cuda: torch.cuda.set_device(hardware(config.device))
         dist.init_process_group('nccl' if cuda else 'gloo', timeout=datetime.timedelta(hours=6))
     if RANK > 0: sys.stdout = open(os.devnull, 'w')     # the first process prints
-    try:
-        train(module, model_config, config)
+    try: train(module, model_config, config)
     except (OSError, NotImplementedError, KeyboardInterrupt, json.JSONDecodeError) as e:
         raise SystemExit(f'train.py: {str(e) or "stopped"}')
     except (RuntimeError, MemoryError) as e:
