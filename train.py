@@ -313,9 +313,9 @@ def train(module, model_config, config, corpus=None):
     print(*(f'{key}={value}' for key, value in about.items()))
     print(f'{out} from step {state["step"]}: {n_weights:,} parameters on {ran_on}')
     if RANK == 0 and not checkpoint:
-        git = f'cd {shlex.quote(str(Path(__file__).parent))} && git describe --always --dirty'
-        ran = dict(command=shlex.join(sys.argv), commit=subprocess.getoutput(git), ran_on=ran_on,
-                   python=sys.version, torch=torch.__version__)
+        git = f'git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty'
+        ran = dict(command=shlex.join(sys.argv), commit=subprocess.getoutput(git + ' 2>/dev/null'),
+                   ran_on=ran_on, python=sys.version, torch=torch.__version__)
         write(out / 'config.json', json.dumps(about | ran, indent=1))
 
     def forward(batch, progress):
