@@ -237,7 +237,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
         speed = config.tokens_per_step / (time.time() - start)
         stopped, last = metrics.pop('stopped') > 0, step == config.max_steps
         due = last or step % config.eval_every == 0
-        entry = dict(step=step, tokens=step * config.tokens_per_step, **metrics, lr=lr,
+        entry = dict(step=step, tokens=state['tokens'] + config.tokens_per_step, **metrics, lr=lr,
                      grad_norm=norm.item(), tokens_per_s=speed)
         if peak: entry['mfu'] = speed / peak
         if torch.cuda.is_initialized(): entry['gb'] = torch.cuda.max_memory_allocated() / 2 ** 30
@@ -274,7 +274,7 @@ def train(module, model_config, config, corpus=None):
     if rest: raise SystemExit(f'--tokens-per-step {n}: no multiple of {WORLD} x {B} x {T} tokens')
     # data, which the first process prepares
     try:
-        initial = config.init and torch.load(config.init, 'cpu', weights_only=True)
+        initial = torch.load(config.init, 'cpu', weights_only=True) if config.init else {}
         tokenizer = data.Tokenizer(**initial['tokenizer']) if initial else config.tokenizer
     except Exception as e: raise SystemExit(f'{config.init} is no checkpoint: {e!r:.200}')
     if RANK > 0: dist.barrier()
@@ -298,7 +298,7 @@ def train(module, model_config, config, corpus=None):
     # resume; a packed run has no best.pt, as it is validated with another memory
     state = checkpoint or dict(
         model_name=name, config=asdict(model_config), data=config.data, corpus=corpus.fingerprint,
-        tokenizer=corpus.tokenizer.to_dict(), step=0, tokens=0, log_size=0,
+        tokenizer=corpus.tokenizer.to_dict(), step=0, tokens=initial.get('tokens', 0), log_size=0,
         best=math.nan if batches.kind == 'packed' else math.inf)
     if checkpoint:
         model.load_state_dict(state['model'])

@@ -225,6 +225,7 @@ def test_init_starts_from_other_weights_and_their_tokenizer(here):
     run(flags('trime', '--out second --init first/ckpt.pt --lr 1e-12 --max-steps 1'))
     for a, b in zip(outcome('first')[0], outcome('second')[0], strict=True):
         assert torch.allclose(a, b, atol=1e-6)
+    assert torch.load('second/ckpt.pt', weights_only=True)['tokens'] == 64 * 7
     for more in ('first/ckpt.pt --n-embd 32', 'first/log.jsonl'):
         assert f'{more.split()[0]} ' in one_line(run, flags('trime', f'--out x --init {more}'))
 
