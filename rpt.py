@@ -408,7 +408,7 @@ def target_scores(reference, chunks, candidates):
         i, j = pairs.unbind(1)                                              # (n,)
         tokens = chunks[torch.stack([j, j + 1, i, i + 1], dim=1)].flatten(1)
         f = reference.encode(tokens)[0]                                     # (n, 4m, C)
-        f_t, x = f[:, -m - 1:-1], tokens[:, -m:, None]                      # x follows t
+        f_t, x = f[:, -m - 1:-1].contiguous(), tokens[:, -m:, None]         # x follows t
         s = fp32(f_t @ f[:, :-1].mT) / f.size(2) ** 0.5                     # (n, m, 4m - 1)
         later = torch.full_like(s, -math.inf).triu(3 * m - 1)               # row 0: t = 3m - 1
         p_u = (s + later).softmax(2)                                        # u < t
