@@ -154,15 +154,18 @@ class SelfAttention(nn.Module):
 
     def forward(self, x, past=None):
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, T, H, D)
-        first, mask = past[0].size(1) if past else 0, None
+        first = past[0].size(1) if past else 0
         q, k = rotate(q, first), rotate(k, first)
         if past:                                                    # keys, values of earlier tokens
             k, v = (torch.cat(pair, dim=1) for pair in zip(past, (k, v)))
-            j = torch.arange(k.size(1), device=x.device)
-            mask = j <= j[first:, None]                             # (T, earlier tokens + T)
-        heads = [z.transpose(1, 2) for z in (q, k, v)]              # (B, H, tokens, D)
-        y = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=not past)
-        return self.proj(y.transpose(1, 2).flatten(2)), (k.detach(), v.detach())
+        past = k.detach(), v.detach()
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))            # (B, H, tokens, D)
+        mask = q.new_full((q.size(2), k.size(2)), -math.inf).triu(first + 1)        # (T, tokens)
+        if q.device.type == 'cpu' and q.dtype == torch.bfloat16:    # then the definition is faster
+            y = (q / q.size(3) ** 0.5 @ k.mT + mask).softmax(3) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, mask if first else None, 0.0, not first)
+        return self.proj(y.transpose(1, 2).flatten(2)), past
 
 
 class MLP(nn.Module):
