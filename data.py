@@ -424,7 +424,7 @@ class Batches:
     An epoch predicts each token of the split but the first; documents: but the first of each."""
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
                  consecutive=0, bm25=True):
-        name, n_tokens = (split.name, len(split.tokens)) if split else ('val', 0)
+        name, n_tokens = (split.name, len(split.tokens)) if split else ('val (files named val)', 0)
         if n_tokens <= block_size:
             raise SystemExit(f'{name} has {n_tokens} tokens, --block-size {block_size} needs more')
         T, B = self.T, self.B = block_size, micro_batch

@@ -353,10 +353,10 @@ def main(argv):
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
     for Config in (EvalConfig, *(x.EvalConfig for x in modules if hasattr(x, 'EvalConfig'))):
         train.add_flags(parser, Config)
+    if not runs and not {'-h', '--help'} & {*argv}: parser.error(f'usage: {parser.usage}')
     args = train.parse_flags(parser, argv[len(runs):])
     args.device = train.hardware(args.device)
     train.precision(args.device, 'fp32')                            # after training in a notebook
-    if not runs: parser.error(f'usage: {parser.usage}')
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
     try:

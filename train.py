@@ -187,8 +187,8 @@ def write(path, content):
         temporary.unlink(missing_ok=True)               # after a failure, as of a full disk
 
 
-def find_run(out, about, resume):
-    """The checkpoint to resume from, None for a new run; SystemExit where files would be lost."""
+def check_folder(out, about, resume):
+    """Makes the folder of the run; SystemExit if it has another run, whose files would be lost."""
     out.mkdir(parents=True, exist_ok=True)
     files = os.listdir(out)
     saved = json.loads((out / 'config.json').read_text()) if 'config.json' in files else {}
@@ -198,7 +198,6 @@ def find_run(out, about, resume):
         run = str(out).removesuffix('-reference')       # a reference LM's: the run that it is for
         n = next(n for n in range(2, 10 ** 6) if not Path(f'{run}-{n}').exists())
         raise SystemExit(f'{out} has another {", ".join(differ[:4]) or "run"}; try --out {run}-{n}')
-    if 'ckpt.pt' in files: return torch.load(out / 'ckpt.pt', 'cpu', weights_only=True)
 
 
 @torch.no_grad()
@@ -272,11 +271,13 @@ def train(module, model_config, config, corpus=None):
     B, T = model_config.micro_batch, model_config.block_size
     passes, rest = divmod(n := config.tokens_per_step, WORLD * B * T)
     if rest: raise SystemExit(f'--tokens-per-step {n}: no multiple of {WORLD} x {B} x {T} tokens')
-    # data, which the first process prepares
+    resumes = (out / 'ckpt.pt').exists()
+    path = out / 'ckpt.pt' if resumes else config.init              # '': new weights
     try:
-        initial = torch.load(config.init, 'cpu', weights_only=True) if config.init else {}
-        tokenizer = data.Tokenizer(**initial['tokenizer']) if initial else config.tokenizer
-    except Exception as e: raise SystemExit(f'{config.init} is no checkpoint: {e!r:.200}')
+        state = torch.load(path, 'cpu', weights_only=True) if path else {}
+        tokenizer = data.Tokenizer(**state['tokenizer']) if config.init else config.tokenizer
+    except Exception as e: raise SystemExit(f'{path} is no checkpoint: {e!r:.200}')
+    # data, which the first process prepares
     if RANK > 0: dist.barrier()
     corpus = corpus or data.load(config.data, tokenizer, model_config.vocab_size)
     if RANK == 0 and WORLD > 1: dist.barrier()
@@ -284,35 +285,34 @@ def train(module, model_config, config, corpus=None):
     grow = config.max_steps * passes * WORLD // 2 * config.grow_context
     batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
     val_batches = corpus.batches(corpus.val, seed=0, **sizes | dict(bm25=False))
-    model_config.vocab_size = corpus.tokenizer.n_vocab
+    config.tokenizer, model_config.vocab_size = corpus.tokenizer.name, corpus.tokenizer.n_vocab
     # model, optimizers
     about = dict(model=name, corpus=corpus.fingerprint, **asdict(model_config), **asdict(config))
-    checkpoint = find_run(out, about, config.resume)
+    check_folder(out, about, config.resume)
     torch.manual_seed(config.seed)
     model = getattr(module, name.upper())(model_config).to(device)
+    if path:
+        try: model.load_state_dict(state['model'])
+        except Exception as e: raise SystemExit(f'{path} has other weights: {e!r:.200}')
     train_reference = lambda c, config: train(
         module, c, replace(config, out=f'{out}-reference', resume='auto'), corpus)
     setup = getattr(module, 'setup', lambda *_: lambda batch, g: batch)
     attach = setup(model, corpus, batches, config, autocast, train_reference, data.progress)
     optimizers = optimizers_of(model, config)
-    # resume; a packed run has no best.pt, as it is validated with another memory
-    state = checkpoint or dict(
-        model_name=name, config=asdict(model_config), data=config.data, corpus=corpus.fingerprint,
-        tokenizer=corpus.tokenizer.to_dict(), step=0, tokens=initial.get('tokens', 0), log_size=0,
-        best=math.nan if batches.kind == 'packed' else math.inf)
-    if checkpoint:
-        model.load_state_dict(state['model'])
+    if resumes:
         for optimizer, saved in zip(optimizers, state.pop('optimizers')):
             optimizer.load_state_dict(saved)
-    elif initial:
-        try: model.load_state_dict(initial['model'])
-        except RuntimeError as e: raise SystemExit(f'{config.init} has other weights: {e!r:.200}')
+    else:           # a packed run has no best.pt, as it is validated with another memory
+        state = dict(
+            model_name=name, config=asdict(model_config), data=config.data, step=0, log_size=0,
+            corpus=corpus.fingerprint, tokenizer=corpus.tokenizer.to_dict(),
+            tokens=state.get('tokens', 0), best=math.nan if batches.kind == 'packed' else math.inf)
     state['model'] = model.state_dict()                 # of the live weights
     n_weights = sum(p.numel() for p in model.parameters())
     ran_on = f'{WORLD} x {device}, {"bf16" if bf16 else "fp32"}'
     print(*(f'{key}={value}' for key, value in about.items()))
     print(f'{out} from step {state["step"]}: {n_weights:,} parameters on {ran_on}')
-    if RANK == 0 and not checkpoint:
+    if RANK == 0 and not resumes:
         git = f'git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty'
         ran = dict(command=shlex.join(sys.argv), commit=subprocess.getoutput(git + ' 2>/dev/null'),
                    ran_on=ran_on, python=sys.version, torch=torch.__version__)

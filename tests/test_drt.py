@@ -370,7 +370,6 @@ def test_initial_weights():
     def weights(**more):
         torch.manual_seed(0)
         return DRT(DRTConfig(n_embd=96, n_layer=8, **more)).state_dict()
-
     base, drt = weights(groups=0), weights(groups=2)
     assert all(p.equal(drt[name][:len(p)]) for name, p in base.items())
     assert not drt['lower.0.mlp.fc.weight'].equal(drt['lower.1.mlp.fc.weight'])

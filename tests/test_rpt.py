@@ -463,7 +463,6 @@ def start(tmp_path):
     *texts, val = (' '.join(rng.choice(words, size)) for size in (150, 100, 90, 40))
     write_splits(tmp_path, texts, [val])
     corpus = data.load(tmp_path, 'bytes', root=tmp_path / 'corpora', quiet=True)
-
     def run(config=CONFIG, shift=0.0, n=2, **more):
         model = small(**{**dict(vocab_size=257, block_size=48, window=4 * M), **more})
         of_reference = dict(retriever='none', n_layer=2, n_cca=0, reference='')

@@ -221,13 +221,19 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
 
 
 def test_init_starts_from_other_weights_and_their_tokenizer(here):
-    run(flags('trime', '--out first --tokenizer bpe --vocab-size 300'))
-    run(flags('trime', '--out second --init first/ckpt.pt --lr 1e-12 --max-steps 1'))
-    for a, b in zip(outcome('first')[0], outcome('second')[0], strict=True):
-        assert torch.allclose(a, b, atol=1e-6)
-    assert torch.load('second/ckpt.pt', weights_only=True)['tokens'] == 64 * 7
-    for more in ('first/ckpt.pt --n-embd 32', 'first/log.jsonl'):
-        assert f'{more.split()[0]} ' in one_line(run, flags('trime', f'--out x --init {more}'))
+    Path('other.txt').write_text('the dog finds the cat\n' * 999)
+    retro, more = flags('rpt', '--retriever bm25'), '--init first/ckpt.pt --lr 1e-12 --max-steps 1'
+    second = [*retro, '--out=second', '--data=other.txt', *more.split()]
+    run([*retro, *'--out first --tokenizer bpe --vocab-size 300'.split()])
+    run(second)
+    old, new = (torch.load(f'{x}/ckpt.pt', weights_only=True) for x in ('first', 'second'))
+    assert old['tokenizer'] == new['tokenizer'] and new['tokens'] == 280 * 7
+    for name, x in old['model'].items():
+        assert torch.allclose(x, new['model'][name], atol=1e-6) == (name != 'idf')
+    Path('first/ckpt.pt').unlink()
+    run(second)                                         # the file is no longer needed
+    for more in ('second/ckpt.pt --n-embd 32', 'second/log.jsonl'):
+        assert f'{more.split()[0]} ' in one_line(run, [*retro, '--out=x', '--init', *more.split()])
 
 
 @pytest.mark.parametrize('more, message', [

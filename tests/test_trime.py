@@ -287,11 +287,9 @@ def test_datastore(stop, tmp_path, monkeypatch):
     """Three shards; interrupted after some windows, or all 30 of them, it is built again."""
     monkeypatch.setattr(Datastore, 'SHARD', 40 * (2 * C + 8))
     model, text = small(), TEXT[:95]
-
     def interrupted(windows, *_):
         yield from itertools.islice(windows, stop)
         raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         Datastore(tmp_path, model, text, {'weights': 1}, interrupted)
     store = Datastore(tmp_path, model, text, {'weights': 1}, no_progress)
@@ -388,7 +386,6 @@ def test_what_only_other_segments_know_is_learned(memory, p):
         targets = torch.stack([f[a], torch.full_like(a, -1)], dim=2).flatten(1)
         doc = torch.arange(8)[:, None].expand(8, 16)
         return SimpleNamespace(tokens=tokens, targets=targets, doc=doc, seed=step)
-
     config = small(memory, block_size=16, n_embd=32, vocab_size=16, p=p).config
     model = learn(TRIME(config), 250, make_batch).train()
     loss = np.mean([model(make_batch(step), 1.0)[0].item() for step in range(250, 300)])
