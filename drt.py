@@ -103,15 +103,20 @@ def batches(config):
 
 # --------------------------------------------------------------------------------------------------
 # the transformer (what two model files define has the same text, but SelfAttention, MLP, Block)
-class RMSNorm(nn.RMSNorm):
+def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
-    def __init__(self, n_embd):
-        super().__init__(n_embd, eps=1e-6)
+    return nn.RMSNorm(n_embd, eps=1e-6)
 
 
 def fp32(x):
     """bf16 and fp16 become fp32; fp64 remains, for the tests."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def product(a, b):
+    """a bᵀ in fp32, under autocast too: a (..., n, C), b (..., m, C) -> (..., n, m)"""
+    with torch.autocast(a.device.type, enabled=False):              # bf16: steps of 0.125 near 20
+        return fp32(a) @ fp32(b).mT
 
 
 def rotate(x, first=0):
@@ -127,16 +132,17 @@ def rotate(x, first=0):
 
 
 def softmax_attention(q, k, v, mask=None):
-    """softmax(q kᵀ / sqrt(D) + mask) v; mask, broadcast to (..., t, s), is added, or True where a
-    query may attend. On a CPU in bf16 the definition is faster than the fused kernel (torch 2.13).
+    """softmax(q kᵀ / sqrt(D) + mask) v; mask is broadcast to (B, H, t, s). On a CPU in bf16 the
+    definition is faster than the fused kernel (torch 2.13).
 
-    q (..., t, D)   k, v (..., s, D) -> (..., t, D)"""
-    if q.device.type != 'cpu' or q.dtype != torch.bfloat16:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    z = q / q.size(-1) ** 0.5 @ k.mT                                # (..., t, s)
-    if mask is not None:
-        z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
-    return z.softmax(-1) @ v
+    q (B, t, H, D)   k, v (B, s, H, D) -> (B, t, H, D)"""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                # (B, H, t or s, D)
+    if q.device.type == 'cpu' and q.dtype == torch.bfloat16:
+        z = q / q.size(-1) ** 0.5 @ k.mT                            # (B, H, t, s)
+        y = (z if mask is None else z + mask).softmax(-1) @ v
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, mask)
+    return y.transpose(1, 2)
 
 
 def attend(q, k, v, block, window, slopes=0.0):
@@ -149,8 +155,7 @@ def attend(q, k, v, block, window, slopes=0.0):
         j = torch.arange(k.size(1), device=k.device)
         age = j[-q.size(1):, None] - j                              # (queries, keys)
         bias = (-slopes * age).masked_fill((age < 0) | (age >= window), -math.inf).to(q.dtype)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))            # (B, H, tokens, D)
-        return softmax_attention(q, k, v, bias).transpose(1, 2)
+        return softmax_attention(q, k, v, bias)
     T, P = q.size(1), k.size(1) - q.size(1)
     n = min(T, block - P % block)                                   # to the end of a block
     first = attention(q[:, :n], k[:, :P + n], v[:, :P + n])
@@ -170,11 +175,10 @@ def cross_entropy(f, E, targets):
 
     f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()"""
     def of_slice(f, w):
-        with torch.autocast(f.device.type, enabled=False):
-            return F.cross_entropy(f @ fp32(E).T, w, reduction='sum')
+        return F.cross_entropy(product(f, E), w, reduction='sum')
 
     scored = targets >= 0
-    slices = zip(fp32(f[scored]).split(256), targets[scored].split(256))
+    slices = zip(f[scored].split(256), targets[scored].split(256))
     nats = sum(checkpoint(of_slice, *rows, use_reentrant=False) for rows in slices)
     return nats / scored.sum().clamp(min=1)
 
@@ -247,8 +251,7 @@ class ChunkEncoder(nn.Module):
         y = self.norm_in(x).flatten(0, 1)                           # (B N, S, C)
         for block in self.blocks:
             q, k, v = block.qkv(block.norm1(y)).unflatten(-1, (3, self.n_head, -1)).unbind(2)
-            q, k, v = (t.transpose(1, 2) for t in (rotate(q), rotate(k), v))
-            y = y + block.proj(softmax_attention(q, k, v).transpose(1, 2).flatten(2))
+            y = y + block.proj(softmax_attention(rotate(q), rotate(k), v).flatten(2))
             y = y + block.mlp(block.norm2(y))
         y = self.norm(y).view(x.shape)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (B, N, S, H, D)
@@ -313,26 +316,25 @@ class DRT(nn.Module):
         chunks = F.pad(x, (s, -end % n)).unflatten(1, (-1, n))
         return F.pad(chunks, (0, 1), value=value).flatten(1)[:, s:end + end // n]
 
-    def retrieve(self, g, x, landmarks, allowed):
+    def retrieve(self, g, x, l, allowed):
         """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r (§3.2: + noise),
-        weighted by the softmax of r. x (B, N, C) is of the last N of M landmarks (B, M, C), allowed
-        (B, N, M) -> w (B, N, K) fp32, idx (B, N, K) int32; 0 and -1 where no chunk is left"""
+        weighted by the softmax of r. x (B, N, C) is of the last N of M landmarks l (B, M, C),
+        allowed (B, N, M) -> w (B, N, K) fp32, idx (B, N, K) int32; 0, -1 where no chunk is left"""
         K, (N, M) = self.config.n_neighbors, allowed.shape[1:]
-        with torch.autocast(x.device.type, enabled=False):          # bf16 would tie scores
-            h, l = self.landmark_norms[g](fp32(x)), fp32(landmarks)
-            if self.retriever == 'random':                          # appendix A.5; uniform, sd 1
-                table = torch.rand(M, h.size(2), generator=torch.Generator().manual_seed(g))
-                h = (table[M - N:] * 12 ** 0.5 - 3 ** 0.5).to(h)
-            elif self.config.compare_means:
-                mean = allowed.type_as(l) @ l / allowed.sum(2, keepdim=True).clamp(min=1)
-                h = h + F.rms_norm(l[:, M - N:] - mean, l.shape[2:], eps=1e-6)
-            r = (h @ l.mT / math.sqrt(h.size(-1))).masked_fill(~allowed, MASKED)    # (B, N, M)
-            r = F.pad(r, (0, K), value=MASKED)                      # K columns or more
-            noisy = self.training and self.config.gumbel            # Gumbel: -log Exp(1)
-            noise = torch.empty_like(r).exponential_().log() if noisy else 0
-            idx = (r - noise).argsort(dim=2, descending=True, stable=True)[..., :K]     # (B, N, K)
-            w = r.gather(2, idx)                    # not topk: which ties it takes depends on M
-            valid = w > MASKED
+        h = self.landmark_norms[g](fp32(x))
+        if self.retriever == 'random':                              # appendix A.5; uniform, sd 1
+            table = torch.rand(M, h.size(2), generator=torch.Generator().manual_seed(g))
+            h = (table[M - N:] * 12 ** 0.5 - 3 ** 0.5).to(h)
+        elif self.config.compare_means:
+            mean = product(allowed.type_as(l), l.mT) / allowed.sum(2, keepdim=True).clamp(min=1)
+            h = h + F.rms_norm(l[:, M - N:] - mean, l.shape[2:], eps=1e-6)
+        r = (product(h, l) / math.sqrt(h.size(-1))).masked_fill(~allowed, MASKED)       # (B, N, M)
+        r = F.pad(r, (0, K), value=MASKED)                          # K columns or more
+        noisy = self.training and self.config.gumbel                # Gumbel: -log Exp(1)
+        noise = torch.empty_like(r).exponential_().log() if noisy else 0
+        idx = (r - noise).argsort(descending=True, stable=True)[..., :K]    # (B, N, K)
+        w = r.gather(2, idx)                        # not topk: which ties it takes depends on M
+        valid = w > MASKED
         return w.softmax(2) * valid, idx.masked_fill(~valid, -1).int()
 
     def store(self, kv):
@@ -444,8 +446,7 @@ class DRT(nn.Module):
         state, V = state or self.empty_state(len(tokens)), self.config.vocab_size
         ids = self.insert(tokens, V, state.unfinished.size(1))
         f, _, state = self.encode(ids, state)
-        with torch.autocast(f.device.type, enabled=False):          # landmarks predict nothing
-            logits = fp32(f[:, ids[0] < V]) @ fp32(self.embedding.weight[:V]).T
+        logits = product(f[:, ids[0] < V], self.embedding.weight[:V])       # not of landmarks
         return logits.log_softmax(-1), state
 
     @torch.no_grad()

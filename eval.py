@@ -209,9 +209,9 @@ def generate(model, tokenizer, prompt='', n=200, temperature=0.8, top_p=0.95, se
     return tokenizer.decode(new)
 
 
-def repeated(ids, n=8):
-    """The share of the n-grams of ids, a list, that occur earlier in it"""
-    grams = list(zip(*(ids[i:] for i in range(n))))
+def repeated(ids):
+    """The share of the 8-grams of ids, a list, that occur earlier in it"""
+    grams = list(zip(*(ids[i:] for i in range(8))))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -262,7 +262,7 @@ def draw(runs, path):
     print(f'\n{path}')
 
 
-def speed(runs, args, rounds=5):
+def speed(runs, args):
     """Seconds (median of interleaved runs) and MACs of forward and backward, per token; of RPT
     without the ranking loss. MACs are half of torch's FLOPs; they are counted with SDPA and GCA in
     plain PyTorch, because torch does not count all fused kernels."""
@@ -283,7 +283,7 @@ def speed(runs, args, rounds=5):
             seconds(run, 'torch')
         c = run.model.config
         macs.append(counter.get_total_flops() // 2 // (c.micro_batch * c.block_size))
-    times = np.median([[seconds(run) for run in runs] for _ in range(rounds)], axis=0)
+    times = np.median([[seconds(run) for run in runs] for _ in range(5)], axis=0)
     return print_table([
         {'run': run.name, 'MACs/token': n, 's/token': t, 'MACs ratio': n / macs[0],
          'time ratio': t / times[0]} for run, n, t in zip(runs, macs, times)])

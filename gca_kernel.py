@@ -89,8 +89,7 @@ def load_chunk(X, c, Hkv, S: constexpr, D: constexpr):
 def chunk_softmax(q, k, scale, S: constexpr, KEYS: constexpr, SINK: constexpr):
     """The softmax of a chunk is p / l: p = 2^(s - m) (S, S), m = rowmax(s), l = rowsum(p) (S,)."""
     s = tl.dot(q, tl.trans(k), input_precision='ieee') * (scale * 1.4426950408889634)   # log2(e)
-    if KEYS < S:
-        s = tl.where(tl.arange(0, S)[None, :] < KEYS, s, float('-inf'))
+    s = tl.where(tl.arange(0, S)[None, :] < KEYS, s, float('-inf'))
     m = tl.max(s, axis=1)
     p = tl.exp2(s - m[:, None])
     l = tl.sum(p, axis=1) + (tl.exp2(-m) if SINK else 0.0)    # sink: score 0; if l = inf, p / l = 0
@@ -264,8 +263,8 @@ def backward(ctx, do):
     return *gca_backward(do, *ctx.saved_tensors, *ctx.options), *[None] * 8
 
 
-gca_forward.register_fake(lambda q, *args: q.new_empty(q.shape))
-gca_backward.register_fake(lambda do, *args: tuple(x.new_empty(x.shape) for x in args[:4]))
+gca_forward.register_fake(lambda q, *args: torch.empty_like(q))
+gca_backward.register_fake(lambda do, *args: tuple(map(torch.empty_like, args[:4])))
 gca_forward.register_autograd(backward, setup_context=save)
 
 
@@ -281,10 +280,10 @@ def gca_plan(idx, n_chunks):
     >>> [x.tolist() for x in gca_plan(torch.tensor([[[2, 0], [2, -1]]]), n_chunks=3)]
     [[[1, 0, 2, 3]], [[0, 1, 1, 3]], [[2, 0, 1]]]"""
     chunk = idx.masked_fill(idx < 0, n_chunks).flatten(1)                       # (B, N K)
-    chunk, entries = chunk.sort(dim=1, stable=True)
+    chunk, entries = chunk.sort(stable=True)
     edges = torch.arange(n_chunks + 1, device=idx.device, dtype=idx.dtype).repeat(len(idx), 1)
     start = torch.searchsorted(chunk, edges, out_int32=True)                    # (B, M + 1)
-    order = start.diff().argsort(dim=1, descending=True, stable=True)           # (B, M)
+    order = start.diff().argsort(descending=True, stable=True)                  # (B, M)
     return entries.int(), start, order.int()
 
 

@@ -107,15 +107,20 @@ def batches(config):
 
 # --------------------------------------------------------------------------------------------------
 # the transformer (what two model files define has the same text, but SelfAttention, MLP, Block)
-class RMSNorm(nn.RMSNorm):
+def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
-    def __init__(self, n_embd):
-        super().__init__(n_embd, eps=1e-6)
+    return nn.RMSNorm(n_embd, eps=1e-6)
 
 
 def fp32(x):
     """bf16 and fp16 become fp32; fp64 remains, for the tests."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def product(a, b):
+    """a bᵀ in fp32, under autocast too: a (..., n, C), b (..., m, C) -> (..., n, m)"""
+    with torch.autocast(a.device.type, enabled=False):              # bf16: steps of 0.125 near 20
+        return fp32(a) @ fp32(b).mT
 
 
 def rotate(x, first=0):
@@ -131,16 +136,17 @@ def rotate(x, first=0):
 
 
 def softmax_attention(q, k, v, mask=None):
-    """softmax(q kᵀ / sqrt(D) + mask) v; mask, broadcast to (..., t, s), is added, or True where a
-    query may attend. On a CPU in bf16 the definition is faster than the fused kernel (torch 2.13).
+    """softmax(q kᵀ / sqrt(D) + mask) v; mask is broadcast to (B, H, t, s). On a CPU in bf16 the
+    definition is faster than the fused kernel (torch 2.13).
 
-    q (..., t, D)   k, v (..., s, D) -> (..., t, D)"""
-    if q.device.type != 'cpu' or q.dtype != torch.bfloat16:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    z = q / q.size(-1) ** 0.5 @ k.mT                                # (..., t, s)
-    if mask is not None:
-        z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
-    return z.softmax(-1) @ v
+    q (B, t, H, D)   k, v (B, s, H, D) -> (B, t, H, D)"""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                # (B, H, t or s, D)
+    if q.device.type == 'cpu' and q.dtype == torch.bfloat16:
+        z = q / q.size(-1) ** 0.5 @ k.mT                            # (B, H, t, s)
+        y = (z if mask is None else z + mask).softmax(-1) @ v
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, mask)
+    return y.transpose(1, 2)
 
 
 def attend(q, k, v, block, window, slopes=0.0):
@@ -153,8 +159,7 @@ def attend(q, k, v, block, window, slopes=0.0):
         j = torch.arange(k.size(1), device=k.device)
         age = j[-q.size(1):, None] - j                              # (queries, keys)
         bias = (-slopes * age).masked_fill((age < 0) | (age >= window), -math.inf).to(q.dtype)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))            # (B, H, tokens, D)
-        return softmax_attention(q, k, v, bias).transpose(1, 2)
+        return softmax_attention(q, k, v, bias)
     T, P = q.size(1), k.size(1) - q.size(1)
     n = min(T, block - P % block)                                   # to the end of a block
     first = attention(q[:, :n], k[:, :P + n], v[:, :P + n])
@@ -186,11 +191,10 @@ def cross_entropy(f, E, targets):
 
     f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()"""
     def of_slice(f, w):
-        with torch.autocast(f.device.type, enabled=False):
-            return F.cross_entropy(f @ fp32(E).T, w, reduction='sum')
+        return F.cross_entropy(product(f, E), w, reduction='sum')
 
     scored = targets >= 0
-    slices = zip(fp32(f[scored]).split(256), targets[scored].split(256))
+    slices = zip(f[scored].split(256), targets[scored].split(256))
     nats = sum(checkpoint(of_slice, *rows, use_reentrant=False) for rows in slices)
     return nats / scored.sum().clamp(min=1)
 
@@ -205,7 +209,7 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x, past=None):
+    def forward(self, x, past):
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
         if past is not None:
             k, v = (torch.cat(pair, dim=1) for pair in zip(past, (k, v)))
@@ -220,19 +224,18 @@ class Attention(nn.Module):
     """Tokens of x attend to those of y where mask is True; positions start at 0, x's at `first`."""
     def __init__(self, config, shift=False):
         super().__init__()
-        self.n_head, self.shift = config.n_head, shift
-        self.query = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.kv = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        C, self.n_head, self.shift = config.n_embd, config.n_head, shift
+        self.query, self.kv = nn.Linear(C, C, bias=False), nn.Linear(C, 2 * C, bias=False)
+        self.proj = nn.Linear(C, C, bias=False)
 
     def forward(self, x, y, first=0, mask=None):
         """x (n, a, t, C), y (n, b, s, C), mask broadcast to (n, H, a t, b s) -> as x"""
         q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, a, t, H, D)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (n, b, s, H, D)
         v = v.roll(-1, dims=2) if self.shift else v                         # next token's; cyclic
-        q, k, v = (z.flatten(1, 2).transpose(1, 2)                          # (n, H, tokens, D)
-                   for z in (rotate(q, first), rotate(k), v))
-        y = softmax_attention(q, k, v, mask).transpose(1, 2)                # (n, a t, H, D)
+        q, k, v = (z.flatten(1, 2) for z in (rotate(q, first), rotate(k), v))
+        mask = None if mask is None else mask.to(q.dtype).log()             # 0 or -inf
+        y = softmax_attention(q, k, v, mask)                                # (n, a t, H, D)
         return self.proj(y.flatten(2)).view_as(x)
 
 
@@ -409,7 +412,7 @@ def target_scores(reference, chunks, candidates):
         tokens = chunks[torch.stack([j, j + 1, i, i + 1], dim=1)].flatten(1)
         f = reference.encode(tokens)[0]                                     # (n, 4m, C)
         f_t, x = f[:, -m - 1:-1].contiguous(), tokens[:, -m:, None]         # x follows t
-        s = fp32(f_t @ f[:, :-1].mT) / f.size(2) ** 0.5                     # (n, m, 4m - 1)
+        s = product(f_t, f[:, :-1]) / f.size(2) ** 0.5                      # (n, m, 4m - 1)
         later = torch.full_like(s, -math.inf).triu(3 * m - 1)               # row 0: t = 3m - 1
         p_u = (s + later).softmax(2)                                        # u < t
         p_cache = (p_u * (tokens[:, None, 1:] == x)).sum(2)                 # x follows u
@@ -554,8 +557,7 @@ class RPT(nn.Module):
         E, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
         E = torch.cat([state.E, E], dim=1)                                  # (B, M, m, C)
         keys = torch.cat([state.keys, keys], dim=1)
-        with torch.autocast(x.device.type, enabled=False):                  # bf16 has ties
-            s_q = fp32(q) @ fp32(keys).mT / q.size(2) ** 0.5                # (B, c, M)
+        s_q = product(q, keys) / q.size(2) ** 0.5                           # (B, c, M)
         k = torch.arange(E.size(1), device=x.device)
         allowed = permitted(F.pad(doc, (len(k) - c, 0)), c, w)
         if self.retriever is None:
@@ -604,8 +606,7 @@ class RPT(nn.Module):
 
     def logits(self, f):
         """f (..., C) -> (..., V) fp32"""
-        with torch.autocast(f.device.type, enabled=False):
-            return fp32(f) @ fp32(self.embedding.weight).T
+        return product(f, self.embedding.weight)
 
     def schedule(self, progress):
         """-> chance that the teacher chooses (§3.4); α and τ of L_ret (§3.3)"""

@@ -38,7 +38,6 @@ Where this differs from the paper, and why
 import contextlib, hashlib, json, math, random, re
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -121,10 +120,9 @@ def batches(config):
 
 # --------------------------------------------------------------------------------------------------
 # the transformer (what two model files define has the same text, but SelfAttention, MLP, Block)
-class RMSNorm(nn.RMSNorm):
+def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
-    def __init__(self, n_embd):
-        super().__init__(n_embd, eps=1e-6)
+    return nn.RMSNorm(n_embd, eps=1e-6)
 
 
 def fp32(x):
@@ -152,7 +150,7 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x, past=None):
+    def forward(self, x, past):
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, T, H, D)
         first = past[0].size(1) if past else 0
         q, k = rotate(q, first), rotate(k, first)
@@ -188,7 +186,7 @@ class Block(nn.Module):
         self.norm2, self.mlp = RMSNorm(config.n_embd), MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, past=None):
+    def forward(self, x, past):
         y, kv = self.attention(self.norm1(x), past)
         x = x + self.dropout(y)
         g = self.norm2(x)
@@ -207,8 +205,8 @@ class Embedding(nn.Module):
     def __init__(self, config):
         super().__init__()
         C, V = config.n_embd, config.vocab_size
-        cutoffs = sorted({int(x) for x in config.cutoffs.split(',') if x})
-        self.ends = [x for x in cutoffs if x < V] + [V]             # ids where head, clusters end
+        ends = re.findall('[0-9]+', f'{config.cutoffs},{V}')
+        self.ends = sorted({min(int(x), V) for x in ends})          # ids where head, clusters end
         self.tables = nn.ParameterList([torch.empty(self.ends[0] + len(self.ends) - 1, C)])
         self.tail_proj = nn.ModuleList()
         for i, size in enumerate(np.diff(self.ends), 1):
@@ -426,8 +424,8 @@ class Datastore:
                 index.reset()
         faiss.contrib.ondisk.merge_ondisk(index, shards, str(folder / 'keys.ivfdata'))
         faiss.write_index(index, str(folder / 'keys.faiss'))
-        for shard in shards:
-            Path(shard).unlink()
+        for shard in folder.glob('shard-*'):
+            shard.unlink()
 
     def search(self, query, K, l2=False):
         """The K most similar entries to queries (Q, C), best first: similarities, entries (Q, K)"""
@@ -515,14 +513,14 @@ class TRIME(nn.Module):
         (text, keys, window, _), x = state, self.inference
         n, start = text.size(1), text.size(1) - window.size(1)
         first = max(0, start - x.long) if x.local else n - 1
-        position = torch.arange(n, device=g.device)
+        position = torch.arange(n, device=g.device) - first         # from the first memory on
         i, j = position[-g.size(1)::every, None], position[first:-1]            # (q, 1), (M,)
         g = g[:, ::every]
         key = torch.cat([keys[:, :start], window], dim=1)[:, first:-1]          # (B, M, C)
         sim = (g @ key.mT / g.size(2) ** 0.5).masked_fill(j >= i, MASKED)       # Eq. 2, 3
-        n_past = (i - first).clamp(min=1)                           # (q, 1) memories of a query
-        j = first + (j - first + n_past // 2 * self.shuffle) % n_past   # (q, M); shuffled: another
-        sim, value = sim.flatten(0, 1), text[:, j + 1].flatten(0, 1)
+        n_past = i.clamp(min=1)                                     # (q, 1) memories of a query
+        j = (j + n_past // 2 * self.shuffle) % n_past               # (q, M); shuffled: another
+        sim, value = sim.flatten(0, 1), text[:, first + 1 + j].flatten(0, 1)
         if x.n_neighbors:                                           # Eq. 4
             sim_ext, j = self.store.search(g.flatten(0, 1), x.n_neighbors, x.linear)
             n_ext = len(self.store.text) - 1
@@ -577,7 +575,7 @@ class TRIME(nn.Module):
 
     def prepare_eval(self, corpus, external, args, path, progress):
         """Opens the datastore of external.train, tunes on corpus.val; keeps both beside `path`."""
-        trained, folder = self.config.memory, Path(path).parent
+        trained, folder = self.config.memory, path.parent
         names = args.memory or {'long': 'local,long', 'ext': 'local,long,ext'}.get(trained, trained)
         if args.retrieve_from:                                      # Table 5; above, Table 1
             names = f'{args.memory or "local,long"},ext'
@@ -588,7 +586,7 @@ class TRIME(nn.Module):
             raise SystemExit('TRIME is tuned on a split val, and its datastore is of a split train')
         x = Inference('local' in names, args.long * ('long' in names), 1024 * ('ext' in names),
                       linear=trained == 'none')
-        about = dict(checkpoint=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+        about = dict(checkpoint=hashlib.sha256(path.read_bytes()).hexdigest(),
                      corpus=external.fingerprint, stride=self.stride)
         if x.n_neighbors:
             if args.split == 'train' and external.fingerprint == corpus.fingerprint:
