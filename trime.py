@@ -160,7 +160,7 @@ class SelfAttention(nn.Module):
         q, k, v = (z.transpose(1, 2) for z in (q, k, v))            # (B, H, tokens, D)
         mask = q.new_full((q.size(2), k.size(2)), -math.inf).triu(first + 1)        # (T, tokens)
         if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and k.size(2) < 1024:
-            y = (q / q.size(3) ** 0.5 @ k.mT + mask).softmax(3) @ v     # here it is faster
+            y = (q / q.size(3) ** 0.5 @ k.mT + mask).softmax(3) @ v  # faster than the fused kernel
         else:
             y = F.scaled_dot_product_attention(q, k, v, mask if first else None, 0.0, not first)
         return self.proj(y.transpose(1, 2).flatten(2)), past

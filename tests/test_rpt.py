@@ -334,7 +334,6 @@ def ranking_by_loops(s_q, s_t, tau):
     order.sort(key=lambda k: -s_q[k].item())
     s_t, loss = s_t.tolist(), s_q.new_zeros(())
     ideal = sorted(order, key=lambda k: -s_t[k])
-
     def dcg(chunks, cut=None):
         return sum((2 ** max(s_t[k], 0) - 1) / math.log2(2 + i)
                    for i, k in enumerate(chunks[:cut]))

@@ -228,6 +228,7 @@ def test_init_starts_from_other_weights_and_their_tokenizer(here):
     run(second)
     old, new = (torch.load(f'{x}/ckpt.pt', weights_only=True) for x in ('first', 'second'))
     assert old['tokenizer'] == new['tokenizer'] and new['tokens'] == 280 * 7
+    assert '"tokenizer": "bpe"' in Path('second/config.json').read_text()
     for name, x in old['model'].items():
         assert torch.allclose(x, new['model'][name], atol=1e-6) == (name != 'idf')
     Path('first/ckpt.pt').unlink()

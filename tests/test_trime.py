@@ -15,7 +15,7 @@ from trime import PRESETS, TRIME, Datastore, EvalConfig, Inference, TRIMEConfig,
 
 torch.set_num_threads(1)                        # the models are tiny
 V, T, B, C = 23, 8, 4, 16
-ADAPTIVE = dict(cutoffs='14,6,6', div_value=2)  # clusters of 6, 8, 9 ids and 16, 8, 4 numbers
+ADAPTIVE = dict(cutoffs='14,6,6,99', div_value=2)   # clusters of 6, 8, 9 ids and 16, 8, 4 numbers
 EPS = 1e-9                                      # fp64 through a few layers
 
 
