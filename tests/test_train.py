@@ -245,9 +245,9 @@ def test_init_starts_from_other_weights_and_their_tokenizer(here):
     ('--lr -1', '--lr: -1 is not a number from 0 on'), (f'--seed {2 ** 64}', 'from 0 on'),
     ('--micro-batch 0', '0 is not a number from 1 on'), ('--weight-decay inf', 'inf'),
     ('--model rpt --window 96', 'window'), ('--out texts/val.jsonl', 'val.jsonl'),
-    ('--memory long --m 1', 'only one'), ('--model rpt --n-cca 2 --n-layer 2', 'n_cca'),
+    ('--memory long --m 1', 'only one'), ('--memory ext --micro-batch 1', 'only one'),
     ('--model rpt --n-candidates 1', 'n_candidates'), ('--dropout 1.5', 'at most 1'),
-    ('--cutoffs 0', 'cutoffs'), ('--model gpt', 'trime')])
+    ('--cutoffs 0', '0:'), ('--model rpt --n-cca 2 --n-layer 2', 'n_cca'), ('--model gpt', 'drt')])
 def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, message):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     assert message in one_line(run, flags('trime', more))
