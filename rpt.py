@@ -234,7 +234,7 @@ class Attention(nn.Module):
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (n, b, s, H, D)
         v = v.roll(-1, dims=2) if self.shift else v                         # next token's; cyclic
         q, k, v = (z.flatten(1, 2) for z in (rotate(q, first), rotate(k), v))
-        mask = None if mask is None else mask.to(q.dtype).log()             # 0 or -inf
+        mask = None if mask is None else (mask.to(q.dtype) - 1) * 1e9       # 0; -1e9: e^z is 0
         y = softmax_attention(q, k, v, mask)                                # (n, a t, H, D)
         return self.proj(y.flatten(2)).view_as(x)
 
@@ -273,22 +273,22 @@ class NeighborEncoder(nn.Module):
         return x + self.cross(self.norm2(x), self.norm_query(chunk)[:, None])
 
     def gates(self, neighbors, chosen):
-        """max(η, σ((w_ng · norm(ĉ) + b) / C)), (B, n, K); ĉ: mean of a neighbor (B, n, K, 2m, C)
-        after attention to itself, the better ones of its chunk, those of w - 1 chunks before."""
+        """max(η, σ((w_ng · norm(ĉ) + b) / C)), (B, n, K), no neighbor: 0; ĉ: mean of one (B, n, K,
+        2m, C) after attention to itself, the better ones of its chunk, those of w - 1 before."""
         (B, n, K), config = chosen.shape, self.config
         if not config.gate:
-            return torch.ones(B, n, K, device=chosen.device)
+            return (chosen >= 0).to(neighbors.dtype)
         # a chunk with neighbors is w chunks into its document or more: the w - 1 before are of it
-        c = neighbors.mean(3).view(B, 1, n * K, -1)                         # (B, 1, n K, C)
+        mean = neighbors.mean(3).view(B, 1, n * K, -1)                      # (B, 1, n K, C)
         j = torch.arange(n * K, device=chosen.device)
         i, w = j[:, None], config.window // config.chunk_size
         recent = (j <= i) & (j // K > i // K - w)                           # (n K, n K)
-        mask = recent & (chosen >= 0).view(B, 1, n * K) | (j == i)          # (B, n K, n K)
-        y = self.norm3(c)
-        c = c + self.gate_attention(y, y, mask=mask[:, None])
-        with torch.autocast(c.device.type, enabled=False):                  # z is tiny
-            z = self.gate(self.norm_gate(fp32(c))) / config.n_embd          # (B, 1, n K, 1)
-        return z.sigmoid().clamp(min=config.eta).view(B, n, K)
+        mask = recent & (chosen >= 0).view(B, 1, 1, n * K)                  # (B, 1, n K, n K)
+        y = self.norm3(mean)
+        mean = mean + self.gate_attention(y, y, mask=mask)                  # ĉ
+        with torch.autocast(mean.device.type, enabled=False):               # z is tiny
+            z = self.gate(self.norm_gate(fp32(mean))) / config.n_embd       # (B, 1, n K, 1)
+        return z.sigmoid().clamp(min=config.eta).view(B, n, K) * (chosen >= 0)
 
 
 class ChunkedCrossAttention(nn.Module):
@@ -323,8 +323,7 @@ class Block(nn.Module):
         x = x + self.dropout(y)
         if self.cca and cross:
             x = x + self.dropout(self.cca(x, *cross))
-        x = x + self.dropout(self.mlp(self.norm2(x)))
-        return x, kv
+        return x + self.dropout(self.mlp(self.norm2(x))), kv
 
 
 def doc_of_chunks(doc, m):
@@ -336,9 +335,9 @@ def doc_of_chunks(doc, m):
 
 def permitted(doc, c, w):
     """(B, c, M): may chunk i of the last c retrieve k? doc (B, M) of chunks, -1: of no document"""
-    k = torch.arange(doc.size(1), device=doc.device)
-    i, doc_i = k[-c:, None], doc[:, -c:, None]
-    return (k <= i - w) & (doc[:, None] == doc_i) & (doc_i >= 0)            # k has left i's window
+    k = torch.arange(doc.size(-1), device=doc.device)
+    i, doc_i = k[-c:, None], doc[..., -c:, None]
+    return (k <= i - w) & (doc[..., None, :] == doc_i) & (doc_i >= 0)       # k has left i's window
 
 
 def top(scores, allowed, K):
@@ -390,8 +389,8 @@ def bm25_candidates(chunks, doc, w, J, idf):
     q, keys = bm25_vectors(chunks, idf)                                     # (N, V)
     scores = (q + q.roll(-1, 0)) @ keys.T                                   # of (c_i, c_{i+1})
     has_target = F.pad(doc[1:] == doc[:-1], (0, 1))[:, None]                # c_{i+1}
-    allowed = permitted(doc[None], len(doc), w)[0] & has_target & (scores > 0)
-    order = scores.masked_fill(~allowed, -math.inf).argsort(descending=True, stable=True)
+    allowed = permitted(doc, len(doc), w) & has_target & (scores > 0)
+    order = (scores * allowed).argsort(descending=True, stable=True)
     return (1 - order.argsort() / J).clamp(min=0) * allowed                 # r = 0, 1, ...
 
 
@@ -463,7 +462,8 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     facts = [corpus.fingerprint, corpus.hops, corpus.hops * config.seed, config.dtype, m, model.w,
              c.n_candidates, c.score_every, c.reference_cache]
     name = hashlib.sha256(repr(facts).encode() + weights).hexdigest()[:16]
-    (folder := corpus.folder / f'scores-{name}').mkdir(exist_ok=True)
+    folder = corpus.folder / f'scores-{name}'
+    folder.mkdir(exist_ok=True)
     n = config.tokens_per_step // (batches.B * batches.T)               # micro-batches of a step
 
     @functools.lru_cache(n)                                             # attach reads each n times
@@ -479,7 +479,8 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
             if not path.exists():
                 chunks = batch.tokens[b, :N * m].view(N, m)
                 new = bm25_candidates(chunks, doc[b], model.w, c.n_candidates, idf)
-                if reference and (pairs := scored & (new > 0)).any():
+                pairs = scored & (new > 0)
+                if reference and pairs.any():
                     s_lm = target_scores(reference, chunks.to(device), pairs.to(device))
                     new = s_lm.cpu().where(pairs, new)
                 np.save(temporary, new.numpy())
@@ -507,10 +508,10 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
 # --------------------------------------------------------------------------------------------------
 # the model
 class State(NamedTuple):
-    """A text so far: M whole chunks, neighbors of the last n >= w (-1: none), the unfinished one"""
+    """What a stream keeps of a text: M whole chunks, neighbors of the last n >= w of them"""
     past: list                  # of each layer, keys and values of the last two blocks
     rest: torch.Tensor          # (B, fewer than m) tokens of the unfinished chunk
-    E: torch.Tensor             # (B, M, m, C) states of all chunks, to be retrieved
+    states: torch.Tensor        # (B, M, m, C) of all chunks, to be retrieved
     keys: torch.Tensor          # (B, M, C) of all chunks; RETRO: (B, M, V)
     chosen: torch.Tensor        # (B, n, K) numbers of the neighbors, -1: none
     neighbors: torch.Tensor     # (B, n, K, 2m, C) their states
@@ -554,11 +555,11 @@ class RPT(nn.Module):
         """§3.1, for c chunks: x (B, t, C), doc (B, c) -> state; s_q (B, c, M), -inf: forbidden"""
         (B, c), m, K, w = doc.shape, self.config.chunk_size, self.config.n_neighbors, self.w
         x, tokens = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
-        E, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
-        E = torch.cat([state.E, E], dim=1)                                  # (B, M, m, C)
+        y, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
+        states = torch.cat([state.states, y], dim=1)                        # (B, M, m, C)
         keys = torch.cat([state.keys, keys], dim=1)
         s_q = product(q, keys) / q.size(2) ** 0.5                           # (B, c, M)
-        k = torch.arange(E.size(1), device=x.device)
+        k = torch.arange(states.size(1), device=x.device)
         allowed = permitted(F.pad(doc, (len(k) - c, 0)), c, w)
         if self.retriever is None:
             allowed &= s_q > 0                                              # a term in common
@@ -569,13 +570,13 @@ class RPT(nn.Module):
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
         pairs = torch.stack([chosen, chosen + 1], 3).clamp(min=0).flatten(1)        # (B, c K 2)
-        # index_select: on a CPU the gradient of e[pair] adds in any order
-        new = torch.stack([e.index_select(0, pair) for e, pair in zip(E, pairs)])
+        # index_select: on a CPU the gradient of y[pair] adds in any order
+        new = torch.stack([y.index_select(0, pair) for y, pair in zip(states, pairs)])
         new = self.neighbor_encoder(new.view(B * c, K, 2 * m, -1), x.flatten(0, 1))
         neighbors = torch.cat([state.neighbors[:, -w:], new.unflatten(0, (B, c))], dim=1)
         chosen = torch.cat([state.chosen[:, -w:], chosen], dim=1)
         gates = self.neighbor_encoder.gates(neighbors, chosen)
-        state = State(state.past, state.rest, E, keys, chosen, neighbors, gates)
+        state = State(state.past, state.rest, states, keys, chosen, neighbors, gates)
         return state, s_q.masked_fill(~allowed, -math.inf)
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
@@ -595,10 +596,9 @@ class RPT(nn.Module):
             if c:
                 state, s_q = self.retrieve(x, tokens, chunk_doc, teacher, state)
             chosen, neighbors, gates = (y[:, -1 - c:] for y in state[-3:])  # of G = c + 1 groups
-            empty = chosen[:, :, :1] < 0                                    # (B, G, 1) no neighbor
-            mask = ((chosen >= 0) | empty).repeat_interleave(2 * m, dim=2)  # if empty, all: no nan
-            group_doc = F.pad(chunk_doc, (1, 0)).masked_fill(empty[..., 0], -2)     # then times 0
-            attends = group_doc.repeat_interleave(m, dim=1)[:, 1:t + 1] == doc
+            mask = (chosen >= 0).repeat_interleave(2 * m, dim=2)            # (B, G, K 2m)
+            group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, dim=1)
+            attends = group_doc[:, 1:t + 1] == doc                          # (B, t)
             cross = neighbors * gates[..., None, None], mask, attends
         for i, block in enumerate(self.upper, len(self.lower)):
             x, past[i] = block(x, past[i], cross)
@@ -659,9 +659,9 @@ class RPT(nn.Module):
     def trace(self, tokens, t):
         """Chunks read for token t + 1: [(gate, tokens, start, end)], largest gate first"""
         state, m = self.read(tokens[None, :t + 1]), self.config.chunk_size
-        gates, order = state.gates[0, -1].sort(descending=True, stable=True)
-        pairs = zip(gates.tolist(), state.chosen[0, -1, order].tolist())
-        return [(gate, tokens, k * m, (k + 2) * m) for gate, k in pairs if k >= 0]
+        pairs = zip(state.gates[0, -1].tolist(), state.chosen[0, -1].tolist())
+        found = [(gate, tokens, k * m, (k + 2) * m) for gate, k in pairs if k >= 0]
+        return sorted(found, key=lambda read: -read[0])
 
 
 # --------------------------------------------------------------------------------------------------
