@@ -18,7 +18,7 @@ Where the paper is in this file
 Letters used in the shape comments
     B sequences    T tokens    L positions: tokens and landmarks    C width    V vocabulary
     N chunks       S positions of a chunk, its landmark included    H heads    D width of a head
-    K chunks retrieved for one    M chunks to retrieve from         G groups   W window
+    K chunks retrieved for one    M chunks to retrieve from         W window
 
 Where this differs from the paper, and why
     Fields marked (ours); the preset 124m has the paper's. As in the official code, a chunk is S - 1
@@ -63,7 +63,7 @@ class DRTConfig:
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens'] = 'lower'   # encodes lower layers' output, or embeddings
     n_encoder: int = 1          # layers of the chunk encoder; 0: none, w/o enc (official code: 2)
-    compare_means: bool = True  # l_k: mean of C_k; h: 0 at first, + l_t - mean of l_k (ours)
+    compare_means: bool = True  # l_k: mean of C_k; h: first 0, + RMSNorm(l_t - mean l_k) (ours)
     shift_values: bool = True   # value: the next token's; at first W_Q = W_K, W_O = W_Vᵀ (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     mlm: float = 0.15           # --encoder tokens: masked share, first half; 0: none (code: 0.15)
@@ -311,10 +311,10 @@ class DRT(nn.Module):
 
     def insert(self, x, value, s=0):
         """§3.1: inserts `value` after every S - 1 tokens; s tokens precede x (B, T) -> (B, L)"""
-        end = s + x.size(1)                                         # tokens since a chunk began
-        n = self.config.chunk_size - 1 if self.config.groups else end + 1   # base LM: none
+        n, end = self.config.chunk_size - 1, s + x.size(1)
         chunks = F.pad(x, (s, -end % n)).unflatten(1, (-1, n))
-        return F.pad(chunks, (0, 1), value=value).flatten(1)[:, s:end + end // n]
+        ids = F.pad(chunks, (0, 1), value=value).flatten(1)[:, s:end + end // n]
+        return ids if self.config.groups else x                     # the base LM has no landmarks
 
     def retrieve(self, g, x, l, allowed):
         """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r (§3.2: + noise),
@@ -328,12 +328,12 @@ class DRT(nn.Module):
         elif self.config.compare_means:
             mean = product(allowed.type_as(l), l.mT) / allowed.sum(2, keepdim=True).clamp(min=1)
             h = h + F.rms_norm(l[:, M - N:] - mean, l.shape[2:], eps=1e-6)
-        r = (product(h, l) / math.sqrt(h.size(-1))).masked_fill(~allowed, MASKED)       # (B, N, M)
+        r = (product(h, l) / h.size(-1) ** 0.5).masked_fill(~allowed, MASKED)   # (B, N, M)
         r = F.pad(r, (0, K), value=MASKED)                          # K columns or more
         noisy = self.training and self.config.gumbel                # Gumbel: -log Exp(1)
-        noise = torch.empty_like(r).exponential_().log() if noisy else 0
-        idx = (r - noise).argsort(descending=True, stable=True)[..., :K]    # (B, N, K)
-        w = r.gather(2, idx)                        # not topk: which ties it takes depends on M
+        order = r - torch.empty_like(r).exponential_().log() if noisy else r
+        idx = order.argsort(descending=True, stable=True)[..., :K]  # not topk: its ties depend on M
+        w = r.gather(2, idx)                                        # (B, N, K)
         valid = w > MASKED
         return w.softmax(2) * valid, idx.masked_fill(~valid, -1).int()
 
@@ -380,8 +380,8 @@ class DRT(nn.Module):
             allowed[..., n - 1] &= not config.next_chunk            # there is none after it
             allowed[..., n:] &= self.source == 'both'
         if docs is not None and N > 0:          # no retrieval from another document
-            ends = docs[:, S - 1::S]                                # (B, N) the landmarks'
-            allowed &= ends[:, :, None] == docs[:, None, :N * S:S]  # chunks wholly in it
+            first, ends = docs[:, None, :N * S:S], docs[:, S - 1::S]    # (B, 1, N), (B, N)
+            allowed &= (first == ends[:, :, None]) & (first >= 0)   # chunks wholly in it
             retrieved_for = F.pad(ends, (1, 0)).repeat_interleave(S, dim=1)[:, :L]
             same = (docs == retrieved_for)[:, :, None, None]        # (B, L, 1, 1) bool
 
@@ -392,7 +392,7 @@ class DRT(nn.Module):
             return o[:, s:s + L] * same
 
         retrieves, n_lower = self.retriever != 'off' and M > 0, len(self.lower)
-        depth = len(self.upper) // max(1, config.groups)            # layers of a group
+        depth = len(self.upper) // (config.groups or 1)             # layers of a group
         for i, block in enumerate(self.upper, n_lower):
             g, j = divmod(i - n_lower, depth)                       # layer j of group g
             if retrieves and j == 0:                                # a group begins
