@@ -37,7 +37,6 @@ Where this differs from the paper, and why
 """
 import contextlib, hashlib, json, math, random, re
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -77,8 +76,8 @@ class TRIMEConfig:
             raise ValueError(f'cutoffs {self.cutoffs}: must be like 20000,60000')
         if max(self.dropout, self.p, self.ce_warmup) > 1:
             raise ValueError('dropout, p and ce_warmup are shares, at most 1')
-        group = self.m * (self.memory == 'long') or self.micro_batch        # segments
-        if self.memory in ('long', 'ext') and group == 1:
+        alone = self.micro_batch == 1 or self.m == 1 and self.memory == 'long'
+        if alone and self.memory in ('long', 'ext'):
             raise ValueError('memories long and ext are those of other segments: there is only one')
 
 
@@ -92,7 +91,7 @@ class EvalConfig:
 
 
 # Table 9 (lr of 247M: ours); n_head of 7M: App. F, of the others: official code (150M there: 10),
-# as are cutoffs (enwik8 there: 208), div_value, stride, dropout (but for 7m: ours), and ADAM
+# as are cutoffs (enwik8 there: 208), div_value, dropout (but for 7m: ours), beta2, weight_decay
 WIKITEXT = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000',
                 eval_every=2000)
 ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0, lr=2.5e-4, warmup=0.0,
@@ -463,7 +462,7 @@ class TRIME(nn.Module):
         """Tokens (B, t) -> f, g (B, t, C) of their contexts, and past, the keys and values so far;
         g is the input of the last MLP (§3)"""
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
-        past = [*past] if past else [None] * len(self.blocks)
+        past = list(past or [None] * len(self.blocks))
         for i, block in enumerate(self.blocks):
             x, g, past[i] = block(x, past[i])                       # g of the last one remains
         return self.norm(x), g, past
@@ -482,7 +481,7 @@ class TRIME(nn.Module):
         f, g = (fp32(x).flatten(0, 1) for x in self.encode(batch.tokens)[:2])       # 2 x (N, C)
         key = g if config.memory_grad else g.detach()
         head, targets = self.embedding.tables[0], batch.targets.flatten()
-        mask = partial(memory_mask, memory, batch.doc, config)
+        mask = lambda rows: memory_mask(memory, batch.doc, config, rows)
         with torch.autocast(g.device.type, enabled=False):          # bf16: steps of 0.125 near 20
             row, tail = self.embedding.word(f, targets.clamp(min=0))
             loss, p, word_loss = TrimeLoss.apply(f, g, key, head, tail, row, targets, mask)
@@ -554,13 +553,14 @@ class TRIME(nn.Module):
 
     def ways(self):
         """How to evaluate the model: name -> attributes to set."""
-        on, off = (dict(inference=x, shuffle=False) for x in (self.inference, Inference()))
+        on = dict(inference=self.inference, shuffle=False)
+        off = dict(on, inference=Inference())
         return dict(off=off) if on == off else dict(on=on, shuffled=dict(on, shuffle=True), off=off)
 
     @torch.no_grad()
     def trace(self, tokens, t):
         """The memories used to predict token t + 1 of a document (n,), the most probable first:
-        (probability of its value, ids, start, end), where ids[start:end] ends with that value"""
+        (its part of P(value), ids, start, end), where ids[start:end] ends with that value"""
         x, state = self.inference, self.read(tokens[None, :t])
         f, g, state = next(self.windows(tokens[None, t:t + 1], state))
         sim, log_words = self.memories(g, state)[0], self.embedding.logits(f[0])[1]
@@ -630,7 +630,7 @@ def collect(model, split, x, progress):
 def tune(windows, x):
     """An Inference of high mean log P over what collect returns, by coordinate ascent: the best
     tau, the best long up to x.long and so on in turn, until none is better."""
-    grids = dict(tau=TAUS, long=[*(n for n in LONG if n < x.long), x.long])
+    grids = dict(tau=TAUS, long=sorted({min(n, x.long) for n in LONG}))
     if x.linear and x.local:
         x, grids['lam'] = replace(x, lam=0.25), LAMBDAS             # with lam = 0 tau has no effect
     if x.n_neighbors:
@@ -655,4 +655,4 @@ if __name__ == '__main__':
     log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])
     print(f'untrained, with memories: loss {-log_p.mean():.3f}, ln V {math.log(4096):.3f}')
     p, _, start, end = model.trace(tokens, t=900)[0]
-    print(f'P(token 901 = token {end - 1}) = {p:.4f} by the memory of tokens {start} to {end - 2}')
+    print(f'{p:.4f} of P(token 901 = token {end - 1}) is by the memory of {start} to {end - 2}')
