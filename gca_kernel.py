@@ -87,7 +87,7 @@ def load_chunk(X, c, Hkv, S: constexpr, D: constexpr):
 
 
 def chunk_softmax(q, k, scale, S: constexpr, KEYS: constexpr, SINK: constexpr):
-    """The softmax of a chunk is p / l: p = 2^(s - m) (S, S), m = rowmax(s), l = rowsum(p) (S,)."""
+    """A chunk's softmax is p / l: p = 2^(s - m) (S, S), m = rowmax(s), l = rowsum(p) + sink."""
     s = tl.dot(q, tl.trans(k), input_precision='ieee') * (scale * 1.4426950408889634)   # log2(e)
     s = tl.where(tl.arange(0, S)[None, :] < KEYS, s, float('-inf'))
     m = tl.max(s, axis=1)
@@ -137,7 +137,8 @@ def dq_kernel(Q, K, V, W, IDX, DO, DQ, DW, LSE, DELTA, H, N, M, TOPK, scale, S: 
     n = b * N + tl.program_id(0)                                            # of all B N chunks
     first = (n * S * H + h) * D                                             # in Q
     head = (b * M * S * Hkv + h // G) * D                                   # in K and V
-    tile = tl.arange(0, S)[:, None] * (H * D) + tl.arange(0, D)[None, :]    # (S, D) of Q and DO
+    rows = tl.arange(0, S)
+    tile = rows[:, None] * (H * D) + tl.arange(0, D)[None, :]               # (S, D) of Q and DO
     q, do = tl.load(Q + first + tile), tl.load(DO + first + tile)
     dq = tl.zeros([S, D], dtype=tl.float32)
     for slot in range(TOPK):
@@ -152,8 +153,8 @@ def dq_kernel(Q, K, V, W, IDX, DO, DQ, DW, LSE, DELTA, H, N, M, TOPK, scale, S: 
         ds = p * (dp - delta[:, None]) * w
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision='ieee')
         e = (n * TOPK + slot) * H + h
-        tl.store(LSE + e * S + tl.arange(0, S), m + tl.log2(l))
-        tl.store(DELTA + e * S + tl.arange(0, S), delta)
+        tl.store(LSE + e * S + rows, m + tl.log2(l))
+        tl.store(DELTA + e * S + rows, delta)
         tl.store(DW + e, tl.sum(delta, axis=0))
     tl.store(DQ + first + tile, (dq * scale).to(DQ.dtype.element_ty))
 
@@ -290,14 +291,14 @@ def gca_plan(idx, n_chunks):
 def why_not_triton(q, chunk):
     """Why the kernels cannot run on q (B, T, H, D) with such chunks; '' if they can."""
     D, size = q.size(3), q.element_size()
-    fits = chunk in (16, 32, 64, 128) and 16 <= D <= 128 and chunk * D * size <= 2 ** 14
+    fits = chunk in (16, 32, 64, 128) and 16 <= D <= 128 and chunk * max(D, 64) * size <= 2 ** 14
     if not HAS_TRITON:
         return 'the package triton is not installed'
     if not q.is_cuda and os.environ.get('TRITON_INTERPRET') != '1':
         return f'q is on {q.device}, not on a GPU'
     if not fits or size > 4 or not q.is_cuda and q.dtype == torch.bfloat16:
         return f'{q.dtype}, chunk {chunk}, head size {D}: they need 16 or 32 bits (not bf16 ' \
-               'on a CPU), chunks of 16, 32, 64 or 128, at most 16 KiB each, heads of 16 to 128'
+               'on a CPU), heads of 16 to 128, chunks of 16, 32, 64, in 16 bits 128, up to 16 KiB'
     return ''
 
 
