@@ -55,9 +55,9 @@ class BM25:
 
         frequent = df > FREQUENT * N                                # (V,)
         self.row = np.where(frequent, frequent.cumsum() - 1, -1)    # (V,) in the dense part, or -1
-        row = self.row[term]                                        # (P,)
+        dense = frequent[term]                                      # (P,)
         self.dense = np.zeros((frequent.sum(), N))                  # (H, N)
-        self.dense[row[row >= 0], doc[row >= 0]] = weight[row >= 0]
+        self.dense[self.row[term[dense]], doc[dense]] = weight[dense]
         order = term.argsort(kind='stable')                         # by term, then by document
         self.doc, self.weight = doc[order], weight[order]           # postings, frequent terms too
         self.first, self.df = df.cumsum() - df, df                  # (V,) where they begin
@@ -71,13 +71,13 @@ class BM25:
     def search_many(self, queries, k, limit=None):
         """The same for Q queries. limit (Q,): query i searches documents 0 to limit[i] - 1 only.
         -> ids (Q, k), scores (Q, k) fp32; where a row has fewer than k documents, -1 and -inf"""
-        Q, N, top = len(queries), self.N, min(k, self.N)
+        Q, top = len(queries), min(k, self.N)
         ids, scores = np.full((Q, k), -1), np.full((Q, k), -np.inf, np.float32)
         for i in range(0, Q if top else 0, BLOCK):
             for q, s in enumerate(self.scores(queries[i:i + BLOCK]), i):        # s (N,)
                 if limit is not None:
                     s[limit[q]:] = 0
-                kth = np.partition(s, N - top)[N - top]             # the k-th best score
+                kth = np.partition(s, -top)[-top]                   # the k-th best score
                 best = np.flatnonzero((s >= kth) & (s > 0))         # by id, with all equal to kth
                 best = best[np.argsort(-s[best], kind='stable')][:k]
                 ids[q, :len(best)] = best
@@ -98,7 +98,7 @@ class BM25:
         for i in np.unique(query):
             own = slice(*np.searchsorted(query, [i, i + 1]))        # the terms of query i
             n, first = self.df[term[own]], self.first[term[own]]
-            at = np.repeat(first - n.cumsum() + n, n) + np.arange(n.sum())
+            at = np.repeat(first - n.cumsum() + n, n) + np.arange(n.sum())  # of their postings
             weight = self.weight[at] * np.repeat(tf[own], n)
             scores[i] += np.bincount(self.doc[at], weight, self.N)
         return scores.astype(np.float32)

@@ -109,8 +109,7 @@ class Tokenizer:
     @classmethod
     def train(cls, name, texts=(), vocab_size=4096):
         """A tokenizer made from texts, an iterable of str; bytes and gpt2 need none."""
-        if name == 'bytes':
-            return cls(name)
+        if name == 'bytes': return cls(name)
         if name == 'gpt2':
             try:
                 gpt2 = tiktoken.get_encoding('gpt2')
@@ -164,7 +163,7 @@ DOWNLOADS = {                                   # {URL: begin of its sha256, whe
     'enwik8': {'http://mattmahoney.net/dc/enwik8.zip': ''},
     'pg19': {'gs://deepmind-gutenberg/': ''},   # never downloads: the error names the folder
 }
-HIDDEN = '[.].*|.*[.]zip|corpora'              # names of files and folders that are omitted
+HIDDEN = '[.].*|.*[.]zip|corpora|out'          # names of files and folders that are omitted
 NOT_CODE = (HIDDEN + '|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
             'config-.*|_sysconfigdata.*')       # the last two are written by installers
 SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:[.].*|[-_]\d.*)?')
@@ -221,7 +220,7 @@ def split_files(files, code):
     if 'train' not in split_of.values():
         n_bytes = sizes.total()
         room = dict(val=n_bytes // 20, test=n_bytes // 20, train=n_bytes)
-        for name in sorted(groups, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
+        for name in sorted(groups, key=lambda name: hashlib.sha256(os.fsencode(name)).hexdigest()):
             split_of[name] = next(split for split in room if sizes[name] <= room[split])
             room[split_of[name]] -= sizes[name]
         if 'val' not in split_of.values():
@@ -346,17 +345,17 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     root, given = Path(root), isinstance(tokenizer, Tokenizer)
     task, _, text = str(data).partition(':')
     hops = {'niah': 1, 'niah2': 2}.get(task, 0)
-    data = text or 'code' if hops else str(data)
+    data = (text or 'code') if hops else str(data)
     kind = tokenizer.name if given else tokenizer
     code = data == 'code'
     where = Path(sysconfig.get_path('stdlib') if code else data)
-    if data in DOWNLOADS and not (where := root / 'downloads' / data).exists():
-        fetch(data, where)
+    if data in DOWNLOADS:
+        where = root / 'downloads' / data
+        if not where.exists(): fetch(data, where)
     name = data if code else where.resolve().stem
     files = list_files(where, code)
     stamp = [(file, p.stat().st_size, p.stat().st_mtime_ns) for file, p in files.items()]
-    if kind == 'bpe':
-        kind += str(tokenizer.n_vocab if given else vocab_size)
+    if kind == 'bpe': kind += str(tokenizer.n_vocab if given else vocab_size)
     folder = root / f'{name}-{kind}-{digest(stamp)[:8]}'
     if given and not (folder.exists() and Corpus(name, folder).tokenizer.ids == tokenizer.ids):
         folder = root / f'{name}-{kind}-{digest(stamp, tokenizer.tokens)[:8]}'
@@ -424,13 +423,14 @@ class Batches:
     An epoch predicts each token of the split but the first; documents: but the first of each."""
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
                  consecutive=0, bm25=True):
-        name, n_tokens = (split.name, len(split.tokens)) if split else ('val (files named val)', 0)
+        n_tokens = len(split.tokens) if split else 0
         if n_tokens <= block_size:
+            name = split.name if split else 'val (files named val, or 5% of the lines)'
             raise SystemExit(f'{name} has {n_tokens} tokens, --block-size {block_size} needs more')
         T, B = self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed = split, kind, seed
         # ranges of the split, joined, are a stream; sequence r is its places r T to r T + T - 1
-        begins, ends = np.array([[0], [len(split.tokens) - 1]])
+        begins, ends = np.array([[0], [n_tokens - 1]])
         if kind == 'documents':             # the documents without their ends, then the ends
             cuts = split.offsets[1:] - np.diff(split.offsets) % T
             begins, ends = np.append(split.offsets[:-1], cuts), np.append(cuts, split.offsets[1:])

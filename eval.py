@@ -112,8 +112,8 @@ def by_position(log_p, edges):
 
 
 def metrics(log_p, log_p_off, split):
-    """The columns of a row. Tokens of one document are not independent, so the error of the gain
-    treats the N documents as the sample. D_d: sum of log_p - log_p_off over the n_d tokens of d
+    """The columns of a row; bytes and words are all the text's. Tokens of a document depend on each
+    other, so N documents are the sample. D_d: sum of log_p - log_p_off over the n_d tokens of d
         gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d"""
     N, n = len(log_p), np.array([len(x) for x in log_p])                    # n (N,)
     nats, total = -np.concatenate(log_p).sum(), n.sum()
@@ -221,7 +221,7 @@ def samples(runs, args):
     for run in runs:
         ids = max(run.documents, key=len).tolist()
         before, after = ids[:len(ids) // 2][-1024:], ids[len(ids) // 2:][:args.max_tokens]
-        prompt = args.prompt or run.tokenizer.decode(before)
+        prompt = args.prompt or run.tokenizer.decode(before).strip('\ufffd')     # cut characters
         texts = {} if args.prompt else {'the document': run.tokenizer.decode(after)}
         for way in dict.fromkeys((run.on, 'off')):
             vars(run.model).update(run.ways[way])
@@ -269,10 +269,10 @@ def speed(runs, args):
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
     _, autocast = train.precision(args.device, 'auto')
     def seconds(run, kernel='auto'):
-        run.model.kernel, c, began = kernel, run.model.train().config, time.perf_counter()
+        run.model.kernel, c, began = kernel, run.model.config, time.perf_counter()
         tokens = torch.randint(c.vocab_size, (c.micro_batch, c.block_size), device=args.device)
         with torch.enable_grad(), autocast():
-            loss, _ = run.model(data.Batch(tokens, tokens.roll(-1, 1), 0 * tokens, seed=0), 1.0)
+            loss, _ = run.model.train()(data.Batch(tokens, tokens.roll(-1, 1), 0 * tokens, 0), 1.0)
         loss.backward()
         loss.item()                                                 # waits for a GPU
         run.model.zero_grad()
@@ -360,8 +360,8 @@ def main(argv):
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
     try:
-        file = Path(args.json).absolute()                       # checked now, not after the work
-        if args.json and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+        file = Path(args.json).resolve()                        # checked now, not after the work
+        if args.json and (file.exists() > file.is_file() or not os.access(file.parent, os.W_OK)):
             parser.error(f'--json {args.json!r} cannot be written')
         for run in runs:
             if args.retrieve_from and not hasattr(run.model, 'prepare_eval'):
@@ -370,7 +370,7 @@ def main(argv):
             if run.text != runs[0].text:
                 parser.error(f'different texts, {runs[0].text} and {run.text}: use --data')
         result = tasks[args.task](runs, args)
-        if args.json: train.write(args.json, json.dumps(result, indent=1))
+        if args.json: train.write(file, json.dumps(result, indent=1))
     except (OSError, KeyboardInterrupt) as e:
         parser.error(str(e) or 'stopped')
 

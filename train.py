@@ -5,8 +5,8 @@ Trains any model of this repository: on a laptop's CPU, on one GPU, or on many u
     $ torchrun --standalone --nproc_per_node=8 train.py --model rpt --tokens-per-step 16384
 
 The folder of a run, out/<model> or --out, gets config.json, log.jsonl, best.pt (the weights with
-the lowest validation loss) and ckpt.pt, from which the same command resumes: on a CPU the result is
-bit for bit that of a run without interruption. More processes change only the order of sums.
+the lowest validation loss; not with TRIME's memory ext) and ckpt.pt, from which the same command
+resumes: on a CPU bit for bit as without interruption. More processes change the order of sums only.
 """
 import os
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')     # before torch: its idle threads sleep
@@ -223,10 +223,10 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
     began, first = time.time(), state['step']
     if RANK == 0:                                       # the log up to the checkpoint
         with open(out / 'log.jsonl', 'a') as f: f.truncate(min(f.tell(), state['log_size']))
-    for step in range(first + 1, config.max_steps + 1):
-        start, progress = time.time(), (step - 1) / config.max_steps
-        lr = learning_rate(step - 1, config)
-        metrics = gradient(step - 1)
+    for done in range(first, config.max_steps):
+        start, step, progress = time.time(), done + 1, done / config.max_steps
+        lr = learning_rate(done, config)
+        metrics = gradient(done)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         for optimizer in optimizers:
             for group in optimizer.param_groups: group['lr'] = lr
@@ -284,7 +284,7 @@ def train(module, model_config, config, corpus=None):
     sizes = dict(block_size=T, micro_batch=B, **module.batches(model_config))
     grow = config.max_steps * passes * WORLD // 2 * config.grow_context
     batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
-    val_batches = corpus.batches(corpus.val, seed=0, **sizes | dict(bm25=False))
+    val_batches = corpus.batches(corpus.val, seed=0, **dict(sizes, bm25=False))
     config.tokenizer, model_config.vocab_size = corpus.tokenizer.name, corpus.tokenizer.n_vocab
     # model, optimizers
     about = dict(model=name, corpus=corpus.fingerprint, **asdict(model_config), **asdict(config))
