@@ -231,12 +231,12 @@ def split_files(files, code):
 
 def documents(paths, part):
     """The text of files -> its documents: lines of a .jsonl, articles of WikiText, or all as one.
-    part: all; train: to the line end at 90% of the text; val: from there to 95%; test: the rest"""
+    part: all; train: to a blank (.jsonl: line end) at 90%; val: from it to 95%; test: the rest"""
     *first, last = (path.read_bytes() for path in paths)
     text = b'\n'.join([*(text.removesuffix(b'\n') for text in first), last])
     if part != 'all':
-        n = len(text)
-        a, b = (text.find(b'\n', n * percent // 100 - 1) + 1 or n for percent in (90, 95))
+        n, end = len(text), re.compile(rb'\n' if paths[0].suffix == '.jsonl' else rb'\s')
+        a, b = (end.search(text + b'\n', n * percent // 100 - 1).end() for percent in (90, 95))
         text = dict(train=text[:a], val=text[a:b], test=text[b:])[part]
     if paths[0].suffix == '.jsonl':
         for line in filter(bytes.strip, text.split(b'\n')):
@@ -425,7 +425,7 @@ class Batches:
                  consecutive=0, bm25=True):
         n_tokens = len(split.tokens) if split else 0
         if n_tokens <= block_size:
-            name = split.name if split else 'val (files named val, or 5% of the lines)'
+            name = split.name if split else 'val (files named val, or 5% of all)'
             raise SystemExit(f'{name} has {n_tokens} tokens, --block-size {block_size} needs more')
         T, B = self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed = split, kind, seed

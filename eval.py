@@ -154,7 +154,7 @@ def table(runs, args):
     text = dict(runs[0].text, documents=len(scored), scored=sum(scored))
     print_table([text])
     print_table(rows)
-    print('shuffled: wrong memory; corpus, both: --retrieve-from; off: none; ±: standard error')
+    print('shuffled: wrong memory; off: none; ±: standard error; other tokenizers: see bits/byte')
     return dict(text, rows=rows)
 
 

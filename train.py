@@ -36,7 +36,7 @@ class TrainConfig:
     max_steps: int = 600            # optimizer steps
     tokens_per_step: int = 2048     # over all processes; micro-batches are accumulated to reach it
     optimizer: Literal['muon', 'adamw'] = 'muon'        # muon: for matrices; AdamW for others
-    lr: float = 8e-3                # peak learning rate; 2e-3 suits AdamW alone
+    lr: float = 8e-3                # peak learning rate; AdamW alone: 2e-3; after --init: 1e-3
     warmup: float = 0.05            # share of the steps with rising rate; then a cosine to a tenth
     weight_decay: float = 0.1       # on matrices only
     beta2: float = 0.95             # AdamW, mean of the squared gradients
@@ -83,7 +83,7 @@ def parse_flags(parser, argv):
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         near, = difflib.get_close_matches(unknown[0], parser._option_string_actions, 1, cutoff=0)
-        parser.error(f'{unknown[0]} is not a flag; the nearest is {near}')
+        parser.error(f'{unknown[0]} is no flag of this model; the nearest is {near}')
     return args
 
 
@@ -293,7 +293,7 @@ def train(module, model_config, config, corpus=None):
     model = getattr(module, name.upper())(model_config).to(device)
     if path:
         try: model.load_state_dict(state['model'])
-        except Exception as e: raise SystemExit(f'{path} has other weights: {e!r:.200}')
+        except Exception as e: raise SystemExit(f'{path} has weights of another model: {e!r:.200}')
     train_reference = lambda c, config: train(
         module, c, replace(config, out=f'{out}-reference', resume='auto'), corpus)
     setup = getattr(module, 'setup', lambda *_: lambda batch, g: batch)
@@ -311,7 +311,7 @@ def train(module, model_config, config, corpus=None):
     n_weights = sum(p.numel() for p in model.parameters())
     ran_on = f'{WORLD} x {device}, {"bf16" if bf16 else "fp32"}'
     print(*(f'{key}={value}' for key, value in about.items()))
-    print(f'{out} from step {state["step"]}: {n_weights:,} parameters on {ran_on}')
+    print(f'{out} from step {state["step"]}/{config.max_steps}: {n_weights:,} weights, {ran_on}')
     if RANK == 0 and not resumes:
         git = f'git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty'
         ran = dict(command=shlex.join(sys.argv), commit=subprocess.getoutput(git + ' 2>/dev/null'),

@@ -145,13 +145,13 @@ def test_other_files_are_split_by_the_hash_of_their_names(tmp_path):
 
 
 @pytest.mark.parametrize('n', [1, 3])
-def test_few_files_are_cut_at_line_ends(tmp_path, n):
+def test_few_files_are_cut_at_blanks(tmp_path, n):
     """Where no file is small enough to be held out, the end of each is; train.py is a program."""
-    texts = {f'{x}_py': ''.join(f'{x} {i}\n' for i in range(999)) for x in ('train', 'b', 'c')[:n]}
+    texts = {f'{x}_py': ''.join(f'{x}-{i}{blank}' for i in range(999))
+             for x, blank in zip(('train', 'b', 'c')[:n], '\n \t')}
     splits = documents(prepared(write(tmp_path / 'few', **texts)))
     for text, *parts in zip(sorted(texts.values()), *splits, strict=True):
-        assert ''.join(parts) == text
-        assert all(part[-1] == '\n' for part in parts)
+        assert ''.join(parts) == text and all(part[-1] == text[-1] for part in parts)
         assert [round(100 * len(part) / len(text)) for part in parts] == [90, 5, 5]
 
 
@@ -221,7 +221,7 @@ def test_bad_lines_of_jsonl(tmp_path, bad):
     ('meta.json', lambda b: b[:40]), ('train.idx', lambda b: b[:8] + b[:8] + b[16:]),
     ('train.bin', lambda b: b[:90]), ('train.bin', lambda b: b'\1\1' + b[2:])])        # the id 257
 def test_a_damaged_corpus_is_named(tmp_path, file, damage):
-    where = write(tmp_path / 'src', train_jsonl=jsonl(words(40, i) for i in range(20)))
+    where = write(tmp_path / 'src', a_jsonl=jsonl(words(40, i) for i in range(20)))     # is cut
     folder = prepared(where).folder
     (folder / file).write_bytes(damage((folder / file).read_bytes()))
     assert str(folder) in one_line(prepared, where)

@@ -312,7 +312,7 @@ def test_the_loss_reaches_the_scores():
     """The gradient of what enters scores, h and l, is that of finite differences."""
     model, batch = small(groups=1), batch_of(random_tokens())
     model(batch, 0)[0].backward()
-    assert all(p.grad.isfinite().all() and p.grad.abs().max() > 1e-7 for p in model.parameters())
+    assert all(p.grad is not None and 1e-7 < p.grad.abs().max() < 1e9 for p in model.parameters())
     for gain in (model.landmark_norms[0].weight, model.encoder.norm.weight):
         losses = []
         for step in (1e-6, -2e-6, 1e-6):
