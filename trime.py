@@ -230,18 +230,14 @@ class Embedding(nn.Module):
         """log P_i after f: (Q, C) -> (Q, words of cluster i)"""
         return (f @ self.tail_proj[i - 1].weight @ self.tables[i].T).log_softmax(1)
 
-    def tail_word(self, i, f, w):
-        """log P_i(w) after f: (Q, C), (Q, 1) -> (Q, 1)"""
-        return self.tail(i, f).gather(1, w)
-
     def word(self, f, w):
         """Words w (Q,) after f (Q, C) -> their rows of the head, log P_i(w) or 0: 2 x (Q, 1)"""
         row, log_p = w[:, None].clone(), f.new_zeros(len(w), 1)
         for i, start, inside in self.clusters(w):
             row[inside] = self.ends[0] + i - 1
             for q in inside.nonzero()[:, 0].split(256):             # backward computes P_i again
-                words = w[q, None] - start
-                log_p[q] = checkpoint(self.tail_word, i, f[q], words, use_reentrant=False)
+                log_P = checkpoint(self.tail, i, f[q], use_reentrant=False)
+                log_p[q, 0] = log_P[torch.arange(len(q)), w[q] - start]         # gather keeps log_P
         return row, log_p
 
     def logits(self, f):

@@ -248,7 +248,6 @@ def test_ways():
     for norm in model.landmark_norms: norm.weight.data.zero_()  # it ignores the text
     assert torch.equal(model.log_probs(tokens), log_probs[1])
     assert small(groups=0).ways() == small(retriever='off').ways() == {'off': {}}
-    with pytest.raises(ValueError, match='n_layer'): small(groups=1, n_layer=1)     # no upper one
 
 
 def prepare(model, corpus, text='text', **args):
@@ -389,7 +388,8 @@ def test_the_preset_is_the_papers(more, millions):
     with torch.device('meta'):
         model = DRT(DRTConfig(**{**paper, **more}))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
-    for bad in (dict(n_head=3), dict(groups=4), dict(chunk_size=1), dict(slope=0.0)):
+    equal, flat = dict(encoder='tokens', n_encoder=0, compare_means=False), dict(slope=0)
+    for bad in (dict(n_head=3), dict(n_layer=1), dict(groups=4), dict(chunk_size=1), flat, equal):
         pytest.raises(ValueError, DRTConfig, **bad)
 
 
