@@ -231,11 +231,11 @@ def split_files(files, code):
 
 def documents(paths, part):
     """The text of files -> its documents: lines of a .jsonl, articles of WikiText, or all as one.
-    part: all; train: to a blank (.jsonl: line end) at 90%; val: from it to 95%; test: the rest"""
+    part: all; train: past blanks (.jsonl: a line end) at 90%; val: then to 95%; test: the rest"""
     *first, last = (path.read_bytes() for path in paths)
     text = b'\n'.join([*(text.removesuffix(b'\n') for text in first), last])
     if part != 'all':
-        n, end = len(text), re.compile(rb'\n' if paths[0].suffix == '.jsonl' else rb'\s')
+        n, end = len(text), re.compile(rb'\n' if paths[0].suffix == '.jsonl' else rb'\s+')
         a, b = (end.search(text + b'\n', n * percent // 100 - 1).end() for percent in (90, 95))
         text = dict(train=text[:a], val=text[a:b], test=text[b:])[part]
     if paths[0].suffix == '.jsonl':

@@ -76,8 +76,8 @@ class DRTConfig:
             raise ValueError('n_embd: a multiple of 2 n_head; n_layer / 2: a multiple of groups')
         if self.chunk_size < 2 or self.groups and self.block_size <= 2 * self.chunk_size - 2:
             raise ValueError('chunk_size: 2 or more, block_size: above 2 (chunk_size - 1)')
-        if self.encoder == 'tokens' and not (self.n_encoder or self.compare_means):
-            raise ValueError('encoder tokens: all landmarks are equal without n_encoder >= 1')
+        if self.groups and self.encoder == 'tokens' and not (self.n_encoder or self.compare_means):
+            raise ValueError('encoder tokens: landmarks are equal without n_encoder, compare_means')
         if self.slope < 2 ** -8 or self.mlm > 1:
             raise ValueError('slope: 2^-8 or more; mlm: a share, at most 1')
 

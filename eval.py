@@ -154,7 +154,7 @@ def table(runs, args):
     text = dict(runs[0].text, documents=len(scored), scored=sum(scored))
     print_table([text])
     print_table(rows)
-    print('shuffled: wrong memory; off: none; ±: standard error; other tokenizers: see bits/byte')
+    print('shuffled: wrong memory; corpus, both: --retrieve-from; off: none; ±: standard error')
     return dict(text, rows=rows)
 
 
@@ -360,7 +360,7 @@ def main(argv):
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
     try:
-        file = Path(args.json).resolve()                        # checked now, not after the work
+        file = Path(os.path.realpath(args.json))               # checked now, not after the work
         if args.json and (file.exists() > file.is_file() or not os.access(file.parent, os.W_OK)):
             parser.error(f'--json {args.json!r} cannot be written')
         for run in runs:

@@ -273,8 +273,8 @@ class NeighborEncoder(nn.Module):
         return x + self.cross(self.norm2(x), self.norm_query(chunk)[:, None])
 
     def gates(self, neighbors, chosen):
-        """max(η, σ((w_ng · norm(ĉ) + b) / C)), (B, n, K), no neighbor: 0; ĉ: mean of one (B, n, K,
-        2m, C) after attention to itself, the better ones of its chunk, those of w - 1 before."""
+        """max(η, σ((w_ng · norm(ĉ) + b) / C)) (B, n, K), 0: no neighbor. ĉ: mean of one (B, n, K,
+        2m, C) after attention to itself, better ones of its chunk, those of w - 1 chunks before."""
         (B, n, K), config = chosen.shape, self.config
         if not config.gate:
             return (chosen >= 0).to(neighbors.dtype)

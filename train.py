@@ -83,7 +83,7 @@ def parse_flags(parser, argv):
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         near, = difflib.get_close_matches(unknown[0], parser._option_string_actions, 1, cutoff=0)
-        parser.error(f'{unknown[0]} is no flag of this model; the nearest is {near}')
+        parser.error(f'{unknown[0]} is no flag here; the nearest is {near}')
     return args
 
 
