@@ -127,7 +127,7 @@ FILES = {                               # files, their documents in train, val a
 def test_documents_of_files(tmp_path, name):
     files, *expected = FILES[name]
     where = write(tmp_path / 'src', **files)
-    first, again = (load(where, 'bytes', root=where / 'corpora') for _ in range(2))
+    first, _, again = (load(where, 'bytes', root=where / x) for x in ('out', 'corpora', 'out'))
     assert list(documents(again)) == expected and first.folder == again.folder
 
 
