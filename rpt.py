@@ -493,7 +493,8 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         itself = torch.eye(len(chunks), dtype=torch.bool, device=device)
         itself[-1] = itself[:2] = False                             # no target, no baseline
         copy = target_scores(reference, torch.stack(chunks).to(device), itself)[itself].mean()
-        print(f'a copy of the target is worth {copy:.3f} nats per token to the reference LM')
+        weak = ', too little to teach: see --reference-cache' if copy < 0.5 else ''
+        print(f'a copy of the target is worth {copy:.3f} nats per token to the reference LM{weak}')
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     for g in progress(range(rank, n * config.max_steps, world), f'scores in {folder}', quiet=rank):
         scores(g)

@@ -508,7 +508,7 @@ def test_setup_scores_the_candidates(start, retriever):
     model.train()(batch, 0.5)[0].backward()
 
 
-def test_scores_are_computed_once(start, monkeypatch):
+def test_scores_are_computed_once(start, monkeypatch, capsys):
     """Resumed, and reused by a run that differs in nothing they depend on."""
     computed, original = [], bm25_candidates
     monkeypatch.setattr(rpt, 'bm25_candidates', lambda *a: computed.append(0) or original(*a))
@@ -518,8 +518,8 @@ def test_scores_are_computed_once(start, monkeypatch):
         start(*a, **more)
         return len(computed)
     assert count(replace(CONFIG, max_steps=1)) == 4 and count() == 8 and count() == 0
-    assert count(eta=0.3, tau=1.0) == count(micro_batch=4, n=1) == count(reference_steps=2) == 0
-    assert count(n_cca=2) == 0                                          # more than the reference's
+    assert count(eta=0.3, tau=1.0, reference_steps=2) == count(micro_batch=4, n=1, n_cca=2) == 0
+    assert count(reference_cache=0.0) > 0 and capsys.readouterr().out.count('too little') == 1
     for more in (dict(score_every=3), dict(n_candidates=5), dict(window=6 * M), dict(shift=0.1),
                  dict(reference_cache=0.5), dict(retriever='lex'), dict(block_size=44),
                  dict(config=replace(CONFIG, dtype='bf16'))):
