@@ -36,7 +36,7 @@ class TrainConfig:
     max_steps: int = 600            # optimizer steps
     tokens_per_step: int = 2048     # over all processes; micro-batches are accumulated to reach it
     optimizer: Literal['muon', 'adamw'] = 'muon'        # muon: for matrices; AdamW for others
-    lr: float = 8e-3                # peak learning rate; AdamW alone: 2e-3; after --init: 1e-3
+    lr: float = 8e-3                # peak rate; width 256: 4e-3; AdamW: 2e-3; after --init: 1e-3
     warmup: float = 0.05            # share of the steps with rising rate; then a cosine to a tenth
     weight_decay: float = 0.1       # on matrices only
     beta2: float = 0.95             # AdamW, mean of the squared gradients
