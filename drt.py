@@ -180,7 +180,7 @@ def cross_entropy(f, E, targets):
         return F.cross_entropy(product(f, E), w, reduction='sum')
 
     scored = targets >= 0
-    slices = zip(f[scored].split(256), targets[scored].split(256))
+    slices = zip(f[scored].split(512), targets[scored].split(512))
     nats = sum(checkpoint(of_slice, *rows, use_reentrant=False) for rows in slices)
     return nats / scored.sum().clamp(min=1)
 

@@ -138,14 +138,14 @@ def learning_rate(step, config):
 
 
 def orthogonalize(x):
-    """U Vᵀ of x = U S Vᵀ (n, m), roughly: five Newton-Schulz steps, with Jordan's coefficients"""
-    if x.size(0) > x.size(1): return orthogonalize(x.T).T
-    x = x / (x.norm() + 1e-12)
+    """Roughly U Vᵀ of each x = U S Vᵀ (k, n, m): five Newton-Schulz steps, Jordan's coefficients"""
+    if x.size(1) > x.size(2): return orthogonalize(x.mT).mT
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if torch.get_float32_matmul_precision() != 'highest': x = x.bfloat16()      # see precision
     for _ in range(5):
-        A = x @ x.T                                                 # (n, n)
-        B = torch.addmm(A, A, A, beta=-4.7750, alpha=2.0315)
-        x = torch.addmm(x, B, x, beta=3.4445)                       # 3.4445 x + B x
+        A = x @ x.mT                                                # (k, n, n)
+        B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, B, x, beta=3.4445)                     # 3.4445 x + B x
     return x
 
 
@@ -154,12 +154,14 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            for p in [p for p in group['params'] if p.grad is not None]:
-                m = self.state[p].setdefault('momentum', torch.zeros_like(p))
-                m.lerp_(p.grad, 0.05)
-                update = orthogonalize(p.grad.lerp(m, 0.95))        # Nesterov's
-                p.mul_(1 - group['lr'] * group['weight_decay'])
-                p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group['lr'])
+            for p in (params := [p for p in group['params'] if p.grad is not None]):
+                self.state[p].setdefault('momentum', torch.zeros_like(p)).lerp_(p.grad, 0.05)
+            for shape in {p.shape for p in params}:                 # stacked: fewer products
+                alike = [p for p in params if p.shape == shape]
+                ahead = [p.grad.lerp(self.state[p]['momentum'], 0.95) for p in alike]   # Nesterov's
+                for p, update in zip(alike, orthogonalize(torch.stack(ahead))):
+                    p.mul_(1 - group['lr'] * group['weight_decay'])
+                    p.sub_(update, alpha=0.2 * max(shape) ** 0.5 * group['lr'])
 
 
 def optimizers_of(model, config):
@@ -266,8 +268,7 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
 def train(module, model_config, config, corpus=None):
     """One run, from its configuration to its folder. -> the path of ckpt.pt"""
     name, out = module.__name__, Path(config.out or f'out/{module.__name__}')
-    device = hardware(config.device)
-    bf16, autocast = precision(device, config.dtype)
+    bf16, autocast = precision(device := hardware(config.device), config.dtype)
     B, T = model_config.micro_batch, model_config.block_size
     passes, rest = divmod(n := config.tokens_per_step, WORLD * B * T)
     if rest: raise SystemExit(f'--tokens-per-step {n}: no multiple of {WORLD} x {B} x {T} tokens')
@@ -277,8 +278,7 @@ def train(module, model_config, config, corpus=None):
         state = torch.load(path, 'cpu', weights_only=True) if path else {}
         tokenizer = data.Tokenizer(**state['tokenizer']) if config.init else config.tokenizer
     except Exception as e: raise SystemExit(f'{path} is no checkpoint: {e!r:.200}')
-    # data, which the first process prepares
-    if RANK > 0: dist.barrier()
+    if RANK > 0: dist.barrier()                         # the first process prepares the data
     corpus = corpus or data.load(config.data, tokenizer, model_config.vocab_size)
     if RANK == 0 and WORLD > 1: dist.barrier()
     sizes = dict(block_size=T, micro_batch=B, **module.batches(model_config))

@@ -51,8 +51,7 @@ def here(tmp_path, texts, monkeypatch):
 
 def learn(model, steps, make_batch):
     """Training with the defaults of train.py: optimizers, rate and clipping."""
-    config = train.TrainConfig(max_steps=steps)
-    optimizers = train.optimizers_of(model.train(), config)
+    optimizers = train.optimizers_of(model.train(), config := train.TrainConfig(max_steps=steps))
     for step in range(steps):
         model(make_batch(step), step / steps)[0].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
@@ -289,19 +288,20 @@ def test_orthogonalize_makes_singular_values_equal(shape):
     """The singular vectors stay; the values, here from 0.1 to 1, come to between 0.6 and 1.3."""
     torch.manual_seed(0)
     u, s, v = torch.linalg.svd(torch.randn(shape), full_matrices=False)
-    y = u.mT @ train.orthogonalize(u * torch.linspace(7, 0.7, len(s)) @ v) @ v.mT
+    y = u.mT @ train.orthogonalize((u * torch.linspace(7, 0.7, len(s)) @ v)[None])[0] @ v.mT
     assert torch.allclose(y, y.diagonal().diag(), atol=1e-4)
     assert 0.6 < y.diagonal().min() and y.diagonal().max() < 1.3
 
 
 def test_momentum_of_muon():
     """Of two gradients: m is their running mean, and Nesterov's step looks ahead."""
-    p, (g, h) = torch.nn.Parameter(torch.zeros(6, 8)), torch.randn(2, 6, 8)
-    muon = train.Muon([p, torch.nn.Parameter(torch.ones(2, 2))], dict(lr=0.0, weight_decay=0.0))
+    (p, q), (g, h) = map(torch.nn.Parameter, torch.zeros(2, 6, 8)), torch.randn(2, 6, 8)
+    muon = train.Muon([p, q, torch.nn.Parameter(torch.ones(2, 2))], dict(weight_decay=0.0))
     for p.grad, muon.param_groups[0]['lr'] in ((g, 0.0), (h, 1.0)):
+        q.grad = p.grad.flip(0)
         muon.step()
-    update = train.orthogonalize(0.05 * h + 0.95 * (0.95 * 0.05 * g + 0.05 * h))
-    assert torch.allclose(p, -update * 0.2 * 8 ** 0.5, atol=1e-4)
+    update = train.orthogonalize((0.05 * h + 0.95 * (0.95 * 0.05 * g + 0.05 * h))[None])
+    assert torch.allclose(torch.stack([p, q.flip(0)]), -update * 0.2 * 8 ** 0.5, atol=1e-4)
 
 
 @pytest.mark.parametrize('optimizer', ['muon', 'adamw'])
@@ -322,7 +322,7 @@ def test_a_step_by_hand(here, optimizer):
         g = p.grad * 0.01 / (norm + 1e-6)
         update = g / (g.abs() + 1e-8)                       # Adam's first step
         if optimizer == 'muon' and p.dim() > 1 and 'embedding' not in name:
-            update = train.orthogonalize(g) * 0.2 * math.sqrt(max(p.shape))
+            update = train.orthogonalize(g[None])[0] * 0.2 * math.sqrt(max(p.shape))
         by_hand = p * (1 - 0.1 * 0.5 * (p.dim() > 1)) - 0.1 * update
         assert torch.allclose(after[name], by_hand, atol=2e-4), name
     run(flags('trime', by + '3 --lr 1e-12 --out run'))
