@@ -8,7 +8,7 @@ A corpus is a folder that `load` makes on first use:
         train.idx  val.idx  test.idx    where each document starts and the last one ends, int64
         meta.json                       the tokenizer, counts, hashes
 
-Its name ends with a hash of its source files (names, sizes, times): if one changes, another folder
+Its name ends with a hash of its source files (paths, sizes, times): if one changes, another folder
 is made. Every document ends with <|endoftext|>, except with `word`. A batch is a pure function of
 (split, arguments of Batches, number): a run resumes from its step alone.
 """
@@ -210,12 +210,12 @@ def split_files(files, code):
     for name, path in files.items():
         text = path.read_bytes()
         if text.decode(errors='ignore').encode() != text:
-            print(f'skipped, not UTF-8: {path}')
+            print(f'skipped, not UTF-8: {str(path)!a}')
             continue
         name = name.split('/')[0] if code else name
         groups[name].append(path)
         sizes[name] += len(text)
-    split_of = {name: match[1] for name in groups
+    split_of = {name: match[1] for name in files                # those that were skipped too
                 if (match := SPLIT_NAME.fullmatch(name.split('/')[0]))}
     if 'train' not in split_of.values():
         n_bytes = sizes.total()
@@ -353,8 +353,8 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
         where = root / 'downloads' / data
         if not where.exists(): fetch(data, where)
     name = data if code else where.resolve().stem
-    files = list_files(where, code)
-    stamp = [(file, p.stat().st_size, p.stat().st_mtime_ns) for file, p in files.items()]
+    files = list_files(where, code) if data else {}
+    stamp = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files.values()]
     if kind == 'bpe': kind += str(tokenizer.n_vocab if given else vocab_size)
     folder = root / f'{name}-{kind}-{digest(stamp)[:8]}'
     if given and not (folder.exists() and Corpus(name, folder).tokenizer.ids == tokenizer.ids):

@@ -24,7 +24,7 @@ Where this differs from the paper, and why
     Fields marked (ours); the preset 124m has the paper's. As in the official code, a chunk is S - 1
     tokens and a landmark; cross-attention has a sink in place of the landmark's key, a norm and a
     projection; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the residual (there:
-    only the MLP's input). Scores, top-k: no autocast (there: bf16). Streaming keeps chunks in fp16.
+    only the MLP's input). Scores, top-k: no autocast (there: bf16). Streams keep chunks in 16 bits.
     Retrieval never crosses joined documents; self-attention does. Of a corpus too, keys and values
     are stored (§3.3: only landmarks; chunks are encoded again). Weights start with std 0.02 for
     C = 768 (as there), over sqrt(2 n_layer) where they add to the residual, except in GCA.
@@ -56,7 +56,7 @@ class DRTConfig:
     n_embd: int = 128           # width, C (paper: 768)
     n_inner: int = 0            # width inside the MLP; 0: 8/3 C, rounded up (paper: 2,048)
     window: int = 128           # positions that a query attends to, itself included, W (paper: 512)
-    chunk_size: int = 32        # positions of a chunk, its landmark included, S (paper: 64)
+    chunk_size: int = 32        # positions of a chunk, its landmark included, S (official: 64)
     slope: float = 4.0          # ALiBi's first slope, the last is 2^-8 (ours; official: 2^(-8/H))
     n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
     next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
@@ -266,7 +266,7 @@ class State(NamedTuple):
     past: list                  # of each layer, keys and values of the last W positions
     unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the chunk not yet complete
     landmarks: torch.Tensor     # (B, M, C) l_k of all chunks
-    kv: list                    # of each chunk, (2, B, S, H, D) fp16; in forward all as a tensor
+    kv: list                    # of each chunk, (2, B, S, H, D) 16 bits; in forward a tensor
     reads: list                 # of each group, w and idx (B, n, K); the last: of the unfinished
 
 
@@ -340,7 +340,7 @@ class DRT(nn.Module):
         return w.softmax(2) * valid, idx.masked_fill(~valid, -1).int()
 
     def store(self, kv):
-        """kv (2, B, N, S, H, D) -> a list of N chunks, fp16, with --offload in a mapped file"""
+        """kv (2, B, N, S, H, D) -> a list of N chunks, 16 bits, with --offload in a mapped file"""
         kv = kv.half() if kv.dtype == torch.float32 else kv         # fp64 is for the tests
         if self.offload:                # the file is unlinked at once: it is freed with the tensor
             with tempfile.NamedTemporaryFile(dir=self.offload) as file:

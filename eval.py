@@ -37,7 +37,7 @@ class EvalConfig:
     seed: int = 0               # generate, niah, ranks: of the random draws
     lengths: str = '1k,4k,16k'  # niah: tokens of the text; k is 2^10, m is 2^20
     depths: str = '0,25,50,75,100'                              # niah: places of the needles, in %
-    json: str = ''              # a file for every number that the screen shows
+    json: str = ''              # a file for the numbers and texts of the task
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
 
 

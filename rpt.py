@@ -36,7 +36,7 @@ Where we differ from the paper, and why
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           a reference LM, then RPT, which it teaches
 """
-import functools, hashlib, math, os, zlib
+import functools, hashlib, inspect, math, os, zlib
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -275,20 +275,19 @@ class NeighborEncoder(nn.Module):
     def gates(self, neighbors, chosen):
         """max(η, σ((w_ng · norm(ĉ) + b) / C)) (B, n, K), 0: no neighbor. ĉ: mean of one (B, n, K,
         2m, C) after attention to itself, better ones of its chunk, those of w - 1 chunks before."""
-        (B, n, K), config = chosen.shape, self.config
+        (B, n, K), config, valid = chosen.shape, self.config, chosen >= 0
         if not config.gate:
-            return (chosen >= 0).to(neighbors.dtype)
+            return valid.to(neighbors.dtype)
         # a chunk with neighbors is w chunks into its document or more: the w - 1 before are of it
         mean = neighbors.mean(3).view(B, 1, n * K, -1)                      # (B, 1, n K, C)
         j = torch.arange(n * K, device=chosen.device)
-        i, w = j[:, None], config.window // config.chunk_size
-        recent = (j <= i) & (j // K > i // K - w)                           # (n K, n K)
-        mask = recent & (chosen >= 0).view(B, 1, 1, n * K)                  # (B, 1, n K, n K)
+        chunk, w = j // K, config.window // config.chunk_size
+        mask = (j <= j[:, None]) & (chunk > chunk[:, None] - w) & valid.view(B, 1, 1, -1)
         y = self.norm3(mean)
         mean = mean + self.gate_attention(y, y, mask=mask)                  # ĉ
         with torch.autocast(mean.device.type, enabled=False):               # z is tiny
             z = self.gate(self.norm_gate(fp32(mean))) / config.n_embd       # (B, 1, n K, 1)
-        return z.sigmoid().clamp(min=config.eta).view(B, n, K) * (chosen >= 0)
+        return z.sigmoid().clamp(min=config.eta).view(B, n, K) * valid
 
 
 class ChunkedCrossAttention(nn.Module):
@@ -460,7 +459,8 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
         reference.to(device)
         reference.encode = autocast()(reference.encode)                 # the scores remain fp32
     facts = [corpus.fingerprint, corpus.hops, corpus.hops * config.seed, config.dtype, m, model.w,
-             c.n_candidates, c.score_every, c.reference_cache]
+             c.n_candidates, c.score_every, c.reference_cache,
+             *map(inspect.getsource, (target_scores, bm25_candidates, bm25_vectors))]
     name = hashlib.sha256(repr(facts).encode() + weights).hexdigest()[:16]
     folder = corpus.folder / f'scores-{name}'
     folder.mkdir(exist_ok=True)
@@ -669,7 +669,7 @@ class RPT(nn.Module):
 # evaluation
 @torch.no_grad()
 def ranks(runs, args):
-    """Table 3, of permitted chunks: chance, recency, BM25, the runs; the last gives s_t, no rank"""
+    """Table 3, over chunks that have a positive: chance, recency, BM25, runs; the last gives s_t"""
     c, corpus = runs[0].model.config, runs[0].corpus
     m, N = c.chunk_size, c.block_size // c.chunk_size
     texts = [x for text in runs[0].documents for x in text.split(N * m) if len(x) == N * m]

@@ -286,7 +286,6 @@ def train(module, model_config, config, corpus=None):
     batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
     val_batches = corpus.batches(corpus.val, seed=0, **dict(sizes, bm25=False))
     config.tokenizer, model_config.vocab_size = corpus.tokenizer.name, corpus.tokenizer.n_vocab
-    # model, optimizers
     about = dict(model=name, corpus=corpus.fingerprint, **asdict(model_config), **asdict(config))
     check_folder(out, about, config.resume)
     torch.manual_seed(config.seed)
@@ -377,4 +376,5 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
+    sys.stdout.reconfigure(errors='replace')            # a console may lack some characters
     main()
