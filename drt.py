@@ -265,7 +265,7 @@ class State(NamedTuple):
     """What streaming keeps of a text (§3.3). Only landmarks and kv grow, once a chunk."""
     past: list                  # of each layer, keys and values of the last W positions
     unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the chunk not yet complete
-    landmarks: torch.Tensor     # (B, M, C) l_k of all chunks
+    landmarks: list             # of pieces, l_k of their chunks, (B, n, C)
     kv: list                    # of each chunk, (2, B, S, H, D) 16 bits; in forward a tensor
     reads: list                 # of each group, w and idx (B, n, K); the last: of the unfinished
 
@@ -308,7 +308,7 @@ class DRT(nn.Module):
         """The state before a text. A corpus to retrieve from comes first: its chunks (B = 1)."""
         c, E = self.config, self.embedding.weight
         w, none = E.new_zeros(B, 1, c.n_neighbors), E.new_empty(B, 0, c.n_embd)
-        landmarks, kv = (none, []) if self.source == 'text' else self.corpus[1:]
+        landmarks, kv = ([none], []) if self.source == 'text' else self.corpus[1:]
         return State([None] * c.n_layer, none, landmarks, kv, [(w, w.int() - 1)] * c.groups)
 
     def insert(self, x, value, s=0):
@@ -370,12 +370,14 @@ class DRT(nn.Module):
             chunks, new_kv = self.encoder(unfinished[:, :N * S].unflatten(1, (N, S)))
             unfinished = unfinished[:, N * S:]
             l = chunks.mean(2) if config.compare_means else chunks[:, :, -1]    # (B, N, C)
-            landmarks = torch.cat([landmarks, l], dim=1)            # (B, M, C)
+            landmarks = [*landmarks, l]
             kv = new_kv if docs is not None else kv + self.store(new_kv)    # forward: a tensor
         if not upper:
             return None, None, State(past, unfinished, landmarks, kv, reads)
 
-        M, same = landmarks.size(1), True
+        if len(landmarks) > 1:
+            landmarks = [torch.cat(landmarks, dim=1)]               # (B, M, C)
+        M, same = landmarks[0].size(1), True
         allowed = x.new_ones(B, N, M, dtype=torch.bool).tril(M - N - 1)     # chunks before its own
         if self.source != 'text':                                   # Table 4
             n = len(self.corpus[2])
@@ -399,7 +401,7 @@ class DRT(nn.Module):
             g, j = divmod(i - n_lower, depth)                       # layer j of group g
             if retrieves and j == 0:                                # a group begins
                 h = x[:, S - 1 - s::S]                              # (B, N, C) of the landmarks
-                pairs = zip(reads[g], self.retrieve(g, h, landmarks, allowed))
+                pairs = zip(reads[g], self.retrieve(g, h, landmarks[0], allowed))
                 w, idx = (torch.cat([old[:, -1:], new], dim=1) for old, new in pairs)
                 reads[g] = w, idx           # (B, N + 1, K): landmark n retrieves for chunk n + 1
                 if config.next_chunk:                               # 2 K columns
@@ -493,7 +495,7 @@ class DRT(nn.Module):
                 raise SystemExit('--split train with --retrieve-from: each text would find itself')
             if len(tokens) < 2 * (self.config.chunk_size - 1):
                 raise SystemExit('--retrieve-from: its text is shorter than two chunks')
-            tokens = torch.from_numpy(tokens).to(state.landmarks.device)
+            tokens = torch.from_numpy(tokens).to(state.unfinished.device)
             for piece in progress(tokens.split(16 * self.PIECE), 'reading the corpus'):
                 state = self.read(piece[None], state)
             self.corpus = tokens, state.landmarks, state.kv

@@ -331,12 +331,9 @@ def train(module, model_config, config, corpus=None):
             for key, value in {'loss': loss, **more}.items():
                 metrics[key] = metrics.get(key, 0) + value.detach() / passes
         metrics['stopped'] = torch.full_like(metrics['loss'], len(signals))
-        if WORLD > 1:                                   # the means over all, in one message
-            tensors = [p.grad for p in model.parameters() if p.grad is not None]
-            tensors += metrics.values()
-            means = torch.nn.utils.parameters_to_vector(tensors) / WORLD
-            dist.all_reduce(means)
-            torch.nn.utils.vector_to_parameters(means, tensors)
+        if WORLD > 1:                                   # the means over all
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            for x in [*grads, *metrics.values()]: dist.all_reduce(x.div_(WORLD))
         return metrics
 
     model.kernel = config.kernel
