@@ -205,7 +205,7 @@ def list_files(where, code):
 def split_files(files, code):
     """{name: path} -> {split: [(paths, part)]}, of a file or all files of a package of `code`. If a
     file or folder is named train, only those named train, val, test are used. Else they go, by
-    sha256(name), to val, else test, up to 5% of the bytes, else train; with no val, all are cut."""
+    sha256(name), to val, else test, up to 5% of the bytes, else train; or, with < 2.5%, are cut."""
     groups, sizes = defaultdict(list), Counter()
     for name, path in files.items():
         text = path.read_bytes()
@@ -223,7 +223,7 @@ def split_files(files, code):
         for name in sorted(groups, key=lambda name: hashlib.sha256(os.fsencode(name)).hexdigest()):
             split_of[name] = next(split for split in room if sizes[name] <= room[split])
             room[split_of[name]] -= sizes[name]
-        if 'val' not in split_of.values():
+        if room['val'] > n_bytes // 40:                         # val has less than 2.5%
             return {split: [(paths, split) for paths in groups.values()] for split in SPLITS}
     return {split: [(groups[name], 'all') for name in groups if split_of.get(name) == split]
             for split in SPLITS}

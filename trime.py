@@ -610,28 +610,30 @@ LONG = [256 * 2 ** i for i in range(20)]            # tokens
 
 @torch.no_grad()
 def collect(model, split, x, progress):
-    """Of the first 65,536 tokens, arguments of Inference.log_p for every 16th of each window"""
+    """Arguments of Inference.log_p, of tokens of each window: every 16th of the first 65,536"""
     model.inference, windows = x, []
+    every = 1 + min(65_535, len(split.tokens)) // 4096          # a shorter text: more of them
     for ids in progress(np.split(split.tokens[:65_536], split.offsets[1:-1]), 'tuning'):
         tokens = torch.from_numpy(ids.astype(int)).to(model.norm.weight.device)
         targets = tokens[1:, None]
         for f, g, state in model.windows(tokens[None, :-1]):
-            w, targets = targets[:f.size(1):16], targets[f.size(1):]                # (Q, 1)
-            logits, log_words = model.embedding.logits(f[0, ::16])                  # (Q, V)
-            sim, value, window = model.memories(g, state, every=16)                 # (Q, M)
+            w, targets = targets[:f.size(1):every], targets[f.size(1):]             # (Q, 1)
+            logits, log_words = model.embedding.logits(f[0, ::every])               # (Q, V)
+            sim, value, window = model.memories(g, state, every)                    # (Q, M)
             windows.append((logits.gather(1, w), log_words, sim, value == w, window))
     return windows
 
 
 def tune(windows, x):
     """An Inference of high mean log P over what collect returns, by coordinate ascent: the best
-    tau, the best long up to x.long and so on in turn, until none is better."""
+    tau, the best long up to x.long and so on in turn, until none is better. It starts with K = 1:
+    from 1,024 it did not find back, and chose constants that were worse than those without ext"""
     grids = dict(tau=TAUS, long=sorted({min(n, x.long) for n in LONG}))
     if x.linear and x.local:
         x, grids['lam'] = replace(x, lam=0.25), LAMBDAS             # with lam = 0 tau has no effect
     if x.n_neighbors:
-        x = replace(x, lam_ext=0.25)
-        grids.update(lam_ext=LAMBDAS, tau_ext=TAUS, n_neighbors=[1, 8, 64, 512, 1024])
+        x = replace(x, lam_ext=0.25, n_neighbors=1)                 # with lam_ext = 0, tau_ext too
+        grids.update(tau_ext=TAUS, lam_ext=LAMBDAS, n_neighbors=[1, 8, 64, 512, 1024])
 
     def score(x):
         return sum(x.log_p(*window).sum().item() for window in windows)

@@ -236,16 +236,17 @@ def test_probabilities_at_test_time(name, stride, store):
     assert max(sizes) == max(sizes[:4 * T])
 
 
-@pytest.mark.parametrize('name', INFERENCES)
-def test_what_sizes_are_tuned_on(name, store):
-    """The first token of each window (16 would follow), with more memories than are used."""
-    model, tokens = with_memories(name, store), random_tokens(6 * T + 3)
+@pytest.mark.parametrize('name, n', [*((name, 6 * T + 3) for name in INFERENCES), ('long', 4099)])
+def test_what_sizes_are_tuned_on(name, n, store):
+    """Every token, of a longer text every second, with more memories than are used."""
+    model, tokens, every = with_memories(name, store), random_tokens(n), 1 + (n > 4096)
     split, x = SimpleNamespace(tokens=tokens.numpy(), offsets=[0, len(tokens)]), model.inference
     windows = trime.collect(model, split, x, no_progress)
     sizes = [f.size(1) for f, _, _ in model.windows(tokens[None, :-1])]
     fewer = dataclasses.replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
     got, model.inference = torch.cat([fewer.log_p(*window)[:, 0] for window in windows]), fewer
-    assert torch.allclose(got, log_p(model, tokens)[np.cumsum([0, *sizes[:-1]])], atol=1e-4)
+    i = np.concatenate([np.arange(n - q, n, every) for n, q in zip(np.cumsum(sizes), sizes)])
+    assert torch.allclose(got, log_p(model, tokens)[i], atol=1e-4)
 
 
 @pytest.mark.parametrize('shuffle', [False, True])
@@ -372,8 +373,7 @@ def test_presets(preset, millions, memory, kind):
     config = TRIMEConfig(**{k: v for k, v in values.items() if k in fields}, memory=memory)
     with torch.device('meta'):
         n = sum(p.numel() for p in TRIME(config).parameters())
-    assert n == pytest.approx(millions * 1e6, rel=0.02)
-    assert trime.batches(config)['kind'] == kind
+    assert n == pytest.approx(millions * 1e6, rel=0.02) and trime.batches(config)['kind'] == kind
 
 
 @pytest.mark.slow
