@@ -205,7 +205,7 @@ def list_files(where, code):
 def split_files(files, code):
     """{name: path} -> {split: [(paths, part)]}, of a file or all files of a package of `code`. If a
     file or folder is named train, only those named train, val, test are used. Else they go, by
-    sha256(name), to val, else test, up to 5% of the bytes, else train; or, with < 2.5%, are cut."""
+    sha256(name), to val, else test, at most 5% each, else train; if val has < 2.5%, all are cut."""
     groups, sizes = defaultdict(list), Counter()
     for name, path in files.items():
         text = path.read_bytes()

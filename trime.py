@@ -627,7 +627,7 @@ def collect(model, split, x, progress):
 def tune(windows, x):
     """An Inference of high mean log P over what collect returns, by coordinate ascent: the best
     tau, the best long up to x.long and so on in turn, until none is better. It starts with K = 1:
-    from 1,024 it did not find back, and chose constants that were worse than those without ext"""
+    from K = 1,024 it ended at constants with which ext was worse than no ext (p = 0)"""
     grids = dict(tau=TAUS, long=sorted({min(n, x.long) for n in LONG}))
     if x.linear and x.local:
         x, grids['lam'] = replace(x, lam=0.25), LAMBDAS             # with lam = 0 tau has no effect
