@@ -23,8 +23,8 @@ Letters used in the shape comments
     and the token after it; key g(c_j), value x_j
 
 Where this differs from the paper, and why
-    The three models share one Transformer: RMSNorm, RoPE and GELU, GPT-2's initial weights, a final
-    norm, no biases; AdamW and a cosine replace NAG (247M) and the inverse square root (7M).
+    The Transformer has RMSNorm, RoPE, GELU, GPT-2's initial weights, a final norm and no biases. In
+    the presets AdamW and a cosine replace NAG (247M) and the inverse square root (7M).
     In training, memories are of a process's own micro-batch (official ext: of all processes), and
     §4.3's m = 1 masks other segments of the same document (official code: none). With memory ext g
     starts small; otherwise the words have almost no probability at first, and learn more slowly.
@@ -91,7 +91,7 @@ class EvalConfig:
 
 
 # Table 9 (lr of 247M: ours); n_head of 7M: App. F, of the others: official code (150M there: 10),
-# as are cutoffs (enwik8 there: 208), div_value, dropout (but for 7m: ours), beta2, weight_decay
+# as are cutoffs (enwik8 there: 208), div_value, dropout (7m: ours) and ADAM's beta2, weight_decay
 WIKITEXT = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000',
                 eval_every=2000)
 ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0, lr=2.5e-4, warmup=0.0,
