@@ -35,7 +35,7 @@ Where this differs from the paper, and why
     $ python trime.py                       a demo on a CPU
     $ python train.py --model trime
 """
-import contextlib, hashlib, json, math, random, re
+import contextlib, hashlib, inspect, json, math, random, re
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -576,8 +576,7 @@ class TRIME(nn.Module):
         if args.retrieve_from:                                      # Table 5; above, Table 1
             names = f'{args.memory or "local,long"},ext'
         self.stride, self.inference = args.stride or self.stride, Inference()
-        if names == 'none':                                         # nothing to tune
-            return
+        if names == 'none': return                                  # nothing to tune
         if corpus.val is None or external.train is None:
             raise SystemExit('TRIME is tuned on a split val, and its datastore is of a split train')
         x = Inference('local' in names, args.long * ('long' in names), 1024 * ('ext' in names),
@@ -589,7 +588,8 @@ class TRIME(nn.Module):
                 raise SystemExit('--split train with --memory ext: each token would find itself')
             store = folder / f'datastore-{external.folder.name}'
             self.store = Datastore(store, self, external.train.tokens, about, progress, args.nprobe)
-        key = json.dumps([about, corpus.fingerprint, asdict(x), args.nprobe])
+        code = ''.join(map(inspect.getsource, (Inference, collect, tune))).encode()
+        key = repr([about, corpus.fingerprint, x, args.nprobe, hashlib.sha256(code).hexdigest()])
         file = folder / 'tuned.json'
         try: tuned = json.loads(file.read_text())
         except (OSError, ValueError): tuned = {}                    # there is none, or it is torn

@@ -1,6 +1,6 @@
 """eval.py: its numbers by hand, its commands with a stand-in model, three models in one table."""
 import json, math, os, pickle, re, sys, types
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,8 +182,7 @@ def test_what_is_no_checkpoint_is_one_line(run):
     good = torch.load('a/best.pt', weights_only=True)
     other = dict(empty={}, unknown=dict(good, model_name='unknown'),
                  weights=dict(good, config=dict(good['config'], width=5)))
-    for name, content in other.items():
-        torch.save(content, name)
+    for name, content in other.items(): torch.save(content, name)
     Path('hostile.pt').write_bytes(pickle.dumps(Hostile(), protocol=2))
     for path in (*other, 'hostile.pt', 'texts/val.jsonl', 'nothing'):
         assert path in one_line(evaluation.load, path)
@@ -316,8 +315,7 @@ def test_the_three_models_in_one_table(run, monkeypatch):
     texts = [text[i:] + text for i in (0, 1, 120, 317)]
     write_splits(Path('texts'), texts, texts)
     larger = {'trime': '--block-size 64 --tokens-per-step 256'}         # fewer windows
-    for name in FLAGS:
-        train.main(flags(name, larger.get(name, '')))
+    for name in FLAGS: train.main(flags(name, larger.get(name, '')))
     names = [f'out/{name}' for name in FLAGS]
     result = evaluate(*names, '--max-tokens', '3')
     assert [(row['run'], row['way']) for row in result['table']['rows']] == [
@@ -341,6 +339,9 @@ def test_the_three_models_in_one_table(run, monkeypatch):
                     evaluate(*names, '--task', 'table', *corpus)['rows'] for _ in 'ab')
     assert first == again and ' '.join(row['way'] for row in first) == (
         'on shuffled off on corpus both shuffled off off')
+    monkeypatch.setattr(trime, 'tune', lambda windows, x: replace(x, tau=9.0))      # other code
+    evaluate('out/trime', '--task', 'table', *corpus)
+    assert '"tau": 9' in Path('out/trime/tuned.json').read_text()
     found = evaluate(*names, '--task', 'examples', *corpus)
     assert {x['run'] for x in found for y in x['retrieved'] if y['ago'] is None} == {*names[:2]}
     rows = evaluate('out/drt', '--task', 'generate', '--max-tokens', '2', *corpus)

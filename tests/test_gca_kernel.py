@@ -32,8 +32,7 @@ def double_loop(q, k, v, w, idx, S, n_keys=None, sink=False, scale=None):
     for b, t, h in itertools.product(range(B), range(T), range(H)):
         hkv = h * k.size(2) // H
         for slot, c in enumerate(idx[b, t // S].tolist()):
-            if c < 0:
-                continue
+            if c < 0: continue
             keys = slice(c * S, c * S + (n_keys or S))
             e = torch.exp(k[b, keys, hkv] @ q[b, t, h] * scale)             # (n_keys,)
             o_k = e @ v[b, keys, hkv] / (e.sum() + sink)                    # (D,)
