@@ -92,7 +92,7 @@ class RPTConfig:
 
 
 PRESETS = {         # §3.4, App. A, B; ours: tokenizer, optimizer, its settings, alpha, reference LM
-    'tiny': dict(n_candidates=4, score_every=4, reference_steps=300),
+    'tiny': dict(n_candidates=4, score_every=8, reference_steps=300),
     'paper': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_384,
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
                   chunk_size=64, n_cca=5, tokens_per_step=131_072, max_steps=500_000, lr=5e-4,
