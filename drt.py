@@ -39,7 +39,6 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from gca_kernel import gca
 
@@ -173,15 +172,19 @@ def attend(q, k, v, block, window, slopes=0.0):
 
 def cross_entropy(f, E, targets):
     """Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0. The (n, V) logits are
-    never held: rows are taken in slices, whose logits the backward pass computes again.
+    never held: those of a slice of rows are freed once they have given its gradient.
 
     f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()"""
-    def of_slice(f, w):
-        return F.cross_entropy(product(f, E), w, reduction='sum')
-
-    scored = targets >= 0
-    slices = zip(f[scored].split(512), targets[scored].split(512))
-    nats = sum(checkpoint(of_slice, *rows, use_reentrant=False) for rows in slices)
+    scored, nats, trains = targets >= 0, 0, torch.is_grad_enabled()
+    inputs = f[scored], E
+    f, E = (x.detach().requires_grad_(trains) for x in inputs)
+    for rows, w in zip(f.split(1024), targets[scored].split(1024)):
+        with torch.autocast(f.device.type, enabled=False):
+            loss = F.cross_entropy(product(rows, E), w, reduction='sum')
+            if trains: loss.backward()                              # adds to f.grad and E.grad
+        nats += loss.detach()
+    if trains:                                                      # + 0, which has this gradient
+        nats += sum(((x - x.detach()) * y.grad).sum() for x, y in zip(inputs, (f, E)))
     return nats / scored.sum().clamp(min=1)
 
 
@@ -372,8 +375,7 @@ class DRT(nn.Module):
             l = chunks.mean(2) if config.compare_means else chunks[:, :, -1]    # (B, N, C)
             landmarks = [*landmarks, l]
             kv = new_kv if docs is not None else kv + self.store(new_kv)    # forward: a tensor
-        if not upper:
-            return None, None, State(past, unfinished, landmarks, kv, reads)
+        if not upper: return None, None, State(past, unfinished, landmarks, kv, reads)
 
         if len(landmarks) > 1:
             landmarks = [torch.cat(landmarks, dim=1)]               # (B, M, C)
@@ -421,8 +423,7 @@ class DRT(nn.Module):
         ids, targets = self.insert(batch.tokens, V), self.insert(batch.targets, -1)         # (B, L)
         docs = self.insert(batch.doc, 0)
         docs = docs.where(ids < V, docs.roll(1, dims=1))            # a landmark's: of its chunk
-        if self.training:
-            torch.manual_seed(batch.seed)                           # for Gumbel noise and MLM
+        if self.training: torch.manual_seed(batch.seed)             # for Gumbel noise and MLM
         if self.training and config.groups and config.encoder == 'tokens' and progress < 0.5:
             masked = torch.rand(ids.shape, device=ids.device) < config.mlm
             masked &= (ids < V) & (docs >= 0)                       # no landmarks, no padding
@@ -468,8 +469,7 @@ class DRT(nn.Module):
 
     def ways(self):
         """Name -> attributes to set: chunks of the text, of a corpus, of both, random ones, none"""
-        if not self.config.groups or self.config.retriever == 'off':
-            return {'off': {}}
+        if not self.config.groups or self.config.retriever == 'off': return {'off': {}}
         on = dict(retriever=self.config.retriever, source='text')
         sources = ('corpus', 'both') if self.corpus else ()         # Table 4
         return dict(on=on, **{source: dict(on, source=source) for source in sources},

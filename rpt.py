@@ -46,7 +46,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from bm25 import idf_lucene
 
@@ -187,15 +186,19 @@ class MLP(nn.Module):
 
 def cross_entropy(f, E, targets):
     """Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0. The (n, V) logits are
-    never held: rows are taken in slices, whose logits the backward pass computes again.
+    never held: those of a slice of rows are freed once they have given its gradient.
 
     f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()"""
-    def of_slice(f, w):
-        return F.cross_entropy(product(f, E), w, reduction='sum')
-
-    scored = targets >= 0
-    slices = zip(f[scored].split(512), targets[scored].split(512))
-    nats = sum(checkpoint(of_slice, *rows, use_reentrant=False) for rows in slices)
+    scored, nats, trains = targets >= 0, 0, torch.is_grad_enabled()
+    inputs = f[scored], E
+    f, E = (x.detach().requires_grad_(trains) for x in inputs)
+    for rows, w in zip(f.split(1024), targets[scored].split(1024)):
+        with torch.autocast(f.device.type, enabled=False):
+            loss = F.cross_entropy(product(rows, E), w, reduction='sum')
+            if trains: loss.backward()                              # adds to f.grad and E.grad
+        nats += loss.detach()
+    if trains:                                                      # + 0, which has this gradient
+        nats += sum(((x - x.detach()) * y.grad).sum() for x, y in zip(inputs, (f, E)))
     return nats / scored.sum().clamp(min=1)
 
 
@@ -276,8 +279,7 @@ class NeighborEncoder(nn.Module):
         """max(η, σ((w_ng · norm(ĉ) + b) / C)) (B, n, K), 0: no neighbor. ĉ: mean of one (B, n, K,
         2m, C) after attention to itself, better ones of its chunk, those of w - 1 chunks before."""
         (B, n, K), config, valid = chosen.shape, self.config, chosen >= 0
-        if not config.gate:
-            return valid.to(neighbors.dtype)
+        if not config.gate: return valid.to(neighbors.dtype)
         # a chunk with neighbors is w chunks into its document or more: the w - 1 before are of it
         mean = neighbors.mean(3).view(B, 1, n * K, -1)                      # (B, 1, n K, C)
         j = torch.arange(n * K, device=chosen.device)
@@ -448,11 +450,9 @@ def setup(model, corpus, batches, config, autocast, train_reference, progress):
     """Stores s_t of each sequence that the run will use in a file, in a folder whose name is a hash
     of what they depend on; each process does its share. -> attach(batch, g), a TaughtBatch"""
     c, m, device = model.config, model.config.chunk_size, model.embedding.weight.device
-    if c.retriever == 'none':
-        return lambda batch, g: batch
+    if c.retriever == 'none': return lambda batch, g: batch
     idf, reference, weights = corpus_idf(corpus.train.tokens, m, c.vocab_size), None, b''
-    if c.retriever == 'bm25':
-        model.idf.copy_(idf)
+    if c.retriever == 'bm25': model.idf.copy_(idf)
     if c.retriever == 'sem':
         reference = load_reference(c, config, corpus, train_reference)
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
