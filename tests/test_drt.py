@@ -81,8 +81,7 @@ def self_attention(block, x, window):
 
 def encoded(encoder, x):
     """C_k of one chunk, x (S, C)"""
-    if len(encoder.blocks):
-        x = encoder.norm_in(x)
+    if len(encoder.blocks): x = encoder.norm_in(x)
     for block in encoder.blocks:
         q, k, v = heads(block.norm1(x), block.qkv.weight, 3)
         y = torch.stack([attention(q_i, rope(k, range(S)), v) for q_i in rope(q, range(S))])
