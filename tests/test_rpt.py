@@ -231,7 +231,7 @@ def test_the_future_is_invisible(more, t=T - 3):
 @pytest.mark.parametrize('more', SETTINGS[:4])
 def test_the_loss_in_eval_mode(more):
     """Without a teacher; in slices, some targets not scored: value and gradients."""
-    model, batch = small(**more), taught(tokens_of(b=7))
+    model, batch = small(**more), taught(tokens_of(b=40))
     batch.targets = batch.targets.where(torch.arange(T) % 3 > 0, -1)
     logits = model.logits(model.encode(batch.tokens)[0])
     wanted = F.cross_entropy(logits.mT, batch.targets, ignore_index=-1)
