@@ -190,15 +190,15 @@ def cross_entropy(f, E, targets):
 
     f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()"""
     scored, nats, trains = targets >= 0, 0, torch.is_grad_enabled()
-    inputs = f[scored], E
-    f, E = (x.detach().requires_grad_(trains) for x in inputs)
-    for rows, w in zip(f.split(1024), targets[scored].split(1024)):
+    inputs = *f[scored].split(1024), E
+    *slices, E = (x.detach().requires_grad_(trains) for x in inputs)
+    for rows, w in zip(slices, targets[scored].split(1024)):
         with torch.autocast(f.device.type, enabled=False):
             loss = F.cross_entropy(product(rows, E), w, reduction='sum')
-            if trains: loss.backward()                              # adds to f.grad and E.grad
+            if trains: loss.backward()                              # adds to .grad of rows and E
         nats += loss.detach()
     if trains:                                                      # + 0, which has this gradient
-        nats += sum(((x - x.detach()) * y.grad).sum() for x, y in zip(inputs, (f, E)))
+        nats += sum(((x - x.detach()) * y.grad).sum() for x, y in zip(inputs, (*slices, E)))
     return nats / scored.sum().clamp(min=1)
 
 
