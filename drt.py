@@ -179,11 +179,11 @@ def cross_entropy(f, E, targets):
     inputs = *f[scored].split(1024), E
     *slices, E = (x.detach().requires_grad_(trains) for x in inputs)
     for rows, w in zip(slices, targets[scored].split(1024)):
-        with torch.autocast(f.device.type, enabled=False):
+        with torch.autocast(f.device.type, enabled=False):          # backward's products, too
             loss = F.cross_entropy(product(rows, E), w, reduction='sum')
             if trains: loss.backward()                              # adds to .grad of rows and E
         nats += loss.detach()
-    if trains:                                                      # + 0, which has this gradient
+    if trains:                                                  # adds 0, whose gradient is .grad
         nats += sum(((x - x.detach()) * y.grad).sum() for x, y in zip(inputs, (*slices, E)))
     return nats / scored.sum().clamp(min=1)
 

@@ -8,7 +8,7 @@ Evaluates trained models: any mixture of them in one table, on the same text.
 A run is a folder, of which best.pt is used, else ckpt.pt, or it is a .pt file. Each token of a
 document but its first is scored once, in fp32; the document is read from its beginning.
 """
-import os       # before torch: a thread that waits spins for some 10 µs, then it sleeps
+import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP), then sleep
 os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '1000'} | os.environ
 import argparse, functools, importlib, itertools, json, math, sys, time
 from dataclasses import dataclass

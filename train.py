@@ -8,7 +8,7 @@ The folder of a run, out/<model> or --out, gets config.json, log.jsonl, best.pt 
 the lowest validation loss; not with TRIME's memory ext) and ckpt.pt, from which the same command
 resumes: on a CPU bit for bit as without interruption. More processes change the order of sums only.
 """
-import os       # before torch: a thread that waits spins for some 10 µs, then it sleeps
+import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP), then sleep
 os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '1000'} | os.environ
 import argparse, ctypes, datetime, difflib, importlib, inspect, json, math, platform, re, signal
 import shlex, subprocess, sys, time

@@ -588,9 +588,9 @@ class TRIME(nn.Module):
                 raise SystemExit('--split train with --memory ext: each token would find itself')
             store = folder / f'datastore-{external.folder.name}'
             self.store = Datastore(store, self, external.train.tokens, about, progress, args.nprobe)
-        code = ''.join(map(inspect.getsource, (Inference, collect, tune))).encode()
-        key = repr([about, corpus.fingerprint, x, args.nprobe, hashlib.sha256(code).hexdigest()])
-        file = folder / 'tuned.json'
+        code = [TAUS, LAMBDAS, LONG, *map(inspect.getsource, (TRIME, Inference, collect, tune))]
+        facts = repr([about, corpus.fingerprint, x, args.nprobe, code])
+        file, key = folder / 'tuned.json', hashlib.sha256(facts.encode()).hexdigest()
         try: tuned = json.loads(file.read_text())
         except (OSError, ValueError): tuned = {}                    # there is none, or it is torn
         if key not in tuned:

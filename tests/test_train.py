@@ -408,8 +408,9 @@ def test_random_tokens_cannot_be_predicted(here, model, more):
 
 def test_imports():
     """None is heavy; AdamW's own comes before a process group, whose threads it would keep."""
-    script = ('import os, sys, train, trime, rpt, drt; print(os.environ["GOMP_SPINCOUNT"], '
+    script = ('import os, sys, train, trime, rpt, drt; print(*map(os.environ.get, sys.argv[1:]), '
               '{"faiss", "triton", "torch._dynamo", "torch.distributed.nn"} & set(sys.modules))')
-    command = ['env', '-u', 'GOMP_SPINCOUNT', sys.executable, '-c', script]
+    names = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'
+    command = ['env', '-u', names[0], '-u', names[1], sys.executable, '-c', script, *names]
     screen = subprocess.run(command, capture_output=True, text=True, cwd=FILE.parent).stdout
-    assert screen == "1000 {'torch.distributed.nn'}\n"
+    assert screen == "PASSIVE 1000 {'torch.distributed.nn'}\n"

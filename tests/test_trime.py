@@ -177,8 +177,7 @@ def test_randomness_comes_from_the_seed():
     batch, losses = random_batch(b=2), []
     off, on, model = (small('ext', p=p, n_layer=1) for p in (1.0, 0.0, 0.9))
     off, on = off(batch, 1.0)[0].item(), on(batch, 1.0)[0].item()
-    for batch.seed in range(300):
-        losses.append(model(batch, 1.0)[0].item())
+    for batch.seed in range(300): losses.append(model(batch, 1.0)[0].item())
     assert {*losses} == {off, on} and off != on
     assert abs(losses.count(off) / 300 - 0.9) < 4 * (0.9 * 0.1 / 300) ** 0.5    # 4 standard errors
     model, losses = small(dropout=0.5), []
