@@ -193,7 +193,7 @@ def cross_entropy(f, E, targets):
     inputs = *f[scored].split(1024), E
     *slices, E = (x.detach().requires_grad_(trains) for x in inputs)
     for rows, w in zip(slices, targets[scored].split(1024)):
-        with torch.autocast(f.device.type, enabled=False):          # backward's products, too
+        with torch.autocast(f.device.type, enabled=False):          # fp32 in backward, too
             loss = F.cross_entropy(product(rows, E), w, reduction='sum')
             if trains: loss.backward()                              # adds to .grad of rows and E
         nats += loss.detach()
