@@ -21,8 +21,7 @@ def small(**settings):
     sizes = dict(vocab_size=V, block_size=T, micro_batch=B, n_layer=4, n_head=2, n_embd=16,
                  window=W, chunk_size=S, n_neighbors=K, groups=2)
     model = DRT(DRTConfig(**{**sizes, **settings})).double().eval()
-    for p in model.parameters():
-        p.data += 0.3 * torch.randn_like(p)
+    for p in model.parameters(): p.data += 0.3 * torch.randn_like(p)
     return model
 
 
@@ -384,8 +383,7 @@ def test_initial_weights():
 def test_the_preset_is_the_papers(more, millions):
     """Table 1: base LM 124M, with two more layers 138M, DRT 133M and its encoder 14M."""
     paper = {k: v for k, v in PRESETS['124m'].items() if k in vars(DRTConfig())}
-    with torch.device('meta'):
-        model = DRT(DRTConfig(**{**paper, **more}))
+    with torch.device('meta'): model = DRT(DRTConfig(**{**paper, **more}))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
     equal, flat = dict(encoder='tokens', n_encoder=0, compare_means=False), dict(slope=0)
     for bad in (dict(n_head=3), dict(n_layer=1), dict(groups=4), dict(chunk_size=1), flat, equal):

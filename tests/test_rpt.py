@@ -308,9 +308,12 @@ def test_scores_and_logits_are_fp32_under_autocast():
     with torch.autocast('cpu', torch.bfloat16):
         f, _, scores = model.encode(tokens_of())
         logits = model.logits(f)
+        targets = tokens_of().where(torch.arange(T) < 32, -1)           # 64: 1 / 64 is exact
+        loss = rpt.cross_entropy(f.detach(), model.embedding.weight, targets)
         neighbors, chosen = torch.randn(1, 9, 3, 2 * M, 16), torch.ones(1, 9, 3).long()
         gates = model.neighbor_encoder.gates(neighbors, chosen)
-    for x in (scores[scores > -math.inf], logits, gates):
+    gradient, = torch.autograd.grad(loss, model.embedding.weight)
+    for x in (scores[scores > -math.inf], logits, gates, gradient):
         assert x.dtype == torch.float32 and (x.bfloat16() != x).any()
 
 

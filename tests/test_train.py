@@ -112,8 +112,7 @@ def test_an_interrupted_run_equals_another_one(here, capsys, model):
         at_step(patch, 5, lambda: (interrupt(), interrupt()))
         run(flags(model, '--out run'))
     assert len(log_of('run')) == 5
-    with open('run/log.jsonl', 'a') as f:
-        f.write('{"step": 6, "lo')
+    with open('run/log.jsonl', 'a') as f: f.write('{"step": 6, "lo')
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match='stopped; run'):
         validate = train.validate                           # the last one has four arguments
         patch.setattr(train, 'validate', lambda *a: (len(a) == 4 and interrupt(), validate(*a))[1])
