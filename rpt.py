@@ -62,7 +62,7 @@ class RPTConfig:
     dropout: float = 0.0          # on embeddings and what layers add (ours; paper: 0.05)
     window: int = 128             # two attention blocks: its own, one before (ours; paper: 2,048)
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
-    n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper)
+    n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper; tiny: 4, as m is half)
     n_cca: int = 0                # last layers that cross-attend; 0: the upper half (paper: 5)
     retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # RPT-Sem, RPT-Lex; RETRO; none (§5)
     shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
@@ -91,7 +91,7 @@ class RPTConfig:
 
 
 PRESETS = {         # §3.4, App. A, B; ours: tokenizer, optimizer, its settings, alpha, reference LM
-    'tiny': dict(n_candidates=4, score_every=8, reference_steps=300),
+    'tiny': dict(n_neighbors=4, n_cca=1, n_candidates=4, score_every=8, reference_steps=300),
     'paper': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_384,
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
                   chunk_size=64, n_cca=5, tokens_per_step=131_072, max_steps=500_000, lr=5e-4,
