@@ -269,10 +269,14 @@ class NeighborEncoder(nn.Module):
             self.norm3, self.gate_attention = RMSNorm(C), Attention(config)
             self.norm_gate, self.gate = RMSNorm(C), nn.Linear(C, 1)
 
+    def pairs(self, x):
+        """Each chunk of x (B, n, m, C) and the next, attending to themselves: (B, n - 1, 2m, C)"""
+        x = torch.cat([x[:, :-1], x[:, 1:]], dim=2)
+        y = self.norm1(x).flatten(0, 1)[:, None]                            # (B (n - 1), 1, 2m, C)
+        return x + self.attention(y, y).view_as(x)
+
     def forward(self, x, chunk):
-        """x (n, K, 2m, C): a neighbor attends to itself, then to chunk (n, m, C) -> as x"""
-        y = self.norm1(x).flatten(0, 1)[:, None]                            # (n K, 1, 2m, C)
-        x = x + self.attention(y, y).view_as(x)
+        """x (n, K, 2m, C), such pairs, attend to the chunk (n, m, C) that retrieves them -> as x"""
         return x + self.cross(self.norm2(x), self.norm_query(chunk)[:, None])
 
     def gates(self, neighbors, chosen):
@@ -355,9 +359,7 @@ def ranking_loss(s_q, s_t, tau):
         λ_lj  = |2^s_t(l) - 2^max(s_t(j), 0)| |1 / log2(1 + r_l) - 1 / log2(1 + r_j)| / IDCG
 
     s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret and NDCG@20 of each chunk, (B, N)"""
-    def pairs(x):
-        return x[..., None] - x[:, :, None]                                 # x_l - x_j (B, N, N, N)
-
+    pairs = lambda x: x[..., None] - x[:, :, None]                          # x_l - x_j (B, N, N, N)
     gain = torch.exp2(s_t.clamp(min=0)) - 1                                 # (B, N, N)
     rank = 1 + s_q.argsort(descending=True, stable=True).argsort()
     discount = 1 / torch.log2(1 + rank)
@@ -512,7 +514,8 @@ class State(NamedTuple):
     """What a stream keeps of a text: M whole chunks, neighbors of the last n >= w of them"""
     past: list                  # of each layer, keys and values of the last two blocks
     rest: torch.Tensor          # (B, fewer than m) tokens of the unfinished chunk
-    states: torch.Tensor        # (B, M, m, C) of all chunks, to be retrieved
+    last: torch.Tensor          # (B, 1, m, C) of the last chunk, which is not yet a pair
+    pairs: torch.Tensor         # (B, M, 2m, C) to be retrieved: 0, then all chunks but the last
     keys: torch.Tensor          # (B, M, C) of all chunks; RETRO: (B, M, V)
     chosen: torch.Tensor        # (B, n, K) numbers of the neighbors, -1: none
     neighbors: torch.Tensor     # (B, n, K, 2m, C) their states
@@ -549,18 +552,19 @@ class RPT(nn.Module):
         c, zeros = self.config, self.embedding.weight.new_zeros
         B, w, m, K, C = len(tokens), self.w, c.chunk_size, c.n_neighbors, c.n_embd
         keys = zeros(B, 0, c.vocab_size if c.retriever == 'bm25' else C)
-        return State([None] * c.n_layer, tokens[:, :0], zeros(B, 0, m, C), keys,
-                     zeros(B, w, K).long() - 1, zeros(B, w, K, 2 * m, C), zeros(B, w, K))
+        return State([None] * c.n_layer, tokens[:, :0], zeros(B, 0, m, C), zeros(B, 1, 2 * m, C),
+                     keys, zeros(B, w, K).long() - 1, zeros(B, w, K, 2 * m, C), zeros(B, w, K))
 
     def retrieve(self, x, tokens, doc, teacher, state):
         """§3.1, for c chunks: x (B, t, C), doc (B, c) -> state; s_q (B, c, M), -inf: forbidden"""
         (B, c), m, K, w = doc.shape, self.config.chunk_size, self.config.n_neighbors, self.w
         x, tokens = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
         y, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
-        states = torch.cat([state.states, y], dim=1)                        # (B, M, m, C)
+        y = torch.cat([state.last, y], dim=1)                               # of c or c + 1 chunks
+        pairs = torch.cat([state.pairs, self.neighbor_encoder.pairs(y)], dim=1)     # (B, M, 2m, C)
         keys = torch.cat([state.keys, keys], dim=1)
         s_q = product(q, keys) / q.size(2) ** 0.5                           # (B, c, M)
-        k = torch.arange(states.size(1), device=x.device)
+        k = torch.arange(keys.size(1), device=x.device)
         allowed = permitted(F.pad(doc, (len(k) - c, 0)), c, w)
         if self.retriever is None:
             allowed &= s_q > 0                                              # a term in common
@@ -570,14 +574,13 @@ class RPT(nn.Module):
         chosen = top(order, allowed, K)                                     # (B, c, K)
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
-        pairs = torch.stack([chosen, chosen + 1], 3).clamp(min=0).flatten(1)        # (B, c K 2)
-        # index_select: on a CPU the gradient of y[pair] adds in any order
-        new = torch.stack([y.index_select(0, pair) for y, pair in zip(states, pairs)])
-        new = self.neighbor_encoder(new.view(B * c, K, 2 * m, -1), x.flatten(0, 1))
+        # index_select: on a CPU the gradient of pairs[b, i] adds in any order
+        new = [pair.index_select(0, i) for pair, i in zip(pairs, (chosen + 1).flatten(1))]
+        new = self.neighbor_encoder(torch.cat(new).view(B * c, K, 2 * m, -1), x.flatten(0, 1))
         neighbors = torch.cat([state.neighbors[:, -w:], new.unflatten(0, (B, c))], dim=1)
         chosen = torch.cat([state.chosen[:, -w:], chosen], dim=1)
         gates = self.neighbor_encoder.gates(neighbors, chosen)
-        state = State(state.past, state.rest, states, keys, chosen, neighbors, gates)
+        state = State(state.past, state.rest, y[:, -1:], pairs, keys, chosen, neighbors, gates)
         return state, s_q.masked_fill(~allowed, -math.inf)
 
     def encode(self, tokens, doc=None, teacher=None, state=None):

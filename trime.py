@@ -634,10 +634,7 @@ def tune(windows, x):
     if x.n_neighbors:
         x = replace(x, lam_ext=0.25, n_neighbors=1)                 # with lam_ext = 0, tau_ext too
         grids.update(tau_ext=TAUS, lam_ext=LAMBDAS, n_neighbors=[1, 8, 64, 512, 1024])
-
-    def score(x):
-        return sum(x.log_p(*window).sum().item() for window in windows)
-
+    score = lambda x: sum(x.log_p(*window).sum().item() for window in windows)
     before = None
     while x != before:
         before = x
