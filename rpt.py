@@ -6,7 +6,7 @@ RPT, the Retrieval-Pretrained Transformer: a language model that retrieves from 
 
 A document is cut into chunks. The lower half of the layers encodes it with sliding-window
 attention. From these states each chunk computes a query, scores the chunks that have left its
-window and retrieves the best few. The upper half attends to them while it predicts the next chunk.
+window and retrieves the best few. Upper layers attend to them while they predict the next chunk.
 A ranking loss trains the retriever to agree with a reference LM on which chunks help.
 
 Where the paper is in this file (its equations have no numbers)
@@ -55,7 +55,7 @@ class RPTConfig:
     vocab_size: int = 4096        # ids of the tokenizer; for bpe, how many to train (ours)
     block_size: int = 1024        # tokens of a training sequence, T (ours; paper: 16K)
     micro_batch: int = 2          # sequences of a micro-batch, B (ours)
-    n_layer: int = 4              # layers; the upper half cross-attends (ours; paper: 12)
+    n_layer: int = 4              # layers, half of them lower; see n_cca (ours; paper: 12)
     n_head: int = 4               # attention heads, H (ours; paper: 8)
     n_embd: int = 128             # width, C (ours; paper: 1,024)
     n_inner: int = 0              # hidden width of the MLP; 0: 4 C (paper)
@@ -63,7 +63,7 @@ class RPTConfig:
     window: int = 128             # two attention blocks: its own, one before (ours; paper: 2,048)
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper; tiny: 4, as m is half)
-    n_cca: int = 0                # last layers that cross-attend; 0: the upper half (paper: 5)
+    n_cca: int = 0                # last layers that cross-attend; 0: upper half (paper: 5; tiny: 1)
     retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # RPT-Sem, RPT-Lex; RETRO; none (§5)
     shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
