@@ -21,7 +21,7 @@ FLAGS = {'trime': '--block-size 16 --tokens-per-step 64 --dropout 0.1',
          'drt': '--block-size 35 --tokens-per-step 140 --window 8 --chunk-size 8 --n-neighbors 2 '
                 '--encoder tokens --gumbel',
          'rpt': '--block-size 70 --tokens-per-step 280 --window 16 --chunk-size 4 --dropout 0.1 '
-                '--n-candidates 3 --score-every 1'}
+                '--n-neighbors 2 --n-candidates 3 --score-every 1'}
 
 
 def flags(model='trime', more=''):
