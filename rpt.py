@@ -515,7 +515,7 @@ class State(NamedTuple):
     past: list                  # of each layer, keys and values of the last two blocks
     rest: torch.Tensor          # (B, fewer than m) tokens of the unfinished chunk
     last: torch.Tensor          # (B, 1, m, C) of the last chunk, which is not yet a pair
-    pairs: torch.Tensor         # (B, M, 2m, C) to be retrieved: 0, then all chunks but the last
+    pairs: torch.Tensor         # (B, M, 2m, C) to be retrieved: zeros, then chunk and next chunk
     keys: torch.Tensor          # (B, M, C) of all chunks; RETRO: (B, M, V)
     chosen: torch.Tensor        # (B, n, K) numbers of the neighbors, -1: none
     neighbors: torch.Tensor     # (B, n, K, 2m, C) their states
@@ -574,7 +574,7 @@ class RPT(nn.Module):
         chosen = top(order, allowed, K)                                     # (B, c, K)
         if teacher is not None:
             chosen = chosen.where(teacher == -2, teacher)
-        # index_select: on a CPU the gradient of pairs[b, i] adds in any order
+        # pair k is row k + 1; index_select: on a CPU the gradient of pairs[b, i] adds in any order
         new = [pair.index_select(0, i) for pair, i in zip(pairs, (chosen + 1).flatten(1))]
         new = self.neighbor_encoder(torch.cat(new).view(B * c, K, 2 * m, -1), x.flatten(0, 1))
         neighbors = torch.cat([state.neighbors[:, -w:], new.unflatten(0, (B, c))], dim=1)
