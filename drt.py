@@ -501,8 +501,6 @@ class DRT(nn.Module):
             self.corpus = tokens, state.landmarks, state.kv
 
 
-# --------------------------------------------------------------------------------------------------
-# a demo
 if __name__ == '__main__':
     model, tokens = DRT(DRTConfig()), torch.randint(4096, (1000,))
     log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])

@@ -668,8 +668,6 @@ class RPT(nn.Module):
         return sorted(found, key=lambda read: -read[0])
 
 
-# --------------------------------------------------------------------------------------------------
-# evaluation
 @torch.no_grad()
 def ranks(runs, args):
     """Table 3, over chunks that have a positive: chance, recency, BM25, runs; the last gives s_t"""
@@ -708,8 +706,6 @@ def ranks(runs, args):
 TASKS = {'ranks': ranks}
 
 
-# --------------------------------------------------------------------------------------------------
-# a demo
 if __name__ == '__main__':
     f, state, s_q = RPT(RPTConfig()).encode(torch.randint(4096, (1, 1024)))
     print(f'f {tuple(f.shape)}, s_q {tuple(s_q.shape)}; retrieved', state.chosen[0, -1].tolist())

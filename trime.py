@@ -88,6 +88,7 @@ class EvalConfig:
     long: int = 24_576          # trime: tokens of long memory, at most, tuned on val; 0: none
     stride: int = 0             # trime: tokens scored per window (0: as trained)
     nprobe: int = 16            # trime: lists of the datastore to search; more: slower, more exact
+    recall: bool = False        # trime: print which share of the best 1,024 entries is found so
 
 
 # Table 9 (lr of 247M: ours); n_head of 7M: App. F, of the others: official code (150M there: 10),
@@ -391,8 +392,7 @@ class Datastore:
         if json.loads(file.read_text()) != about:
             raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
         flags = faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR     # memory-mapped
-        self.index = faiss.read_index(str(folder / 'keys.faiss'), flags)
-        self.index.nprobe = nprobe
+        self.index, self.nprobe = faiss.read_index(str(folder / 'keys.faiss'), flags), nprobe
 
     @torch.no_grad()
     def build(self, folder, model, progress):
@@ -401,7 +401,8 @@ class Datastore:
         text = self.text[None, :-1].to(model.norm.weight.device)
         n, C, T = text.size(1), model.config.n_embd, model.config.block_size
         entry = 2 * C + 8                                           # bytes: a key, its number
-        print(f'{folder}: {n:,} entries, {n * entry / 1e9:.2f} GB on disk; to build it, twice that')
+        print(f'{folder}: {n:,} entries, {n * entry / 1e9:.2f} GB on disk; to build it, twice that '
+              f'and {min(n * entry, self.SHARD) / 1e9:.2f} GB of memory')
         folder.mkdir(parents=True, exist_ok=True)
         n_lists = max(1, min(n // 1000, 16_384))
         starts = range(0, n, max(T, T * n // (64 * n_lists)))       # k-means of a sample of keys
@@ -422,9 +423,10 @@ class Datastore:
         for shard in folder.glob('shard-*'):
             shard.unlink()
 
-    def search(self, query, K, l2=False):
+    def search(self, query, K, l2=False, nprobe=0):
         """The K most similar entries to queries (Q, C), best first: similarities, entries (Q, K)"""
         import faiss
+        self.index.nprobe = nprobe or self.nprobe
         self.index.metric_type = faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT
         sim, j = map(torch.from_numpy, self.index.search(query.float().cpu().numpy(), K))
         sim = sim / (-2 if l2 else 1) / query.size(1) ** 0.5        # l2: see Inference
@@ -588,6 +590,12 @@ class TRIME(nn.Module):
                 raise SystemExit('--split train with --memory ext: each token would find itself')
             store = folder / f'datastore-{external.folder.name}'
             self.store = Datastore(store, self, external.train.tokens, about, progress, args.nprobe)
+            if args.recall:
+                text = torch.from_numpy(corpus.val.tokens[None, :8192].astype(int))
+                windows = self.windows(text.to(self.norm.weight.device))
+                query = torch.cat([g[0, ::32] for _, g, _ in windows])
+                found, best = (self.store.search(query, 1024, x.linear, n)[0] for n in (0, 2 ** 20))
+                print(f'{store}: recall {(found >= best[:, -1:]).float().mean():.1%}')
         code = [TAUS, LAMBDAS, LONG, *map(inspect.getsource, (TRIME, Inference, collect, tune))]
         facts = repr([about, corpus.fingerprint, x, args.nprobe, code])
         file, key = folder / 'tuned.json', hashlib.sha256(facts.encode()).hexdigest()
@@ -643,8 +651,6 @@ def tune(windows, x):
     return x
 
 
-# --------------------------------------------------------------------------------------------------
-# a demo
 if __name__ == '__main__':
     model, tokens = TRIME(TRIMEConfig()), torch.randint(4096, (1000,))
     log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])

@@ -1,5 +1,5 @@
 """TRIME against its definitions, by loops in fp64."""
-import dataclasses, itertools, math
+import dataclasses, itertools, math, re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -348,7 +348,7 @@ def test_tuning(memory, flags, tmp_path):
     assert prepared(memory, tmp_path, None, **flags)[0].inference == x  # nothing to build or tune
 
 
-def test_flags(tmp_path):
+def test_flags(tmp_path, store, monkeypatch, capsys):
     assert prepared('ext', tmp_path, memory='local', stride=5)[0].stride == 5
     assert 'find itself' in one_line(prepared, 'ext', tmp_path, split='train')
     assert [*prepared('ext', tmp_path, memory='none')[0].ways()] == ['off']
@@ -361,6 +361,10 @@ def test_flags(tmp_path):
     models = (prepared('long', tmp_path, long=n)[0] for n in (60, 0))              # Figure 3
     at_60, at_0 = (perplexity(model, **model.ways()['on']) for model in models)
     assert at_60 < at_0
+    monkeypatch.setattr(trime, 'Datastore', lambda *_: store.store)
+    for store.store.nprobe, found in ((1, ' [2-9].[.]'), (2, ' 100.0')):            # of two lists
+        prepared('none', tmp_path, memory='ext', recall=True)
+        assert re.search(f'recall{found}', capsys.readouterr().out)
 
 
 @pytest.mark.parametrize('preset, millions, memory, kind', [
