@@ -41,7 +41,6 @@ def count(texts):
 class BM25:
     """An index of N documents, arrays (len,) of token ids.
     idf: (V,) by token id, of another corpus; terms beyond it count 0. None: of these documents."""
-
     def __init__(self, docs, k1=1.2, b=0.75, idf=None):
         N = self.N = len(docs)
         doc, term, tf = count(docs)                                 # (P,)

@@ -98,8 +98,7 @@ class EvalConfig:
 
 
 def batches(config):
-    """Arguments of data.Corpus.batches: long sequences of one document."""
-    return dict(kind='documents', chunk=config.chunk_size - 1)
+    return dict(kind='documents', chunk=config.chunk_size - 1)  # of data.Corpus.batches
 
 
 # --------------------------------------------------------------------------------------------------

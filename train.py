@@ -292,7 +292,9 @@ def train(module, model_config, config, corpus=None):
     model = getattr(module, name.upper())(model_config).to(device)
     if path:
         try: model.load_state_dict(state['model'])
-        except Exception as e: raise SystemExit(f'{path} has weights of another model: {e!r:.200}')
+        except Exception:
+            other = {key: x for key, x in state['config'].items() if about.get(key) != x}
+            raise SystemExit(f'{path} has weights of {state["model_name"]} with {other}')
     train_reference = lambda c, config: train(
         module, c, replace(config, out=f'{out}-reference', resume='auto'), corpus)
     setup = getattr(module, 'setup', lambda *_: lambda batch, g: batch)
