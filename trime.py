@@ -426,7 +426,7 @@ class Datastore:
     def search(self, query, K, l2=False, nprobe=0):
         """The K most similar entries to queries (Q, C), best first: similarities, entries (Q, K)"""
         import faiss
-        self.index.nprobe = nprobe or self.nprobe
+        self.index.nprobe = nprobe or self.nprobe                   # lists to search
         self.index.metric_type = faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT
         sim, j = map(torch.from_numpy, self.index.search(query.float().cpu().numpy(), K))
         sim = sim / (-2 if l2 else 1) / query.size(1) ** 0.5        # l2: see Inference
