@@ -88,7 +88,7 @@ class EvalConfig:
     long: int = 24_576          # trime: tokens of long memory, at most, tuned on val; 0: none
     stride: int = 0             # trime: tokens scored per window (0: as trained)
     nprobe: int = 16            # trime: lists of the datastore to search; more: slower, more exact
-    recall: bool = False        # trime: print which share of the best 1,024 entries is found so
+    recall: bool = False        # trime: print how many of the best 1,024 entries nprobe finds
 
 
 # Table 9 (lr of 247M: ours); n_head of 7M: App. F, of the others: official code (150M there: 10),
