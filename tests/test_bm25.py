@@ -1,34 +1,12 @@
 """bm25.py against its formula in Python's floats."""
-from collections import Counter
-from math import inf, log
+from math import inf
 
 import numpy as np
 import pytest
 
 import bm25
 from bm25 import BM25
-
-
-def formula(docs, query, k1=1.2, b=0.75, idf=None):
-    """The score of each document, term by term from the equations in the header."""
-    docs, N = [Counter(list(doc)) for doc in docs], len(docs)
-    mean = sum(doc.total() for doc in docs) / N
-    scores = [0] * N
-    for t in query:
-        df = sum(t in doc for doc in docs)
-        idf_t = log(1 + (N - df + 0.5) / (df + 0.5))
-        if idf is not None:
-            idf_t = idf[t] if t < len(idf) else 0
-        for i, doc in enumerate(docs):
-            norm = k1 * (1 - b + b * doc.total() / mean)
-            scores[i] += idf_t * doc[t] / (doc[t] + norm)
-    return scores
-
-
-def ranking(scores, k=None, limit=None):
-    """Ids of the k largest scores above 0 (None: of all), the lower id first among equals."""
-    found = [i for i in range(len(scores))[:limit] if scores[i] > 1e-12]
-    return sorted(found, key=lambda i: (-round(scores[i], 9), i))[:k]
+from helpers import formula, ranking
 
 
 def corpus(N, length, V, seed=0):

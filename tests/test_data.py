@@ -11,7 +11,7 @@ import torch
 
 import data
 from data import Batches, Split, Tokenizer, load
-from test_bm25 import formula, ranking
+from helpers import formula, jsonl, one_line, ranking, write, write_splits
 
 PROSE = ("The cat's tail isn't 123456 long; it's  red.\n\n\tWhat'll it do?\r\n  naïve 日本語 🎉\n"
          '<|endoftext|>\n    def f(self, x):\n        return x ** 2  # aaa aaaa aaaaaaa\n')
@@ -21,14 +21,6 @@ KINDS = ('segments', 'consecutive', 'packed', 'documents')
 
 def words(n, seed, letters='aabcéß  x\n'):
     return ''.join(random.Random(seed).choices(letters, k=4 * n))
-
-
-def one_line(function, *args, **kwargs):
-    """The message of the error that a call ends with, one line"""
-    with pytest.raises(SystemExit) as error:
-        function(*args, **kwargs)
-    assert '\n' not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize('name, n', [('bytes', 257), ('bpe', 500)])
@@ -80,25 +72,8 @@ def test_words(tmp_path):
     assert prepared(where, 'word').train.offsets.tolist() == [0, 2, 3]
 
 
-def write(folder, **files):
-    """Files, from names such as train__a_txt for train/a.txt"""
-    for name, text in files.items():
-        path = folder / name.replace('__', '/').replace('_', '.')
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return folder
-
-
 def prepared(where, tokenizer='bytes', *args):
     return load(where, tokenizer, *args, root=where.parent / 'corpora', quiet=True)
-
-
-def jsonl(texts):
-    return ''.join(json.dumps(dict(text=text)) + '\n' for text in texts)
-
-
-def write_splits(folder, train, val):
-    return write(folder, train_jsonl=jsonl(train), val_jsonl=jsonl(val))
 
 
 def documents(corpus):

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from drt import DRT, PRESETS, DRTConfig, attend
-from test_rpt import batch_of, close, rope
-from test_train import learn
+from helpers import batch_of, close, learn, rope
 
 torch.set_num_threads(1)                        # the models are tiny
 V, S, W, K, T, B = 23, 4, 5, 2, 36, 2           # T: 12 chunks of 3 tokens and a landmark

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 import data, drt, train, trime
 import eval as evaluation
-from test_data import one_line, write, write_splits
-from test_train import FLAGS, flags, log_p
+from helpers import FLAGS, flags, log_p, one_line, write, write_splits
 
 TEXTS = ['The first text has\nsome words.\n', 'third\n' * 800, 'A text of two lines,\nénd this.\n']
 

@@ -9,10 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import data, rpt
+from helpers import batch_of, close, formula, learn, one_line, ranking, rope, write_splits
 from rpt import RPT, RPTConfig, bm25_candidates, ranking_loss, target_scores
-from test_bm25 import formula, ranking
-from test_data import one_line, write_splits
-from test_train import learn
 from train import TrainConfig
 
 V, M, W, K = 23, 4, 2, 2                        # ids, m, chunks of a window, neighbors
@@ -58,11 +56,6 @@ def docs_of(*lengths):
     return torch.cat(docs)[None]
 
 
-def batch_of(tokens, doc=None, seed=0, **more):
-    targets, doc = F.pad(tokens[:, 1:], (0, 1), value=-1), tokens * 0 if doc is None else doc
-    return SimpleNamespace(tokens=tokens, targets=targets, doc=doc, seed=seed, **more)
-
-
 def corpus_idf(tokens, V):
     """By the equation in bm25.py, of all chunks (n, M)"""
     chunks = [set(tokens[i:i + M]) for i in range(0, len(tokens) - M + 1, M)]
@@ -83,18 +76,6 @@ def taught(tokens, J=4, **more):
     scores[:, 2::3] = -scores[:, 2::3].abs()
     scores = scores * candidates
     return batch_of(tokens, target_scores=scores, ranked=(scores > 0).any(2).sum().item(), **more)
-
-
-def close(a, b, atol=EPS):
-    torch.testing.assert_close(a, b, rtol=0, atol=atol)
-
-
-def rope(x, positions):
-    """x (n, H, D): the complex number x_2d + i x_2d+1 is rotated by p 10000^(-2d/D)."""
-    theta = 10000 ** -(torch.arange(0, x.size(2), 2) / x.size(2))
-    angle = torch.tensor(positions)[:, None, None] * theta
-    z = torch.view_as_complex(x.unflatten(2, (-1, 2)).contiguous())
-    return torch.view_as_real(z * torch.polar(torch.ones_like(angle), angle)).flatten(2)
 
 
 def attention(module, x, x_positions, y, y_positions, visible=lambda i, j: True):

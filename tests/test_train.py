@@ -9,23 +9,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 import data, train, trime
-from test_data import one_line, write_splits
+from helpers import FLAGS, flags, log_p, one_line, write_splits
 
 FILE, GPU, CPU = Path(train.__file__), torch.device('cuda', 0), torch.device('cpu')
 run = train.main
 signal.signal(signal.SIGINT, signal.default_int_handler)    # shells' background jobs ignore it
-COMMON = ('--data texts --tokenizer bytes --n-layer 2 --n-head 2 --n-embd 16 --micro-batch 2 '
-          '--device cpu --dtype fp32 --max-steps 6 --eval-every 2 ').split()
-# two micro-batches a step, with dropout, Gumbel noise and masks where a model has them
-FLAGS = {'trime': '--block-size 16 --tokens-per-step 64 --dropout 0.1',
-         'drt': '--block-size 35 --tokens-per-step 140 --window 8 --chunk-size 8 --n-neighbors 2 '
-                '--encoder tokens --gumbel',
-         'rpt': '--block-size 70 --tokens-per-step 280 --window 16 --chunk-size 4 --dropout 0.1 '
-                '--n-neighbors 2 --n-candidates 3 --score-every 1'}
-
-
-def flags(model='trime', more=''):
-    return [*COMMON, '--model', model, *FLAGS[model].split(), *more.split()]
 
 
 @pytest.fixture(scope='session')
@@ -47,25 +35,6 @@ def here(tmp_path, texts, monkeypatch):
     precision = torch.get_float32_matmul_precision()
     yield tmp_path
     torch.set_float32_matmul_precision(precision)
-
-
-def learn(model, steps, make_batch):
-    """Training with the defaults of train.py: optimizers, rate and clipping."""
-    optimizers = train.optimizers_of(model.train(), config := train.TrainConfig(max_steps=steps))
-    for step in range(steps):
-        model(make_batch(step), step / steps)[0].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group['lr'] = train.learning_rate(step, config)
-            optimizer.step()
-        model.zero_grad()
-    return model.eval()
-
-
-def log_p(model, tokens):
-    """log P of the tokens (n,) of a document but the first"""
-    return model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])[:, 0]
 
 
 def log_of(run):

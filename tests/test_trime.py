@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import trime
-from test_data import one_line
-from test_train import learn, log_p
+from helpers import learn, log_p, one_line
 from trime import PRESETS, TRIME, Datastore, EvalConfig, Inference, TRIMEConfig, TrimeLoss
 
 torch.set_num_threads(1)                        # the models are tiny
