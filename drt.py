@@ -32,7 +32,7 @@ Where this differs from the paper, and why
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
 """
-import math, tempfile, zlib
+import inspect, math, tempfile, zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -236,30 +236,29 @@ class MLP(nn.Module):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Σ -log P(w), P = softmax(f Eᵀ) in fp32. The (n, V) logits are never held: the forward pass
-    computes the gradient too, from the logits of R rows at a time. The derivative of -log P(w) by
-    the logits is P - 1[w].
+    """Σ -log P(w), P = softmax(f Eᵀ). The (n, V) logits are never held: the forward pass computes
+    the gradient too, from the logits of R rows at a time. The derivative of -log P(w) by the logits
+    is P - 1[w].
 
     f (n, C)   E (V, C)   targets w (n,) -> ()"""
     R = 1024
 
     @staticmethod
     def forward(ctx, f, E, targets):
+        nats = f.new_zeros(())
         df = torch.empty_like(f)
         dE = torch.zeros_like(E)
-        nats = fp32(f).new_zeros(())
-        with torch.autocast(f.device.type, enabled=False):
-            for start in range(0, len(f), CrossEntropy.R):
-                rows = slice(start, start + CrossEntropy.R)
-                w = targets[rows]                                       # (R,)
-                i = torch.arange(len(w), device=w.device)
-                log_p = product(f[rows], E).log_softmax(1)              # (R, V)
-                nats -= log_p[i, w].sum()
-                if f.requires_grad:
-                    dlogits = log_p.exp_()
-                    dlogits[i, w] -= 1
-                    df[rows] = dlogits @ fp32(E)
-                    dE.addmm_(dlogits.T, fp32(f[rows]))
+        for start in range(0, len(f), CrossEntropy.R):
+            rows = slice(start, start + CrossEntropy.R)
+            w = targets[rows]                                           # (R,)
+            i = torch.arange(len(w), device=w.device)
+            log_p = product(f[rows], E).log_softmax(1)                  # (R, V)
+            nats -= log_p[i, w].sum()
+            if f.requires_grad:
+                dlogits = log_p.exp_()
+                dlogits[i, w] -= 1
+                df[rows] = product(dlogits, E.T)
+                dE += product(dlogits.T, f[rows].T)
         ctx.grads = df, dE
         return nats
 
@@ -270,12 +269,13 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(f, E, targets):
-    """Mean of -log P(w), P = softmax(f Eᵀ), over the targets w >= 0.
+    """Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0.
 
     f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()"""
     scored = targets >= 0
-    nats = CrossEntropy.apply(f[scored], E, targets[scored])
+    nats = CrossEntropy.apply(fp32(f)[scored], E, targets[scored])
     return nats / scored.sum().clamp(min=1)
+
 
 
 # --------------------------------------------------------------------------------------------------
@@ -303,18 +303,6 @@ class SelfAttention(nn.Module):
         return self.proj(y.flatten(2)), (k[:, -self.window:], v[:, -self.window:])
 
 
-class Retrieved(NamedTuple):
-    """What the positions of a piece of a text cross-attend to. The piece begins `start` positions
-    into a chunk; with the chunk that it ends in it has n chunks."""
-    k: torch.Tensor             # (B, M S, H, D) keys of the chunks to choose from
-    v: torch.Tensor             # (B, M S, H, D)
-    w: torch.Tensor             # (B, n, K) fp32, weights of Eq. 2
-    idx: torch.Tensor           # (B, n, K) int32, numbers of chunks, -1: none
-    mask: torch.Tensor          # (B, L), False: a position attends to nothing; None: all attend
-    start: int
-    kernel: str                 # of gca
-
-
 class GroupedCrossAttention(nn.Module):
     """O = Σ_k w_k softmax(Q K_kᵀ / sqrt(D)) V_k (Eq. 2 and 3, gca_kernel.py), and a projection."""
     def __init__(self, config):
@@ -324,9 +312,12 @@ class GroupedCrossAttention(nn.Module):
         self.query = nn.Linear(C, C, bias=False)
         self.proj = nn.Linear(C, C, bias=False)
 
-    def forward(self, x, retrieved):
-        """x (B, L, C), Retrieved -> (B, L, C)"""
-        k, v, w, idx, mask, start, kernel = retrieved
+    def forward(self, x, k, v, w, idx, mask, start, kernel):
+        """A piece of a text, of n chunks in whole or in part, that begins `start` positions into a
+        chunk, attends to chunks.
+
+        x (B, L, C)   k, v (B, M S, H, D)   w (B, n, K) fp32   idx (B, n, K) int32, -1: none
+        mask (B, L), False: a position attends to nothing; None: all attend   -> (B, L, C)"""
         S, L = self.config.chunk_size, x.size(1)
         q = self.query(self.norm(x)).unflatten(-1, (self.config.n_head, -1))    # (B, L, H, D)
 
@@ -354,7 +345,7 @@ class Block(nn.Module):
         y, past = self.attention(self.norm1(x), past)
         x = x + y
         if retrieved is not None:
-            x = x + self.gca(x, retrieved)                              # H + O of Eq. 2
+            x = x + self.gca(x, *retrieved)                             # H + O of Eq. 2
         return x + self.mlp(self.norm2(x)), past
 
 
@@ -405,7 +396,7 @@ class State(NamedTuple):
     unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the chunk not yet complete
     landmarks: list             # of pieces, l_k of their chunks, (B, n, C)
     kv: list                    # of each chunk, (2, B, S, H, D) 16 bits; in forward a tensor
-    reads: list                 # of each group, w and idx (B, n, K); the last: of the unfinished
+    chosen: list                # of each group, w and idx (B, n, K); the last: of the unfinished
 
 
 class Corpus(NamedTuple):
@@ -480,7 +471,7 @@ class DRT(nn.Module):
         w = E.new_zeros(B, 1, config.n_neighbors)
         idx = torch.full_like(w, -1, dtype=torch.int32)
         return State(past=[None] * config.n_layer, unfinished=nothing, landmarks=landmarks, kv=kv,
-                     reads=[(w, idx)] * config.groups)
+                     chosen=[(w, idx)] * config.groups)
 
     def insert(self, x, value, s=0):
         """§3.1: inserts `value` after every S - 1 tokens. x (B, T) -> (B, L); before x, s tokens of
@@ -571,9 +562,9 @@ class DRT(nn.Module):
             mask &= first[:, None] >= 0                                 # and no padding
         return mask
 
-    def retrieved(self, w, idx, kv, docs, start, L):
-        """What the L positions of a piece cross-attend to: those of chunk n to what landmark n - 1
-        retrieves, w, idx (B, n, K). -> Retrieved"""
+    def gather(self, w, idx, kv, docs, start, L):
+        """Arguments of GroupedCrossAttention for the L positions of a piece: its chunk n attends to
+        what the landmark before it has retrieved, w[:, n] and idx[:, n]."""
         S, mask = self.config.chunk_size, None
         if self.config.next_chunk:                                      # (B, n, 2 K); -1 remains -1
             w = w.repeat_interleave(2, dim=2) / 2
@@ -585,17 +576,17 @@ class DRT(nn.Module):
             docs_before = F.pad(docs[:, S - 1::S], (1, 0)).repeat_interleave(S, dim=1)
             mask = docs == docs_before[:, :L]                           # (B, L)
         k, v = kv.flatten(2, 3)                                         # (B, M S, H, D)
-        return Retrieved(k, v, w, idx, mask, start, self.kernel)
+        return k, v, w, idx, mask, start, self.kernel
 
     def encode(self, ids, state, docs=None, masked=None, upper=True):
         """ids (B, L), of tokens and landmarks, continue the text of state. Only from forward: docs
         (B, L), documents; masked (B, L), hidden from the encoder. upper=False: for a text of which
         only later positions matter. -> f (B, L, C), C_k (B, N, S, C) of the N chunks that
         end here, the new state"""
-        config, S, chunks = self.config, self.config.chunk_size, None
-        past, unfinished, landmarks, kv, reads = state
+        S, chunks = self.config.chunk_size, None
+        past, unfinished, landmarks, kv, chosen = state
         past = list(past)
-        reads = list(reads)
+        chosen = list(chosen)
         B, L = ids.shape
         start = unfinished.size(1)                                      # positions before ids
 
@@ -604,18 +595,17 @@ class DRT(nn.Module):
         for i, block in enumerate(self.lower):
             x, past[i] = block(x, past[i])
 
-        # the chunks that end here
-        if config.groups > 0:
-            y = x
-            if config.encoder == 'tokens':
-                encoder_ids = ids
-                if masked is not None:
-                    encoder_ids = ids.masked_fill(masked, config.vocab_size + 1)
-                y = self.embedding(encoder_ids)
-            stored = docs is None                                       # in a stream
-            chunks, unfinished, landmarks, kv = self.add_chunks(y, state, stored)
+        # the chunks that end here; a stream stores them
+        if self.config.groups > 0:
+            if self.config.encoder == 'lower':
+                y = x
+            elif masked is None:
+                y = self.embedding(ids)
+            else:
+                y = self.embedding(ids.masked_fill(masked, self.config.vocab_size + 1))
+            chunks, unfinished, landmarks, kv = self.add_chunks(y, state, stored=docs is None)
         if not upper:
-            return None, None, State(past, unfinished, landmarks, kv, reads)
+            return None, None, State(past, unfinished, landmarks, kv, chosen)
 
         # the upper layers; where a group of them begins, its landmarks retrieve
         if len(landmarks) > 1:
@@ -625,21 +615,21 @@ class DRT(nn.Module):
         if retrieves:
             N = (start + L) // S
             mask = self.may_retrieve(B, N, l.size(1), docs)             # (B, N, M)
-            depth = len(self.upper) // config.groups                    # layers of a group
+            depth = len(self.upper) // self.config.groups               # layers of a group
         for j, block in enumerate(self.upper):
             if retrieves and j % depth == 0:
                 g = j // depth
                 h = x[:, S - 1 - start::S]                              # (B, N, C) at landmarks
                 w, idx = self.retrieve(g, h, l, mask)
-                # the first chunk reads what the last landmark before these ids retrieved
-                last_w, last_idx = reads[g]
+                # the first chunk of these ids attends to what the landmark before it retrieved
+                last_w, last_idx = chosen[g]
                 w = torch.cat([last_w[:, -1:], w], dim=1)               # (B, N + 1, K)
                 idx = torch.cat([last_idx[:, -1:], idx], dim=1)
-                reads[g] = w, idx
-                retrieved = self.retrieved(w, idx, kv, docs, start, L)
+                chosen[g] = w, idx
+                retrieved = self.gather(w, idx, kv, docs, start, L)
             i = len(self.lower) + j
             x, past[i] = block(x, past[i], retrieved)
-        return self.norm(x), chunks, State(past, unfinished, landmarks, kv, reads)
+        return self.norm(x), chunks, State(past, unfinished, landmarks, kv, chosen)
 
     def forward(self, batch, progress):
         """The training loss () in nats per token and a dict to log; in eval mode without Gumbel
@@ -666,7 +656,7 @@ class DRT(nn.Module):
         f, chunks, state = self.encode(ids, self.empty_state(len(ids)), docs, masked)
         loss, log = cross_entropy(f, E, targets), {}
         if config.groups > 0:
-            w, _ = state.reads[-1]
+            w, _ = state.chosen[-1]
             top = w[:, :-1].amax(2)                                     # (B, N)
             log['top_weight'] = top.sum() / (top > 0).sum().clamp(min=1)
         if masked is not None:                                          # the encoder predicts them
@@ -694,7 +684,7 @@ class DRT(nn.Module):
     @torch.no_grad()
     def read(self, tokens, state=None):
         """The state of `stream`. Upper layers run only at the end, on what later positions need: W
-        for each layer, and S for each group, as a chunk reads what the one before it retrieved."""
+        for each layer, and S for each group, as a landmark retrieves for the chunk after it."""
         config = self.config
         state = state or self.empty_state(len(tokens))
         ids = self.insert(tokens, config.vocab_size, state.unfinished.size(1))
@@ -726,7 +716,7 @@ class DRT(nn.Module):
             state = self.read(tokens[None, :t])
         n, n_corpus = self.config.chunk_size - 1, len(self.empty_state(1).kv)
         n_read = 2 * n if self.config.next_chunk else n                 # tokens
-        groups = state.reads if group is None else [state.reads[group]]
+        groups = state.chosen if group is None else [state.chosen[group]]
         rows = []
         for w, idx in groups:
             for weight, k in zip(w[0, -1].tolist(), idx[0, -1].tolist()):
@@ -760,9 +750,9 @@ class DRT(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # a demo
 def demo():
-    """From tokens to the loss; what is retrieved. With the weights of assets/drt.pt if it is there."""
-    model, path = DRT(DRTConfig()), Path(__file__).with_name('assets') / 'drt.pt'
-    pieces = [chr(i) for i in range(256)]               # tokens, one character per byte
+    """From tokens to the loss; what is retrieved. With the weights of assets/drt.pt, if there."""
+    model, pieces = DRT(DRTConfig()), [chr(i) for i in range(256)]      # one character per byte
+    path = Path(__file__).with_name('assets') / 'drt.pt'
     if path.exists():
         file = torch.load(path, map_location='cpu', weights_only=True)
         model = DRT(DRTConfig(**file['config']))
@@ -770,11 +760,12 @@ def demo():
         pieces = file['tokenizer']['tokens']
 
     # 400 tokens of this file, each the longest that fits
-    text, ids = Path(__file__).read_text('latin-1'), []
-    while len(ids) < 400:
-        ids.append(max((i for i, x in enumerate(pieces) if text.startswith(x)),
-                       key=lambda i: len(pieces[i])))
-        text = text.removeprefix(pieces[ids[-1]])
+    text, ids = inspect.getsource(DRTConfig), []
+    for _ in range(400):
+        piece = max(filter(text.startswith, pieces), key=len)
+        ids.append(pieces.index(piece))
+        text = text.removeprefix(piece)
+    decode = lambda ids: ''.join(pieces[i] for i in ids)
     tokens = torch.tensor(ids)
 
     x = model.insert(tokens[None, :-1], value=model.config.vocab_size)
@@ -782,12 +773,12 @@ def demo():
     log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])
     print(f"""399 tokens and landmarks   (B, L)        {tuple(x.shape)}
 chunks, encoded            (B, N, S, C)  {tuple(chunks.shape)}
-what each chunk reads      (B, N, K)     {tuple(state.reads[-1][1].shape)}
+chunks retrieved for each  (B, N, K)     {tuple(state.chosen[-1][1].shape)}
 states                     (B, L, C)     {tuple(f.shape)}
-loss of the 399 tokens after them        {-log_p.mean():.3f}
-After {''.join(pieces[i] for i in ids[-9:-1])!r} these chunks are read to predict {pieces[ids[-1]]!r}:""")
-    for w, _, start, end in model.trace(tokens, 398):
-        print(f'{w:.3f}  {"".join(pieces[i] for i in ids[start:end])!r:.90}')
+loss of the 399 next tokens              {-log_p.mean():.3f}
+After {decode(ids[-9:-1])!r} these chunks are read to predict {decode(ids[-1:])!r}:""")
+    for weight, _, start, end in model.trace(tokens, 398):
+        print(f'{weight:.3f}  {decode(ids[start:end])!r:.90}')
 
 
 if __name__ == '__main__':
