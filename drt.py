@@ -284,7 +284,8 @@ class SelfAttention(nn.Module):
     """Causal attention over a sliding window, with ALiBi (Press et al. 2022) for positions."""
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.window, self.slope = config.n_head, config.window, config.slope
+        self.n_head, self.window = config.n_head, config.window
+        self.slope = config.slope
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
@@ -324,7 +325,8 @@ class GroupedCrossAttention(nn.Module):
         # gca takes whole chunks of queries, and S - 1 keys of a chunk: not the landmark's
         after = w.size(1) * S - start - L
         q = F.pad(q, (0, 0, 0, 0, start, after))                        # (B, n S, H, D)
-        o = gca(q, k.type_as(q), v.type_as(q), w, idx, S, S - 1, self.config.sink, kernel=kernel)
+        k, v = (y.type_as(q) for y in (k, v))
+        o = gca(q, k, v, w, idx, S, n_keys=S - 1, sink=self.config.sink, kernel=kernel)
         o = o[:, start:start + L]
         if mask is not None:
             o = o * mask[:, :, None, None]
@@ -372,7 +374,8 @@ class ChunkEncoder(nn.Module):
     """§3.1: C_k of a chunk, by attention within it; its keys and values for cross-attention."""
     def __init__(self, config):
         super().__init__()
-        C, self.n_head, self.shift = config.n_embd, config.n_head, config.shift_values
+        C, self.n_head = config.n_embd, config.n_head
+        self.shift = config.shift_values
         self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_encoder))
         self.norm_in = RMSNorm(C) if config.n_encoder > 0 else nn.Identity()
         self.norm = RMSNorm(C)
@@ -426,7 +429,8 @@ class DRT(nn.Module):
         self.retriever, self.source = config.retriever, 'text'          # see ways
         self.corpus, self.offload = None, ''                            # see prepare_eval
         seed = torch.randint(2 ** 48, (), device='cpu').item()
-        C, retrieves, n_upper = config.n_embd, config.groups > 0, config.n_layer // 2
+        C, n_upper = config.n_embd, config.n_layer // 2
+        retrieves = config.groups > 0
 
         # ids after those of the tokenizer: the landmark; for MLM the mask
         n_ids = config.vocab_size
@@ -491,7 +495,8 @@ class DRT(nn.Module):
 
         x (B, N, C), of group g, of the last N of M landmarks   l (B, M, C)   mask (B, N, M), False:
         not to retrieve -> w (B, N, K) fp32, idx (B, N, K) int32; 0, -1 where no chunk is left"""
-        K, (N, M) = self.config.n_neighbors, mask.shape[1:]
+        N, M = mask.shape[1:]
+        K = self.config.n_neighbors
 
         # the query h (B, N, C)
         h = self.landmark_norms[g](fp32(x))
@@ -623,8 +628,8 @@ class DRT(nn.Module):
                 w, idx = self.retrieve(g, h, l, mask)
                 # the first chunk of these ids attends to what the landmark before it retrieved
                 last_w, last_idx = chosen[g]
-                w = torch.cat([last_w[:, -1:], w], dim=1)               # (B, N + 1, K)
-                idx = torch.cat([last_idx[:, -1:], idx], dim=1)
+                w = torch.cat([last_w[:, -1:], w], 1)               # (B, N + 1, K)
+                idx = torch.cat([last_idx[:, -1:], idx], 1)
                 chosen[g] = w, idx
                 retrieved = self.gather(w, idx, kv, docs, start, L)
             i = len(self.lower) + j
@@ -643,7 +648,7 @@ class DRT(nn.Module):
         ids = self.insert(batch.tokens, V)                              # (B, L)
         targets = self.insert(batch.targets, -1)
         docs = self.insert(batch.doc, 0)
-        docs = docs.where(ids < V, docs.roll(1, dims=1))                # a landmark's: of its chunk
+        docs = torch.where(ids < V, docs, docs.roll(1, 1))              # a landmark's: of its chunk
 
         # §3.2: in the first half of training MLM hides tokens from the encoder, no landmarks
         masked = None
@@ -714,7 +719,8 @@ class DRT(nn.Module):
         of tokens (n,) or of a corpus. state: that of read(tokens[None, :t])"""
         if state is None:
             state = self.read(tokens[None, :t])
-        n, n_corpus = self.config.chunk_size - 1, len(self.empty_state(1).kv)
+        n = self.config.chunk_size - 1
+        n_corpus = len(self.empty_state(1).kv)
         n_read = 2 * n if self.config.next_chunk else n                 # tokens
         groups = state.chosen if group is None else [state.chosen[group]]
         rows = []
@@ -751,7 +757,8 @@ class DRT(nn.Module):
 # a demo
 def demo():
     """From tokens to the loss; what is retrieved. With the weights of assets/drt.pt, if there."""
-    model, pieces = DRT(DRTConfig()), [chr(i) for i in range(256)]      # one character per byte
+    model = DRT(DRTConfig())
+    pieces = [chr(i) for i in range(256)]       # of the tokenizer, one character per byte
     path = Path(__file__).with_name('assets') / 'drt.pt'
     if path.exists():
         file = torch.load(path, map_location='cpu', weights_only=True)
