@@ -277,7 +277,6 @@ def cross_entropy(f, E, targets):
     return nats / scored.sum().clamp(min=1)
 
 
-
 # --------------------------------------------------------------------------------------------------
 # what is new in DRT
 class SelfAttention(nn.Module):
@@ -313,11 +312,11 @@ class GroupedCrossAttention(nn.Module):
         self.query = nn.Linear(C, C, bias=False)
         self.proj = nn.Linear(C, C, bias=False)
 
-    def forward(self, x, k, v, w, idx, mask, start, kernel):
+    def forward(self, x, kv, w, idx, mask, start, kernel):
         """A piece of a text, of n chunks in whole or in part, that begins `start` positions into a
         chunk, attends to chunks.
 
-        x (B, L, C)   k, v (B, M S, H, D)   w (B, n, K) fp32   idx (B, n, K) int32, -1: none
+        x (B, L, C)   kv (2, B, M, S, H, D)   w (B, n, K) fp32   idx (B, n, K) int32, -1: none
         mask (B, L), False: a position attends to nothing; None: all attend   -> (B, L, C)"""
         S, L = self.config.chunk_size, x.size(1)
         q = self.query(self.norm(x)).unflatten(-1, (self.config.n_head, -1))    # (B, L, H, D)
@@ -325,7 +324,7 @@ class GroupedCrossAttention(nn.Module):
         # gca takes whole chunks of queries, and S - 1 keys of a chunk: not the landmark's
         after = w.size(1) * S - start - L
         q = F.pad(q, (0, 0, 0, 0, start, after))                        # (B, n S, H, D)
-        k, v = (y.type_as(q) for y in (k, v))
+        k, v = kv.type_as(q).flatten(2, 3)                              # (B, M S, H, D)
         o = gca(q, k, v, w, idx, S, n_keys=S - 1, sink=self.config.sink, kernel=kernel)
         o = o[:, start:start + L]
         if mask is not None:
@@ -580,14 +579,13 @@ class DRT(nn.Module):
         else:                               # a landmark retrieves for positions of its document
             docs_before = F.pad(docs[:, S - 1::S], (1, 0)).repeat_interleave(S, dim=1)
             mask = docs == docs_before[:, :L]                           # (B, L)
-        k, v = kv.flatten(2, 3)                                         # (B, M S, H, D)
-        return k, v, w, idx, mask, start, self.kernel
+        return kv, w, idx, mask, start, self.kernel
 
     def encode(self, ids, state, docs=None, masked=None, upper=True):
         """ids (B, L), of tokens and landmarks, continue the text of state. Only from forward: docs
         (B, L), documents; masked (B, L), hidden from the encoder. upper=False: for a text of which
-        only later positions matter. -> f (B, L, C), C_k (B, N, S, C) of the N chunks that
-        end here, the new state"""
+        only later positions matter. -> f (B, L, C), C_k (B, N, S, C) of the N chunks that end here,
+        the new state"""
         S, chunks = self.config.chunk_size, None
         past, unfinished, landmarks, kv, chosen = state
         past = list(past)
@@ -628,7 +626,7 @@ class DRT(nn.Module):
                 w, idx = self.retrieve(g, h, l, mask)
                 # the first chunk of these ids attends to what the landmark before it retrieved
                 last_w, last_idx = chosen[g]
-                w = torch.cat([last_w[:, -1:], w], 1)               # (B, N + 1, K)
+                w = torch.cat([last_w[:, -1:], w], 1)                   # (B, N + 1, K)
                 idx = torch.cat([last_idx[:, -1:], idx], 1)
                 chosen[g] = w, idx
                 retrieved = self.gather(w, idx, kv, docs, start, L)
@@ -756,36 +754,29 @@ class DRT(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # a demo
 def demo():
-    """From tokens to the loss; what is retrieved. With the weights of assets/drt.pt, if there."""
-    model = DRT(DRTConfig())
-    pieces = [chr(i) for i in range(256)]       # of the tokenizer, one character per byte
-    path = Path(__file__).with_name('assets') / 'drt.pt'
-    if path.exists():
-        file = torch.load(path, map_location='cpu', weights_only=True)
-        model = DRT(DRTConfig(**file['config']))
-        model.load_state_dict(file['model'])
-        pieces = file['tokenizer']['tokens']
+    """From tokens to the loss, and what is retrieved, with the weights of assets/drt.pt"""
+    import tiktoken
+    path = Path(__file__).parent / 'assets/drt.pt'
+    file = torch.load(path, map_location='cpu', weights_only=True)
+    model = DRT(DRTConfig(**file['config']))
+    model.load_state_dict(file['model'])
+    ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}
+    tokenizer = tiktoken.Encoding('demo', pat_str=file['tokenizer']['pattern'],
+                                  mergeable_ranks=ranks, special_tokens={})
 
-    # 400 tokens of this file, each the longest that fits
-    text, ids = inspect.getsource(DRTConfig), []
-    for _ in range(400):
-        piece = max(filter(text.startswith, pieces), key=len)
-        ids.append(pieces.index(piece))
-        text = text.removeprefix(piece)
-    decode = lambda ids: ''.join(pieces[i] for i in ids)
-    tokens = torch.tensor(ids)
-
-    x = model.insert(tokens[None, :-1], value=model.config.vocab_size)
+    ids = tokenizer.encode(inspect.getsource(DRTConfig))[:401]
+    tokens = torch.tensor([ids])
+    x = model.insert(tokens[:, :-1], value=model.config.vocab_size)
     f, chunks, state = model.encode(x, model.empty_state(1))
-    log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])
-    print(f"""399 tokens and landmarks   (B, L)        {tuple(x.shape)}
+    log_p = model.log_probs(tokens[:, :-1]).gather(2, tokens[:, 1:, None])
+    print(f"""400 tokens and landmarks   (B, L)        {tuple(x.shape)}
 chunks, encoded            (B, N, S, C)  {tuple(chunks.shape)}
 chunks retrieved for each  (B, N, K)     {tuple(state.chosen[-1][1].shape)}
 states                     (B, L, C)     {tuple(f.shape)}
-loss of the 399 next tokens              {-log_p.mean():.3f}
-After {decode(ids[-9:-1])!r} these chunks are read to predict {decode(ids[-1:])!r}:""")
-    for weight, _, start, end in model.trace(tokens, 398):
-        print(f'{weight:.3f}  {decode(ids[start:end])!r:.90}')
+loss of the 400 next tokens              {-log_p.mean():.3f}
+After {tokenizer.decode(ids[390:-1])!r} these are read, by weight, to predict the next token:""")
+    for weight, _, start, end in model.trace(tokens[0], 399):
+        print(f'{weight:.3f}  {tokenizer.decode(ids[start:end])!r:.90}')
 
 
 if __name__ == '__main__':
