@@ -38,11 +38,11 @@ def digest(*values):
 
 
 def progress(items, desc, total=None, quiet=False, size=None):
-    """Yields the items. Every ten seconds, after an item, it prints to stderr which part is done
-    and the time left: `desc: 1,234 of 5,678, 2.1 min left`.
+    """Yields the items. Between items it prints to stderr, when ten seconds have passed, what is
+    done and the time left at this speed: `desc: 1,234 of 5,678, 2.1 min left`.
 
-    size(item): the item's part of the total, in proportion to its time; 1 if size is None.
-    total: the sum over all items if it is None, and then items must have a length."""
+    size(item): the item's part of the total, proportional to its time; None: each item is 1.
+    total: None is the sum over the items, which are then not an iterator."""
     if size is None:
         size = lambda item: 1
     if total is None:
@@ -63,8 +63,7 @@ def progress(items, desc, total=None, quiet=False, size=None):
 # tokenizers
 # GPT-2's words for bpe: contractions, letters, numbers, punctuation, blanks
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-BYTES = tuple(map(chr, range(256)))
-BPE_CHARACTERS = 2 ** 26    # bpe is learned from about so many characters of the text
+BYTES = tuple(map(chr, range(256)))         # a token of bytes is a str, one character per byte
 
 
 def words_of(text):
@@ -77,21 +76,24 @@ def learn_bpe(counts, n_merges):
     tokens becomes a token; of equally frequent ones that of smaller ids.
 
     counts: {word, as one character per byte: its frequency} -> tokens, str by id"""
+    # In words and pairs, the character chr(i) is the token with id i. Word number w is words[w].
     tokens = list(BYTES)
-    words = list(counts)                        # word w; its characters are ids: chr(i) is token i
+    words = list(counts)
     frequency = list(counts.values())
     total = Counter()                           # {pair: its frequency in all words}
-    words_with = defaultdict(set)               # {pair: words w that have it, or had it}
+    words_with = defaultdict(set)               # {pair: numbers of the words that have or had it}
 
     def count_pairs(w, sign):
         for pair in pairwise(words[w]):
             total[pair] += sign * frequency[w]
             words_with[pair].add(w)
 
+    # count the pairs of all words
     for w in range(len(words)):
         count_pairs(w, 1)
-    heap = [(-n, pair) for pair, n in total.items()]
-    heapq.heapify(heap)
+    heap = sorted((-n, pair) for pair, n in total.items())      # a sorted list is a heap
+
+    # the most frequent pair (a, b) becomes token i
     for i in progress(range(256, 256 + n_merges), 'learning bpe'):
         pair = pop_most_frequent(heap, total)
         if pair is None:
@@ -99,14 +101,14 @@ def learn_bpe(counts, n_merges):
         a, b = pair
         tokens.append(tokens[ord(a)] + tokens[ord(b)])
 
-        # write the new token i in all words that have the pair
+        # only the words that have the pair are changed and counted again
         changed = words_with.pop(pair)
         for w in changed:
             count_pairs(w, -1)
             words[w] = words[w].replace(a + b, chr(i))
             count_pairs(w, 1)
 
-        # pairs with token i are new, all others have become rarer or stayed
+        # pairs with token i are new; the others are at most as frequent as before
         new_pairs = {pair for w in changed for pair in pairwise(words[w]) if chr(i) in pair}
         for pair in new_pairs:
             heapq.heappush(heap, (-total[pair], pair))
@@ -114,8 +116,8 @@ def learn_bpe(counts, n_merges):
 
 
 def pop_most_frequent(heap, total):
-    """Takes the most frequent pair from a heap of (-frequency, pair) -> pair, or None at its end.
-    Frequencies in the heap can be out of date: too high, compared with total."""
+    """Removes the most frequent pair from a heap of (-frequency, pair). Some frequencies there are
+    out of date, too high; total: {pair: frequency} -> the pair, or None from an empty heap"""
     while heap:
         n, pair = heapq.heappop(heap)
         if -n == total[pair]:
@@ -169,7 +171,7 @@ class Tokenizer:
         for text in texts:
             counts.update(words_of(text) if name == 'word' else regex.findall(PATTERN, text))
             n_characters += len(text)
-            if name == 'bpe' and n_characters > BPE_CHARACTERS:
+            if name == 'bpe' and n_characters > 2 ** 26:        # enough to learn from
                 break
         if name == 'word':
             words = counts.keys() | {'<unk>', '<eos>'}
@@ -251,7 +253,7 @@ def list_files(path, code):
             file = Path(folder, name)
             if code and file.suffix != '.py':
                 continue
-            if file.is_file() and file.stat().st_size > 0:
+            if file.is_file() and file.stat().st_size:
                 files[file.relative_to(path).as_posix()] = file
     return dict(sorted(files.items()))
 
@@ -276,14 +278,14 @@ def split_files(files, code):
 
     If a file or top folder is named train, only those named train, val, test are read. Else all are
     split by hash; if val has too little then, each is cut: part is its split, else 'all'."""
-    paths_of = defaultdict(list)                # {a file or package: paths}
-    sizes = Counter()                           # {a file or package: bytes}
+    # the paths and bytes of each document, by its name: that of its file or package
+    paths_of = defaultdict(list)
+    sizes = Counter()
     split_of = {}
     for name, path in files.items():
         top = name.split('/')[0]
-        match = SPLIT_NAME.fullmatch(top)
-        if match:
-            split_of[name] = match[1]           # of those that are skipped too
+        if match := SPLIT_NAME.fullmatch(top):
+            split_of[name] = match[1]           # a file that is skipped counts as named, too
         text = path.read_bytes()
         if text.decode(errors='ignore').encode() != text:
             print(f'skipped, not UTF-8: {str(path)!a}')
@@ -293,6 +295,7 @@ def split_files(files, code):
         paths_of[name].append(path)
         sizes[name] += len(text)
 
+    # the split of each name
     if 'train' not in split_of.values():
         split_of = split_by_hash(sizes)
     sources = {split: [] for split in SPLITS}
@@ -306,8 +309,8 @@ def split_files(files, code):
 
 
 def cut(text, part, end):
-    """A part of a text: train is the first 90%, val is up to 95%, test is the rest.
-    end: a pattern; the first match of it at 90% and at 95% ends a part"""
+    """A part of a text: train is about its first 90%, val ends at 95%, test is the rest.
+    end: a pattern; train and val end with the first match of it from these points on"""
     def stop(percent):
         return end.search(text + b'\n', len(text) * percent // 100 - 1).end()
 
@@ -319,8 +322,8 @@ def cut(text, part, end):
 
 
 def documents(paths, part):
-    """Yields the documents of files: lines of a .jsonl, articles of WikiText, or all files as one.
-    part: all; train, val or test: see cut. A .jsonl is cut at line ends, a text at blanks"""
+    """Yields the documents of files, str: lines of a .jsonl, articles of WikiText, or all as one.
+    part: all, or train, val or test (see cut), which end with a line of a .jsonl, else at blanks"""
     text = b''
     for path in paths:
         if text and not text.endswith(b'\n'):
@@ -329,6 +332,7 @@ def documents(paths, part):
     is_jsonl = paths[0].suffix == '.jsonl'
     if part != 'all':
         text = cut(text, part, re.compile(rb'\n' if is_jsonl else rb'\s+'))
+
     if not is_jsonl:
         yield from ARTICLE.split(text.decode())
         return
@@ -378,8 +382,8 @@ class Corpus:
                 offsets = np.fromfile(folder / f'{split}.idx', np.int64)
                 assert len(tokens) == offsets[-1] == counts['tokens'], f'the size of {split}.bin'
                 assert np.diff(offsets).min() > 0, f'{split}.idx'
-                largest = tokens[:2 ** 26].max()                # of these only: it takes time
-                assert largest < self.tokenizer.n_vocab, f'an id of {split}.bin'
+                # of the first tokens only, as it takes time
+                assert tokens[:2 ** 26].max() < self.tokenizer.n_vocab, f'an id of {split}.bin'
                 setattr(self, split,
                         Split(split, tokens, offsets, counts['bytes'], counts['words']))
         except Exception as error:
@@ -397,7 +401,8 @@ class Corpus:
 
 
 def write_split(path, sources, tokenizer):
-    """Encodes a split into path.bin and path.idx -> its part of meta.json"""
+    """Encodes a split into path.bin and path.idx -> its counts in meta.json. Threads encode the
+    pieces of a document; tiktoken works outside Python's lock."""
     offsets, n_bytes, n_words, sha = [0], 0, 0, hashlib.sha256()
     eot = [] if tokenizer.eot is None else [tokenizer.eot]
     with open(f'{path}.bin', 'wb') as file, ThreadPoolExecutor() as pool:
@@ -410,23 +415,25 @@ def write_split(path, sources, tokenizer):
                 n_bytes += len(text.encode())
                 n_words += len(text.split())
                 sha.update(text.encode() + b'\0')
-    np.unique(offsets).tofile(f'{path}.idx')                    # without documents that are empty
+    np.unique(offsets).tofile(f'{path}.idx')                    # without documents of no token
     return dict(tokens=offsets[-1], bytes=n_bytes, words=n_words, sha256=sha.hexdigest())
 
 
 def prepare(folder, sources, tokenizer, vocab_size):
     """Writes a corpus to a temporary folder and renames it: an incomplete one is never opened."""
     if not isinstance(tokenizer, Tokenizer):
-        texts = (piece for source in sources['train'] for text in documents(*source)
+        texts = (piece for paths, part in sources['train'] for text in documents(paths, part)
                  for piece in pieces(text))
         tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
+
+    # only a complete folder gets the name
     temporary = folder.with_name(f'{folder.name}-{os.getpid()}')
     temporary.mkdir(parents=True, exist_ok=True)
     try:
         splits = {}
         for split in SPLITS:
             counts = write_split(temporary / split, sources[split], tokenizer)
-            if counts['tokens'] > 0:
+            if counts['tokens']:
                 splits[split] = counts
         meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
         (temporary / 'meta.json').write_text(json.dumps(meta))
@@ -437,7 +444,8 @@ def prepare(folder, sources, tokenizer, vocab_size):
 
 
 def corpus_folder(root, name, files, tokenizer, vocab_size):
-    """Where the corpus of these files and this tokenizer is, or will be"""
+    """Where the corpus of these files and this tokenizer (a name or a Tokenizer) is or will be. The
+    hash is of the files; of the tokens too, if the Tokenizer was trained on different files."""
     trained = isinstance(tokenizer, Tokenizer)
     kind = tokenizer
     if trained:
@@ -450,7 +458,7 @@ def corpus_folder(root, name, files, tokenizer, vocab_size):
         stamp.append((str(path.resolve()), stat.st_size, stat.st_mtime_ns))
     folder = root / f'{name}-{kind}-{digest(stamp)[:8]}'
 
-    # that one has the tokenizer learned from these files, or is not yet made
+    # this folder is for the tokenizer that is trained on these files
     if trained and not (folder.exists() and Corpus(name, folder).tokenizer.ids == tokenizer.ids):
         folder = root / f'{name}-{kind}-{digest(stamp, tokenizer.tokens)[:8]}'
     return folder
@@ -476,7 +484,7 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     name = data if code else path.resolve().stem
     files = list_files(path, code) if data else {}              # '' is not the current folder
 
-    # the folder made of them
+    # the folder that is made of them
     folder = corpus_folder(root, name, files, tokenizer, vocab_size)
     if not folder.exists():
         sources = split_files(files, code)
@@ -484,6 +492,7 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
             raise SystemExit(f'no text in {path}: --data is a path, code, {", ".join(DOWNLOADS)}')
         prepare(folder, sources, tokenizer, vocab_size)
     corpus = Corpus(name, folder, hops)
+
     if not quiet:
         splits = [split for split in (corpus.train, corpus.val, corpus.test) if split]
         n_documents = sum(len(split.offsets) - 1 for split in splits)
@@ -503,12 +512,12 @@ class Batch(NamedTuple):
 
 
 def nearest_segments(segments, low, high, k):
-    """For each segment, up to k others that are most similar by BM25, best first; none of those
-    numbered low to high - 1. segments: n arrays of ids; low, high (n,) -> n lists"""
+    """The numbers of up to k segments that are most similar to segment i by BM25, best first, none
+    of low[i] to high[i] - 1. segments: n arrays of ids; low, high (n,) -> n lists"""
     index, neighbors = BM25(segments), []
     for start in progress(range(0, len(segments), 256), 'packing by BM25'):
         queries = slice(start, start + 256)
-        # as many more than k as can be excluded; -1 where no more are similar
+        # more than k, as some are excluded; -1: there are no more that share a term
         ids, _ = index.search_many(segments[queries], k + (high - low)[queries].max())
         permitted = (ids < low[queries, None]) | (ids >= high[queries, None])
         for row, mask in zip(ids, permitted & (ids >= 0)):
@@ -517,15 +526,16 @@ def nearest_segments(segments, low, high, k):
 
 
 def pack(split, T, same_document, seed, k=20):
-    """An order of the n segments of T tokens in which similar ones follow each other (TRIME,
-    Algorithm 1): next comes the first that is not yet taken of the k most similar to the last, else
-    a random one. same_document: only of other documents (§4.3) -> (n,)"""
+    """An order of the segments of T tokens in which similar ones follow each other (TRIME,
+    Algorithm 1): after a segment comes the most similar of its k neighbors that is not yet in the
+    order, else a random segment. same_document: neighbors are of other documents (§4.3)
+    -> (n,) numbers of the segments"""
     starts = np.arange(0, len(split.tokens) - 1, T)
     segments = np.split(split.tokens[:-1], starts[1:])
     n = len(segments)
 
-    # segments low to high - 1 share a document with a segment, or are that segment itself
-    first_doc = last_doc = np.arange(n)                         # (n,) as if each is a document
+    # segments low[i] to high[i] - 1 share a document with segment i, one of them is i itself
+    first_doc = last_doc = np.arange(n)                         # as if each is a document
     if same_document:
         first_doc = split.doc_of(starts)
         last_doc = split.doc_of(starts + T - 1)
@@ -535,8 +545,8 @@ def pack(split, T, same_document, seed, k=20):
         raise SystemExit('all segments are of one document: --no-same-document packs them')
     neighbors = nearest_segments(segments, low, high, k)
 
-    # chains of neighbors, each from a random segment on to one whose neighbors are all taken
-    order = {}                                                  # segments taken, as keys
+    # from a random segment on to the nearest that is left, until none of its neighbors is left
+    order = {}                                                  # its keys keep their order
     for segment in np.random.default_rng(seed).permutation(n).tolist():
         while segment not in order:
             order[segment] = True
@@ -546,7 +556,7 @@ def pack(split, T, same_document, seed, k=20):
     return np.array(list(order))
 
 
-@functools.lru_cache
+@functools.lru_cache                            # an epoch is shuffled once, not for each batch
 def shuffled(n, *seed):
     return np.random.default_rng(seed).permutation(n)
 
@@ -581,7 +591,8 @@ class Batches:
         self.shift = stop - self.range_stop     # position in the split - position in the stream
         self.n_rows = math.ceil(self.range_stop[-1] / T)
 
-        # An epoch shuffles groups of rows that stay together; order: the rows of group after group.
+        # An epoch shuffles groups of rows. Group j is rows order[j * group] to
+        # order[(j + 1) * group - 1].
         self.order, self.group = np.arange(self.n_rows), 1
         if kind == 'consecutive':
             self.group = consecutive or B
@@ -594,7 +605,7 @@ class Batches:
         return math.ceil(self.n_rows / self.B)
 
     def rows(self, g):
-        """Numbers of the rows of micro-batch g: B, fewer at the end of an epoch"""
+        """Numbers of the rows of micro-batch g: (B,), fewer at the end of an epoch"""
         n_groups = math.ceil(self.n_rows / self.group)
         groups_per_batch = self.B // self.group
         epoch, i = divmod(g, len(self))
@@ -641,8 +652,8 @@ class Needles(Batches):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
         self.hops, self.chunk, self.grow = hops, chunk, grow
 
-        # the ids of a sentence's parts, and of the words of names
-        word, blank = ' [a-z]{3,}', ''                          # tokens begin with their blank
+        # ids of a sentence's parts, and of the words of names; other tokens begin with a blank
+        word, blank = ' [a-z]{3,}', ''
         if tokenizer.name == 'bytes':
             word, blank = '[A-Z]', ' '
         if tokenizer.name == 'word':
@@ -651,6 +662,7 @@ class Needles(Batches):
         self.parts = [tokenizer.encode(text).tolist() for text in texts]
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
 
+        # a sentence fits into a chunk, and the shortest rows have chunks for a chain, its answer
         longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
         least = 8 * chunk
         if grow:
@@ -668,10 +680,8 @@ class Needles(Batches):
         return np.arange(g * n, (g + 1) * n)
 
     def take(self, rows, seed):
-        """The Batch of these rows. There are B T tokens: if there are more than B rows (grow), they
-        are shorter."""
-        rows_of_T = max(1, len(rows) // self.B)
-        N = self.T // self.chunk // rows_of_T
+        """The Batch of these rows: B of T tokens, or more and shorter ones (see rows)"""
+        N = self.T // self.chunk // max(1, len(rows) // self.B)
         arrays = np.stack([self.row(r, N) for r in rows], axis=1)
         tokens, targets = torch.from_numpy(arrays)              # (len(rows), N S) each
         doc = torch.tensor(rows)[:, None].expand_as(tokens)
@@ -680,7 +690,10 @@ class Needles(Batches):
     def row(self, r, N):
         """Row r, of N chunks: half with needles, then half with questions -> ids, targets (N S,)"""
         S, half, n_tokens = self.chunk, N // 2, len(self.split.tokens)
-        rng = np.random.default_rng([self.seed, r, N, n_tokens])    # others in val than in train
+        # n_tokens makes val's draws differ from those of train
+        rng = np.random.default_rng([self.seed, r, N, n_tokens])
+
+        # a text of the split, one token longer: the last one is a target only
         start = rng.integers(n_tokens - N * S)
         ids = self.split.tokens[start:start + N * S + 1].astype(int)
         scored = rng.random(len(ids)) < 0.1                     # tokens that are predicted
@@ -691,7 +704,7 @@ class Needles(Batches):
         pairs = [pair for names in chains for pair in pairwise(names)]
         self.hide(rng, ids, zip(rng.permutation(half), pairs))
 
-        # an answer begins a chunk; its question ends the chunk before, with 2 hops the 2 before
+        # an answer begins a chunk; its question ends the chunk before it, with 2 hops the 2 before
         answers = rng.permutation(np.arange(half + self.hops, N, self.hops))
         for chunk, names in zip(answers, chains):
             question, opens, answer, end = self.sentence(names)
@@ -701,7 +714,8 @@ class Needles(Batches):
                 ids[stop - len(question):stop] = question
             sentence = opens + answer + end
             ids[start:start + len(sentence)] = sentence
-            scored[start + len(opens):][:len(answer)] = True
+            answer_start = start + len(opens)
+            scored[answer_start:answer_start + len(answer)] = True
         targets = np.where(scored, ids, -1)
         return ids[:-1], targets[1:]
 
