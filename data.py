@@ -41,8 +41,8 @@ def progress(items, desc, total=None, quiet=False, size=None):
     """Yields the items. Between items it prints to stderr, when ten seconds have passed, what is
     done and the time left at this speed: `desc: 1,234 of 5,678, 2.1 min left`.
 
-    size(item): the item's part of the total, proportional to its time; None: each item is 1.
-    total: None is the sum over the items, which are then not an iterator."""
+    size(item): the item's part of the total, about proportional to its time; None: 1 for each.
+    total: None: the sum over the items, which then cannot be an iterator."""
     if size is None:
         size = lambda item: 1
     if total is None:
@@ -377,12 +377,14 @@ class Corpus:
         try:
             meta = json.loads((folder / 'meta.json').read_text())
             self.tokenizer = Tokenizer(**meta['tokenizer'])
+
+            # the files of each split, and whether they fit together
             for split, counts in meta['splits'].items():
                 tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
                 offsets = np.fromfile(folder / f'{split}.idx', np.int64)
                 assert len(tokens) == offsets[-1] == counts['tokens'], f'the size of {split}.bin'
                 assert np.diff(offsets).min() > 0, f'{split}.idx'
-                # of the first tokens only, as it takes time
+                # the maximum takes time: of the first 67M tokens only
                 assert tokens[:2 ** 26].max() < self.tokenizer.n_vocab, f'an id of {split}.bin'
                 setattr(self, split,
                         Split(split, tokens, offsets, counts['bytes'], counts['words']))
@@ -405,6 +407,8 @@ def write_split(path, sources, tokenizer):
     pieces of a document; tiktoken works outside Python's lock."""
     offsets, n_bytes, n_words, sha = [0], 0, 0, hashlib.sha256()
     eot = [] if tokenizer.eot is None else [tokenizer.eot]
+
+    # one document after the other: its ids and <|endoftext|>, its bytes and words
     with open(f'{path}.bin', 'wb') as file, ThreadPoolExecutor() as pool:
         for paths, part in progress(sources, f'encoding {path.name}'):
             for text in filter(None, documents(paths, part)):
@@ -468,6 +472,7 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     """The corpus `data` (code, the name of a download, a file or a folder), prepared on first use.
     niah, niah2, niah:books/, ...: needles with one or two hops in `code` or in books/.
     tokenizer: a name or a Tokenizer, for example of a checkpoint"""
+    # the text of needles
     root = Path(root)
     data, hops = str(data), 0
     task, _, text = data.partition(':')
@@ -615,12 +620,14 @@ class Batches:
         return np.concatenate([self.order[j * self.group:][:self.group] for j in groups])
 
     def __getitem__(self, g):
+        """Micro-batch g, a Batch; from len(batches) on, of the next epoch"""
         sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
         seed = int.from_bytes(sha[:8], 'little') >> 1           # 63 bits, an int64
         return self.take(self.rows(g), seed)
 
     def take(self, rows, seed):
         """The Batch of these rows, at most B numbers, and of rows of padding if there are fewer"""
+        # the positions of the tokens, first in the stream; rows of padding are beyond its end
         rows = np.pad(rows, (0, self.B - len(rows)), constant_values=self.n_rows)   # (B,)
         streamed = rows[:, None] * self.T + np.arange(self.T)   # (B, T) positions in the stream
         real = streamed < self.range_stop[-1]                   # (B, T) not padding
@@ -628,7 +635,7 @@ class Batches:
         range_of = np.searchsorted(self.range_stop, streamed, side='right')
         position = streamed + self.shift[range_of]              # (B, T) positions in the split
 
-        # the next token is predicted; of `documents`, not the first of a document
+        # which tokens predict the next one: all, but of `documents` not the last of a document
         doc = np.where(real, self.split.doc_of(position), -1)
         predicted = real
         if self.kind == 'documents':
@@ -652,7 +659,8 @@ class Needles(Batches):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
         self.hops, self.chunk, self.grow = hops, chunk, grow
 
-        # ids of a sentence's parts, and of the words of names; other tokens begin with a blank
+        # ids of a sentence's parts, and of the words of names; most tokenizers' words begin with
+        # a blank, that of bytes is a token
         word, blank = ' [a-z]{3,}', ''
         if tokenizer.name == 'bytes':
             word, blank = '[A-Z]', ' '
@@ -662,7 +670,7 @@ class Needles(Batches):
         self.parts = [tokenizer.encode(text).tolist() for text in texts]
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
 
-        # a sentence fits into a chunk, and the shortest rows have chunks for a chain, its answer
+        # a sentence fits into a chunk; the shortest rows have chunks for a chain and its answer
         longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
         least = 8 * chunk
         if grow:

@@ -278,7 +278,7 @@ def test_no_training_text(tmp_path):
     ('train.bin', lambda content: content[:90]),
     ('train.bin', lambda content: b'\1\1' + content[2:])])                      # the id 257
 def test_a_damaged_corpus_is_named(tmp_path, file, damage):
-    path = write(tmp_path / 'src', a_jsonl=jsonl(40 * ['a b']))     # is cut at line ends
+    path = write(tmp_path / 'src', a_jsonl=jsonl(39 * ['a b']))     # is cut at line ends
     folder = prepared(path).folder
     content = (folder / file).read_bytes()
     (folder / file).write_bytes(damage(content))
