@@ -10,9 +10,10 @@ resumes: on a CPU bit for bit as without interruption. More processes change the
 
 What train.py and eval.py use of a model file x.py, for B sequences of T or t tokens, V ids:
 
-    XConfig, PRESETS        fields, each of them a flag; names of settings of several fields
-    batches(config)         arguments of data.Corpus.batches
-    setup(...)              optional: computes what a teacher knows, before training, and returns
+    XConfig, PRESETS        a dataclass, each field is a flag; name -> values of some fields
+    batches(config)         arguments of data.Corpus.batches: what a micro-batch consists of
+    setup(model, corpus, batches, config, autocast, train_reference, progress)
+                            optional, before training: computes what a teacher knows, and returns
                             attach(batch, g), which adds that to micro-batch g, a data.Batch
     X(config)               the model; torch.compile is applied to its method `encode`
     .forward(batch, progress)   loss () and a dict of numbers () to log; batch: tokens, targets, doc
@@ -40,7 +41,7 @@ import torch.distributed.nn     # if AdamW imports it later, threads remain at e
 import data
 
 MODELS = ('trime', 'rpt', 'drt')
-NOT_COMPARED = ('out', 'resume', 'device', 'compile', 'kernel', 'max_steps')    # when resuming
+NOT_COMPARED = ('out', 'resume', 'device', 'compile', 'kernel', 'max_steps')    # of a resumed run
 NOT_SHOWN = ('step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens')
 PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12}  # dense bf16
 WORLD = int(os.environ.get('WORLD_SIZE', 1))    # processes
@@ -52,7 +53,7 @@ class TrainConfig:
     data: str = 'code'              # code, shakespeare, ..., folder or file; niah, niah2, niah:TEXT
     tokenizer: Literal['bpe', 'bytes', 'gpt2', 'word'] = 'bpe'      # bpe is learned from the text
     seed: int = 0                   # of the weights, the order of the data, the model's randomness
-    max_steps: int = 600            # optimizer steps; with more of them a run is resumed
+    max_steps: int = 600            # optimizer steps; a larger number resumes a finished run
     tokens_per_step: int = 2048     # over all processes; micro-batches are accumulated to reach it
     optimizer: Literal['muon', 'adamw'] = 'muon'        # muon: for matrices; AdamW for others
     lr: float = 8e-3                # peak rate; width 256: 4e-3; AdamW: 2e-3; after --init: 1e-3
@@ -250,10 +251,10 @@ def optimizers_of(model, config):
         else:
             others.append(p)
 
-    decay = dict(weight_decay=config.weight_decay)
     groups = [dict(params=others), dict(params=vectors, weight_decay=0)]
-    adamw = torch.optim.AdamW(groups, betas=(0.9, config.beta2), fused=True, **decay)
-    return adamw, Muon([dict(params=matrices)], decay)
+    adamw = torch.optim.AdamW(groups, betas=(0.9, config.beta2), fused=True,
+                              weight_decay=config.weight_decay)
+    return adamw, Muon([dict(params=matrices)], dict(weight_decay=config.weight_decay))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -387,7 +388,8 @@ def average(model, metrics):
 
 
 def show(entry, max_steps, left):
-    """Prints the metrics of a step in one line: losses with four decimals, counts without any."""
+    """Prints the metrics of a step in a line: losses with four decimals, the rest with four digits,
+    so that a count has no decimals."""
     columns = [f'step {entry["step"]:6d}/{max_steps}']
     for key, x in entry.items():
         if key not in NOT_SHOWN:
@@ -397,8 +399,10 @@ def show(entry, max_steps, left):
 
 
 def loop(out, config, state, model, optimizers, gradient, check, signals, peak, stage):
-    """Steps, validations and checkpoints, until the last step or a signal. state: what a checkpoint
-    has, but the optimizers; gradient(done) sets .grad; check(...) validates; peak: in tokens/s"""
+    """Steps, validations and checkpoints, until the last step or a signal.
+
+    state: what a checkpoint has, but the optimizers    gradient(done): sets .grad -> metrics
+    check(progress, at_most): validates    signals: see caught_signals    peak: in tokens/s"""
     began, first, max_steps = time.perf_counter(), state['step'], config.max_steps
     if RANK == 0:                       # the log may have steps after the checkpoint: remove them
         with open(out / 'log.jsonl', 'a') as f:
@@ -436,7 +440,8 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
         if last:
             entry['val_loss_all'], _ = check(progress)
         if not all(map(math.isfinite, entry.values())):
-            raise SystemExit(f'step {step} is not finite; try a lower --lr, another --out: {entry}')
+            raise SystemExit(f'step {step} has a number that is not finite; try a lower --lr and '
+                             f'another --out: {entry}')
 
         # a line on the console, the log, checkpoints
         if RANK == 0:
@@ -475,7 +480,7 @@ def train(module, model_config, config, corpus=None):
 
     # what it starts from: its last checkpoint, the file of --init, or new weights
     path = start_of(config)
-    resumes = path == out / 'ckpt.pt'
+    resumes = path != config.init
     state = read_checkpoint(path) if path else {}
 
     # the data
@@ -519,7 +524,7 @@ def train(module, model_config, config, corpus=None):
     if resumes and planned != max_steps:
         print(f'--max-steps was {planned}: the learning rate is now that of {max_steps} steps')
 
-    # what the model needs before the first step: in RPT, a teacher's scores
+    # what has to be known before the first step: in RPT, scores by a reference LM
     def train_reference(reference_config, config):
         config = replace(config, out=f'{out}-reference', resume='auto')
         return train(module, reference_config, config, corpus)

@@ -199,7 +199,7 @@ def test_two_processes_take_the_same_steps_as_one(here, model):
 def test_a_run_learns(here, capsys):
     run(flags('trime', '--lr 1e-2 --max-steps 60 --eval-every 20 --grad-clip 0'))
     log = log_of('out/trime')
-    assert [x['step'] for x in log] == list(range(1, 61)) and log[-1]['tokens'] == 60 * 64
+    assert [x['step'] for x in log] == list(range(1, 61))
     assert [x['step'] for x in log if 'val_loss' in x] == [20, 40, 60]
     assert log[-1]['val_loss'] < log[0]['loss'] - 1
     cosine = [0.0055 + 0.0045 * math.cos(math.pi * s / 57) for s in range(57)]     # to a tenth
@@ -265,7 +265,7 @@ def test_a_loss_that_is_not_finite(here, monkeypatch, training):
 
     monkeypatch.setattr(trime.TRIME, 'forward', breaks)
     message = one_line(run, flags('trime', '--out run'))
-    assert 'step 4 is not finite' in message and '--lr' in message
+    assert 'step 4 has a number' in message and '--lr' in message
     assert load('run/best.pt')['step'] == load('run/ckpt.pt')['step'] == 2
 
 
@@ -306,8 +306,8 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
 
 @pytest.mark.parametrize('more, message', [
     ('--learning-rate 1', 'nearest is --'), ('--memory lokal', 'lokal'), ('--model gpt', 'drt'),
-    ('--lr -1', '--lr -1.0 is not a number from 0 on'), ('--weight-decay inf', 'inf'),
-    ('--lr nan', 'nan'), ('--seed 1.5', '1.5'), (f'--seed {2 ** 64}', 'from 0 on'),
+    ('--lr -1', '--lr -1.0 is not a number from 0 on'), ('--lr nan', 'nan'),
+    ('--seed 1.5', '1.5'), (f'--seed {2 ** 64}', 'from 0 on'),
     ('--model drt --groups -1', '--groups -1 is not a number from 0 on'),
     ('--max-steps 0', '1 or more'), ('--tokens-per-step 0', '1 or more'),
     ('--eval-every 0', '1 or more'), ('--val-tokens 0', '1 or more'),
@@ -387,7 +387,7 @@ def test_a_run_that_began_with_init_needs_the_file_no_longer(first, capsys):
 @pytest.mark.parametrize('more, message', [
     ('--n-embd 32', "ckpt.pt has weights for other settings: {'n_embd': 16}"),
     ('--tokenizer bytes', "{'vocab_size': 294}"), ('--model trime', '--model rpt'),
-    ('--init first/log.jsonl', 'log.jsonl is no checkpoint'), ('--init no.pt', 'no.pt is no')])
+    ('--init other.txt', 'other.txt is no checkpoint')])
 def test_init_names_what_does_not_fit(first, more, message):
     assert message in one_line(run, [*first, *more.split()])
 
@@ -396,10 +396,10 @@ def test_init_names_what_does_not_fit(first, more, message):
 def test_init_from_the_weights_in_assets(here, model):
     """With the flags of README only"""
     path = FILE.parent / 'assets' / f'{model}.pt'
-    _, model_config, config = train.parse(['--model', model, '--init', str(path), '--lr', '1e-3'])
+    argv = ['--model', model, '--init', str(path), '--lr', '1e-3']
+    module, model_config, config = train.parse(argv)
     assert dataclasses.asdict(model_config) == load(path)['config']
     assert config.tokens_per_step % (model_config.micro_batch * model_config.block_size) == 0
-    module, *_ = train.parse(['--model', model])
     getattr(module, model.upper())(model_config).load_state_dict(load(path)['model'])
 
 
@@ -416,6 +416,8 @@ def test_validation_is_fixed_and_complete(here):
     some, again = (train.validate(model, model, batches, 1.0, 200) for _ in range(2))
     assert n == len(corpus.val.tokens) - 1 and some == again and some[1] <= 200
     assert model.training and torch.equal(torch.get_rng_state(), state)
+    documents = data.Batches(corpus.val, 'documents', 16, 3, seed=0)
+    assert train.validate(model, model, documents, 1.0)[1] == n + 1 - 8     # but 8 first tokens
 
     model.eval()
     text = torch.from_numpy(corpus.val.tokens[:].astype('int64'))
@@ -440,8 +442,9 @@ def test_momentum_of_muon():
     p, q, without_grad = (torch.nn.Parameter(torch.zeros(6, 8)) for _ in range(3))
     g, h = torch.randn(2, 6, 8)
     muon = train.Muon([p, q, without_grad], dict(weight_decay=0.0))
-    for p.grad, muon.param_groups[0]['lr'] in ((g, 0.0), (h, 1.0)):
-        q.grad = p.grad.flip(0)
+    for grad, lr in ((g, 0.0), (h, 1.0)):
+        p.grad, q.grad = grad, grad.flip(0)
+        muon.param_groups[0]['lr'] = lr
         muon.step()
     m = 0.95 * 0.05 * g + 0.05 * h
     update = train.orthogonalize((0.05 * h + 0.95 * m)[None])[0] * 0.2 * 8 ** 0.5
@@ -449,9 +452,9 @@ def test_momentum_of_muon():
     close(q.flip(0), -update, atol=1e-4)
 
 
-def initial(more=''):
-    """The model of a run before its first step, and its micro-batches"""
-    module, model_config, _ = train.parse(flags('trime', more))
+def initial():
+    """The model of a run without dropout before its first step, and its micro-batches"""
+    module, model_config, _ = train.parse(flags('trime', '--dropout 0'))
     corpus = data.load('texts', 'bytes', quiet=True)
     torch.manual_seed(0)
     model = module.TRIME(dataclasses.replace(model_config, vocab_size=257))
@@ -464,7 +467,7 @@ def test_a_step_by_hand(here, optimizer):
     more = f'--optimizer {optimizer} --dropout 0 --max-steps 1 '
     run(flags('trime', more + '--grad-clip 0.01 --weight-decay 0.5 --lr 0.1'))
     after = load('out/trime/ckpt.pt')['model']
-    model, batches = initial('--dropout 0')
+    model, batches = initial()
     for g in (0, 1):
         loss, _ = model(batches[g], 0.0)
         (loss / 2).backward()
@@ -483,7 +486,7 @@ def test_a_step_by_hand(here, optimizer):
 def test_each_step_has_other_micro_batches(here):
     """Micro-batches 4 and 5 in step 3; without a rate the weights are the initial ones."""
     run(flags('trime', '--dropout 0 --max-steps 3 --lr 1e-12'))
-    model, batches = initial('--dropout 0')
+    model, batches = initial()
     losses = [model(batches[g], 2 / 3)[0].item() for g in (4, 5)]
     assert log_of('out/trime')[2]['loss'] == pytest.approx(sum(losses) / 2, rel=1e-5)
 
