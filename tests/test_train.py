@@ -450,18 +450,18 @@ def test_momentum_of_muon():
 
 
 def initial():
-    """The model of a run without dropout before its first step, and its micro-batches"""
+    """The model of a run without dropout, with seed 1, before its first step; its micro-batches"""
     module, model_config, _ = train.parse(flags('trime', '--dropout 0'))
     corpus = data.load('texts', 'bytes', quiet=True)
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     model = module.TRIME(dataclasses.replace(model_config, vocab_size=257))
-    return model, data.Batches(corpus.train, 'segments', 16, 2, seed=0)
+    return model, data.Batches(corpus.train, 'segments', 16, 2, seed=1)
 
 
 @pytest.mark.parametrize('optimizer', ['muon', 'adamw'])
 def test_a_step_by_hand(here, optimizer):
     """The mean gradient of two micro-batches, a norm of at most grad_clip, decay, lr."""
-    more = f'--optimizer {optimizer} --dropout 0 --max-steps 1 '
+    more = f'--optimizer {optimizer} --seed 1 --dropout 0 --max-steps 1 '
     run(flags('trime', more + '--grad-clip 0.01 --weight-decay 0.5 --lr 0.1'))
     after = load('out/trime/ckpt.pt')['model']
     model, batches = initial()
@@ -482,7 +482,7 @@ def test_a_step_by_hand(here, optimizer):
 
 def test_each_step_has_other_micro_batches(here):
     """Micro-batches 4 and 5 in step 3; without a rate the weights are the initial ones."""
-    run(flags('trime', '--dropout 0 --max-steps 3 --lr 1e-12'))
+    run(flags('trime', '--seed 1 --dropout 0 --max-steps 3 --lr 1e-12'))
     model, batches = initial()
     losses = [model(batches[g], 2 / 3)[0].item() for g in (4, 5)]
     assert log_of('out/trime')[2]['loss'] == pytest.approx(sum(losses) / 2, rel=1e-5)
