@@ -50,6 +50,14 @@ from torch import nn
 from bm25 import idf_lucene
 
 
+def check_positive(config, names):
+    """Raises ValueError unless each of these fields is 1 or more."""
+    for name in names.split():
+        value = getattr(config, name)
+        if value < 1:
+            raise ValueError(f'{name} is {value}, it must be 1 or more')
+
+
 @dataclass
 class RPTConfig:
     vocab_size: int = 4096        # ids of the tokenizer; for bpe, how many to train (ours)
@@ -117,59 +125,87 @@ def fp32(x):
 
 
 def product(a, b):
-    """a bᵀ in fp32, under autocast too: a (..., n, C), b (..., m, C) -> (..., n, m)"""
-    with torch.autocast(a.device.type, enabled=False):              # bf16: steps of 0.125 near 20
+    """a bᵀ in fp32, under autocast too: bf16 has steps of 0.125 near 20.
+
+    a (..., n, C)   b (..., m, C) -> (..., n, m)"""
+    with torch.autocast(a.device.type, enabled=False):
         return fp32(a) @ fp32(b).mT
 
 
 def rotate(x, first=0):
     """Rotary embeddings (Su et al. 2021): at position p = first, first + 1, ... each pair
-    (x_2d, x_2d+1) of a head is rotated by p θ_d, θ_d = 10000^(-2d/D). x (..., T, H, D) -> as x"""
+    (x_2d, x_2d+1) of a head is rotated by the angle p θ_d, θ_d = 10000^(-2d/D).
+
+    x (..., T, H, D) -> (..., T, H, D)"""
     T, D = x.size(-3), x.size(-1)
-    theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)              # (D/2,)
+    theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)      # (D/2,)
     positions = torch.arange(first, first + T, device=x.device)
-    angle = positions[:, None, None] * theta                                    # (T, 1, D/2)
-    pairs = torch.view_as_complex(fp32(x).unflatten(-1, (-1, 2)).contiguous())  # (..., T, H, D/2)
-    turned = pairs * torch.complex(angle.cos(), angle.sin())
-    return torch.view_as_real(turned).flatten(-2).type_as(x)
+    angle = positions[:, None, None] * theta                            # (T, 1, D/2)
+
+    # a pair is a complex number, its rotation a product with cos + i sin
+    pairs = fp32(x).unflatten(-1, (-1, 2)).contiguous()                 # (..., T, H, D/2, 2)
+    rotation = torch.complex(angle.cos(), angle.sin())
+    rotated = torch.view_as_complex(pairs) * rotation                   # (..., T, H, D/2)
+    return torch.view_as_real(rotated).flatten(-2).type_as(x)
 
 
-def softmax_attention(q, k, v, mask=None):
-    """softmax(q kᵀ / sqrt(D) + mask) v; mask is broadcast to (B, H, t, s). On a CPU in bf16 the
-    definition is faster than the fused kernel (torch 2.13).
+def softmax_attention(q, k, v, bias=None):
+    """softmax(q kᵀ / sqrt(D) + bias) v; bias is broadcast to (B, H, t, s).
 
     q (B, t, H, D)   k, v (B, s, H, D) -> (B, t, H, D)"""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                # (B, H, t or s, D)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or s, D)
     if q.device.type == 'cpu' and q.dtype == torch.bfloat16:
-        z = q / q.size(-1) ** 0.5 @ k.mT                            # (B, H, t, s)
-        y = (z if mask is None else z + mask).softmax(-1) @ v
+        # the formula itself: on a CPU in bf16 faster than the fused kernel (torch 2.13)
+        scores = q / q.size(-1) ** 0.5 @ k.mT                           # (B, H, t, s)
+        if bias is not None:
+            scores = scores + bias
+        y = scores.softmax(-1) @ v
     else:
-        y = F.scaled_dot_product_attention(q, k, v, mask)
+        y = F.scaled_dot_product_attention(q, k, v, bias)
     return y.transpose(1, 2)
+
+
+def window_attention(q, k, v, window, slopes):
+    """softmax_attention of queries to keys of the same position or up to window - 1 before. The
+    queries (B, t, H, D) have the positions of the last t of the keys (B, s, H, D)."""
+    position = torch.arange(k.size(1), device=k.device)
+    age = position[-q.size(1):, None] - position                        # (t, s)
+    bias = -slopes * age                                                # ALiBi
+    bias = bias.masked_fill((age < 0) | (age >= window), -math.inf)
+    return softmax_attention(q, k, v, bias.to(q.dtype))
+
+
+def in_blocks(x, block):
+    """Cuts x (B, T, H, D) into n blocks -> (B, n, block, H, D); the last is padded with zeros."""
+    padding = -x.size(1) % block
+    return F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, block))
 
 
 def attend(q, k, v, block, window, slopes=0.0):
     """Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1
     and n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et
     al. 2022) subtracts slope * age from each score.
+
     q (B, T, H, D)   k, v (B, P + T, H, D): P < 2 block keys precede the queries, the first of them
-    begins a block; returns (B, T, H, D)"""
-    def attention(q, k, v):                         # queries have the positions of the last keys
-        j = torch.arange(k.size(1), device=k.device)
-        age = j[-q.size(1):, None] - j                              # (queries, keys)
-        bias = (-slopes * age).masked_fill((age < 0) | (age >= window), -math.inf).to(q.dtype)
-        return softmax_attention(q, k, v, bias)
+    begins a block -> (B, T, H, D)"""
     T, P = q.size(1), k.size(1) - q.size(1)
-    n = min(T, block - P % block)                                   # to the end of a block
-    first = attention(q[:, :n], k[:, :P + n], v[:, :P + n])
+
+    # queries up to the end of the first block: in a stream it can be incomplete
+    n = min(T, block - P % block)
+    first = window_attention(q[:, :n], k[:, :P + n], v[:, :P + n], window, slopes)
     if n == T:
         return first
-    start, pad = P + n - block, (0, 0, 0, 0, 0, (n - T) % block)
-    parts = q[:, n:], k[:, start:], v[:, start:]                    # k, v: from one block earlier
-    q, k, v = (F.pad(x, pad).unflatten(1, (-1, block)) for x in parts)
-    k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=2).flatten(0, 1) for x in (k, v))
-    rest = attention(q.flatten(0, 1), k, v).reshape(q.shape)        # (B, N, block, H, D)
-    return torch.cat([first, rest.flatten(1, 2)[:, :T - n]], dim=1)
+
+    # the blocks after it, in one product, as a GPU needs few and large ones
+    keys_start = P + n - block                                          # one block earlier
+    q = in_blocks(q[:, n:], block)                                      # (B, N, block, H, D)
+    k = in_blocks(k[:, keys_start:], block)                             # (B, N + 1, block, H, D)
+    v = in_blocks(v[:, keys_start:], block)
+    k = torch.cat([k[:, :-1], k[:, 1:]], dim=2)                         # (B, N, 2 block, H, D)
+    v = torch.cat([v[:, :-1], v[:, 1:]], dim=2)
+    rest = window_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), window, slopes)
+    rest = rest.unflatten(0, q.shape[:2]).flatten(1, 2)                 # (B, N block, H, D)
+    return torch.cat([first, rest[:, :T - n]], dim=1)
 
 
 class MLP(nn.Module):
@@ -184,21 +220,45 @@ class MLP(nn.Module):
         return self.proj(F.gelu(self.fc(x)))
 
 
+class CrossEntropy(torch.autograd.Function):
+    """Σ -log P(w), P = softmax(f Eᵀ) in fp32. The (n, V) logits are never held: the forward pass
+    computes the gradient too, from the logits of R rows at a time. The derivative of -log P(w) by
+    the logits is P - 1[w].
+
+    f (n, C)   E (V, C)   targets w (n,) -> ()"""
+    R = 1024
+
+    @staticmethod
+    def forward(ctx, f, E, targets):
+        df, dE = torch.empty_like(f), torch.zeros_like(E)
+        nats = fp32(f).new_zeros(())
+        with torch.autocast(f.device.type, enabled=False):
+            for start in range(0, len(f), CrossEntropy.R):
+                rows = slice(start, start + CrossEntropy.R)
+                w = targets[rows]                                       # (R,)
+                i = torch.arange(len(w), device=w.device)
+                log_p = product(f[rows], E).log_softmax(1)              # (R, V)
+                nats -= log_p[i, w].sum()
+                if f.requires_grad:
+                    dlogits = log_p.exp_()
+                    dlogits[i, w] -= 1
+                    df[rows] = dlogits @ fp32(E)
+                    dE.addmm_(dlogits.T, fp32(f[rows]))
+        ctx.grads = df, dE
+        return nats
+
+    @staticmethod
+    def backward(ctx, dnats):
+        df, dE = ctx.grads
+        return dnats * df, dnats * dE, None
+
+
 def cross_entropy(f, E, targets):
-    """Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0. The (n, V) logits are
-    never held: those of a slice of rows are freed once they have given its gradient.
+    """Mean of -log P(w), P = softmax(f Eᵀ), over the targets w >= 0.
 
     f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()"""
-    scored, nats, trains = targets >= 0, 0, torch.is_grad_enabled()
-    inputs = *f[scored].split(1024), E
-    *slices, E = (x.detach().requires_grad_(trains) for x in inputs)
-    for rows, w in zip(slices, targets[scored].split(1024)):
-        with torch.autocast(f.device.type, enabled=False):          # fp32 in backward, too
-            loss = F.cross_entropy(product(rows, E), w, reduction='sum')
-            if trains: loss.backward()                              # adds to .grad of rows and E
-        nats += loss.detach()
-    if trains:                                                  # adds 0, whose gradient is .grad
-        nats += sum(((x - x.detach()) * y.grad).sum() for x, y in zip(inputs, (*slices, E)))
+    scored = targets >= 0
+    nats = CrossEntropy.apply(f[scored], E, targets[scored])
     return nats / scored.sum().clamp(min=1)
 
 
