@@ -11,9 +11,9 @@ the next chunk. A ranking loss trains the retriever to agree with a reference LM
 help.
 
 Where the paper is in this file (its equations have no numbers)
-    §3.1  s_q, the top K, neighbors, their gates    Retriever, RPT.retrieve, NeighborEncoder
+    §3.1  s_q; the K neighbors; their gates         Retriever; RPT.retrieve; NeighborEncoder
     §3.1  chunked cross-attention                   ChunkedCrossAttention
-    §3.2  candidates by BM25; s_t, the target score bm25_candidates; target_scores, setup
+    §3.2  candidates by BM25; s_t, the target score bm25_candidates; target_scores
     §3.3  L_ret, LambdaRank with a margin           ranking_loss
     §3.3, §3.4  schedules; windows; inference       RPT.schedule; SelfAttention; RPT.encode
     §5    Transformer-XL, RETRO, RPT-Lex; Table 3   --retriever none, bm25, lex; ranks
@@ -21,8 +21,8 @@ Where the paper is in this file (its equations have no numbers)
 Letters in the shape comments
     B sequences    T tokens (t of a piece)    C width    H heads    D head size    V vocabulary
     m tokens of a chunk    N chunks of a sequence or of a piece    M chunks of the text so far
-    K neighbors of a chunk    G = N + 1 groups of m tokens    n, a, b, s, P, R other sizes
-    i is a chunk that retrieves, j one that is retrieved; w is a target token
+    K neighbors of a chunk    G = N + 1 groups of m tokens    n, a, b, s, P, R further sizes
+    i is the number of a chunk that retrieves, j of one that is retrieved; w is a target token
 
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); s_t is a mean over tokens, L_ret over the chunks with a positive;
@@ -296,27 +296,27 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(C, C, bias=False)
 
     def forward(self, x, past):
-        """x (B, t, C); past: keys and values (B, P, H, D) of the tokens before, or None at the
-        beginning of a text -> (B, t, C) and the past of the next piece"""
+        """x (B, t, C), past: keys and values (B, P, H, D) of the P tokens before, None at the
+        beginning of a text -> (B, t, C), the past of the next piece"""
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
         if past is not None:
             past_k, past_v = past
             k = torch.cat([past_k, k], 1)                               # (B, P + t, H, D)
             v = torch.cat([past_v, v], 1)
 
-        # position 0 is the first key, here and in the next piece: kept keys are not rotated
+        # position 0 is the first key, another one in the next piece: `past` is not rotated
         P = k.size(1) - x.size(1)
         y = attend(rotate(q, P), rotate(k), v, self.block, 2 * self.block)  # (B, t, H, D)
 
-        # the next piece needs the last two blocks; it encodes an unfinished chunk again
+        # the next piece needs the last two blocks, and encodes an unfinished chunk again
         end = k.size(1) // self.m * self.m
         start = max(0, end // self.block - 1) * self.block
         return self.proj(y.flatten(2)), (k[:, start:end], v[:, start:end])
 
 
 class Attention(nn.Module):
-    """Tokens of x attend to tokens of y, before and after them. With shift, a token of y has the
-    value of the next token, so that attention to a token reads what followed it."""
+    """Tokens of x attend to all tokens of y, in both directions. With shift, a token of y has the
+    value of the next one, so that who attends to a token reads what followed it."""
     def __init__(self, config, shift=False):
         super().__init__()
         C = config.n_embd
@@ -327,8 +327,8 @@ class Attention(nn.Module):
         self.proj = nn.Linear(C, C, bias=False)
 
     def forward(self, x, y, first=0, mask=None):
-        """x (n, a, t, C), a texts with positions first, first + 1, ...; y (n, b, s, C), b texts
-        with positions 0, 1, ...; mask (n, 1, a t, b s) True where x may attend to y -> as x"""
+        """x (n, a, t, C), `a` texts with positions first, first + 1, ...; y (n, b, s, C), b texts
+        with positions 0, 1, ...; mask (n, 1, a t, b s), True: x may attend to y -> as x"""
         q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, a, t, H, D)
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (n, b, s, H, D)
         if self.shift:
@@ -465,8 +465,8 @@ class NeighborEncoder(nn.Module):
         if not self.config.gate:
             return valid.to(neighbors.dtype)
 
-        # in the order of chunk and rank, neighbors attend to themselves and those before them. A
-        # chunk with neighbors is a window into its document, so these are of the same one
+        # numbered by chunk, then by rank, they attend to themselves and to those before them. A
+        # chunk with neighbors is at least a window into its document, so these are all of it
         order = torch.arange(n * K, device=chosen.device)
         chunk = order // K
         mask = order <= order[:, None]
@@ -476,7 +476,7 @@ class NeighborEncoder(nn.Module):
         y = self.norm3(mean)
         mean = mean + self.gate_attention(y, y, mask=mask)                  # ĉ (B, 1, n K, C)
 
-        # in fp32: the logit is tiny
+        # in fp32 under autocast too, as the logit is tiny
         with torch.autocast(mean.device.type, enabled=False):
             logit = self.gate(self.norm_gate(fp32(mean))) / self.config.n_embd
         gates = logit.sigmoid().clamp(min=self.config.eta).view(B, n, K)
@@ -484,9 +484,9 @@ class NeighborEncoder(nn.Module):
 
 
 class Neighbors(NamedTuple):
-    """What the upper layers attend to: of each group of m tokens, the neighbors of a chunk"""
+    """What the upper layers attend to: each group of m tokens to the neighbors of a chunk"""
     states: torch.Tensor        # (B, G, K, 2m, C), times their gates
-    mask: torch.Tensor          # (B, G, K 2m), False: there is no such neighbor
+    mask: torch.Tensor          # (B, G, K 2m), False: the chunk has fewer neighbors
     in_document: torch.Tensor   # (B, t), False: the token is of another document than the chunk
 
 
@@ -502,17 +502,17 @@ class ChunkedCrossAttention(nn.Module):
 
     def forward(self, x, neighbors):
         """x (B, t, C), its G groups of Neighbors -> (B, t, C)"""
-        B, t, C = x.shape
-        G, m = neighbors.states.size(1), self.m
+        _, t, C = x.shape
+        m, G = self.m, neighbors.states.size(1)
 
-        # groups begin 1 token earlier than chunks: m - 1 tokens are of the first one, after a zero
+        # a group begins with the last token of a chunk; there is no such token before the first one
         early = 1
         x = F.pad(x, (0, 0, early, G * m - early - t))                      # (B, G m, C)
-        groups = self.norm(x).view(B * G, 1, m, C)
+        groups = self.norm(x).view(-1, 1, m, C)                             # (B G, 1, m, C)
         states = neighbors.states.flatten(0, 1)                             # (B G, K, 2m, C)
-        mask = neighbors.mask.view(B * G, 1, 1, -1)                         # (B G, 1, 1, K 2m)
-        y = self.attention(groups, states, first=m - 1, mask=mask)          # as groups
-        y = y.view(B, G * m, C)[:, early:early + t]
+        mask = neighbors.mask.flatten(0, 1)[:, None, None]                  # (B G, 1, 1, K 2m)
+        y = self.attention(groups, states, first=m - 1, mask=mask)
+        y = y.view_as(x)[:, early:early + t]                                # (B, t, C)
         return y.masked_fill(~neighbors.in_document[:, :, None], 0)
 
 
@@ -553,7 +553,7 @@ def ranking_loss(s_q, s_t, tau):
     sorted_discount = discount.sort(descending=True).values
     ideal = gain.sort(descending=True).values * sorted_discount             # if ranked by s_t
 
-    # a permitted j has s_q of about 1, others -1e9, for which the hinge is 0
+    # the hinge is 0 for a j that is not permitted: its s_q is -1e9
     weight = differences(gain).clamp(min=0)                                 # 0 if s_t(l) <= s_t(j)
     weight = weight * differences(discount).abs()                           # λ_lj IDCG
     hinge = (tau - differences(s_q.clamp(min=-1e9))).clamp(min=0)           # (B, N, N, N)
@@ -567,13 +567,14 @@ def ranking_loss(s_q, s_t, tau):
 # --------------------------------------------------------------------------------------------------
 # the model
 class Memory(NamedTuple):
-    """Of the M whole chunks of a text: what can be retrieved; what the last n >= a window have"""
-    last: torch.Tensor          # (B, 1, m, C) of the last chunk, whose next one is not known yet
-    joined: torch.Tensor        # (B, M, 2m, C) row j + 1: chunks j and j + 1; row 0: zeros
+    """Of a text with M whole chunks: what can be retrieved, and what the last n chunks, a window or
+    more, have retrieved"""
+    last: torch.Tensor          # (B, 1, m, C) states of the last chunk, which lacks its next one
+    joined: torch.Tensor        # (B, M, 2m, C) row j + 1: of chunks j and j + 1; row 0: zeros
     keys: torch.Tensor          # (B, M, C) of all chunks; RETRO: (B, M, V)
-    chosen: torch.Tensor        # (B, n, K) numbers j of the neighbors, -1: none
+    chosen: torch.Tensor        # (B, n, K) the numbers j of neighbors, -1: none
     neighbors: torch.Tensor     # (B, n, K, 2m, C) their states
-    gates: torch.Tensor         # (B, n, K) their weights; not of the n's first window
+    gates: torch.Tensor         # (B, n, K) their weights, not valid for the first of the n chunks
 
 
 class State(NamedTuple):
@@ -590,7 +591,7 @@ class RPT(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        seed = torch.randint(2 ** 48, (), device='cpu').item()
+        seed = torch.randint(2 ** 48, (), device='cpu').item()              # see init_weights
         n_upper = config.n_layer - config.n_layer // 2
         n_cca = config.n_cca or n_upper
         if config.retriever == 'none':
@@ -647,7 +648,7 @@ class RPT(nn.Module):
             states = chunks
             query, key = bm25_vectors(in_chunks(tokens, m), self.idf)
 
-        # what can be retrieved: a chunk and the next one, by the key of the first
+        # what can be retrieved: each chunk and the next one, by the key of the first
         states = torch.cat([memory.last, states], 1)                    # N or N + 1 chunks
         joined = torch.cat([memory.joined, self.neighbor_encoder.join(states)], 1)
         keys = torch.cat([memory.keys, key], 1)                         # (B, M, C)
@@ -667,7 +668,7 @@ class RPT(nn.Module):
         if teacher is not None:
             chosen = chosen.where(teacher == self.NOT_TAUGHT, teacher)
 
-        # their states, and gates, which depend on the neighbors of a window of chunks before
+        # their states and gates; the gates depend on neighbors of a window of chunks before
         neighbors = self.neighbor_encoder(joined, chosen, chunks)           # (B, N, K, 2m, C)
         neighbors = torch.cat([memory.neighbors[:, -window_chunks:], neighbors], 1)
         chosen = torch.cat([memory.chosen[:, -window_chunks:], chosen], 1)
@@ -676,26 +677,27 @@ class RPT(nn.Module):
         return memory, s_q.masked_fill(~mask, -math.inf)
 
     def for_groups(self, memory, doc, chunk_doc):
-        """What tokens with doc (B, t), of chunks with chunk_doc (B, N), attend to"""
+        """What the upper layers attend to, with doc (B, t) of tokens and chunk_doc (B, N)"""
         m, t = self.config.chunk_size, doc.size(1)
-        G = chunk_doc.size(1) + 1                       # the first group is of an earlier chunk
+        G = chunk_doc.size(1) + 1                       # group 0 is of the chunk before these N
         states = memory.neighbors[:, -G:] * memory.gates[:, -G:, :, None, None]
         valid = memory.chosen[:, -G:] >= 0
         mask = valid.repeat_interleave(2 * m, dim=2)                        # (B, G, K 2m)
 
-        # a group begins with the last token of its chunk
+        # the last token of chunk 0 is the first of group 1
         group = torch.arange(1, t + 1, device=doc.device) // m              # (t,)
         group_doc = F.pad(chunk_doc, (1, 0))[:, group]                      # (B, t)
         return Neighbors(states, mask, group_doc == doc)
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
-        """Tokens (B, t) continue the text of state; None: they begin one. doc (B, t), None: of one
-        document. teacher (B, N, K): neighbors in training, -1: none, or NOT_TAUGHT
+        """Tokens (B, t) that continue the text of `state`, or begin a text. doc (B, t): their
+        documents, if several. teacher (B, N, K): chunks to retrieve in training, -1: none,
+        NOT_TAUGHT: those with the highest s_q
         -> f (B, t, C), the new state, s_q (B, N, M) or None"""
         n = tokens.size(1)
         if state is None:
             state = self.empty_state(tokens)
-        tokens = torch.cat([state.unfinished, tokens], 1)               # t more than n tokens
+        tokens = torch.cat([state.unfinished, tokens], 1)       # fewer than m tokens, then these n
         past = list(state.past)
 
         # the lower layers
@@ -703,7 +705,7 @@ class RPT(nn.Module):
         for i, block in enumerate(self.lower):
             x, past[i] = block(x, past[i])
 
-        # each whole chunk retrieves
+        # each whole chunk retrieves; the tokens after it attend to its neighbors
         m, memory = self.config.chunk_size, state.memory
         neighbors, s_q = None, None
         if self.retrieval != 'off':
@@ -804,8 +806,8 @@ class RPT(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# supervision: what is computed before training, in the order of setup, at the end
-VERSION = 1             # of the scores on disk: raise it with each change of what they are
+# supervision: what RPT learns from is computed before the training, by setup
+VERSION = 1     # of the scores on disk: raise it when a change of this section changes a score
 
 
 def corpus_idf(tokens, m, V):
@@ -872,7 +874,7 @@ def target_scores(reference, chunks, candidates):
     i = candidates.any(1).nonzero()[:, 0]
     needed[i, i - 2] = True
 
-    # the first terms, for 4,096 tokens at once
+    # the first terms, of 4,096 tokens at once
     log_p = torch.zeros(N, N, device=chunks.device)
     for pairs in needed.nonzero().split(max(1, 1024 // m)):
         i, j = pairs.unbind(1)                                              # (n,)
@@ -921,7 +923,7 @@ def print_gain_of_copy(reference, chunks):
 
 
 def sequence_scores(chunks, doc, config, idf, reference):
-    """s_t (N, N) of a sequence, of every n-th chunk by the reference LM, else by ranks of BM25.
+    """s_t (N, N) of a sequence: for every n-th chunk by the reference LM, else as in RPT-Lex.
     chunks (N, m), doc (N,)"""
     s_t = bm25_candidates(chunks, doc, config.window_chunks, config.n_candidates, idf)
     candidates = s_t > 0
@@ -932,32 +934,33 @@ def sequence_scores(chunks, doc, config, idf, reference):
     return by_reference.where(candidates, s_t)
 
 
-# data.Batch, s_t (B, N, N), number of chunks with a positive: mean of the step's micro-batches
+# data.Batch, s_t (B, N, N), and `ranked`, the number of chunks with a positive in a micro-batch:
+# the mean over those of the step, so that each chunk of a step has the same weight in L_ret
 TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores ranked')
 
 
 def setup(model, corpus, batches, train_config, autocast, train_reference, progress):
-    """Computes s_t of all sequences that the run will use; each process does its share. The files
-    are in a folder whose name is a hash of what they depend on: runs that differ in other things
-    share them. -> attach, a function of micro-batch g and g that adds s_t"""
+    """Computes s_t of all sequences of the run, each process its share, and stores it in files. The
+    name of their folder is a hash of all that they depend on: runs that differ in other settings
+    share them. -> attach, a function of micro-batch g and g: a TaughtBatch"""
     config, m = model.config, model.config.chunk_size
     if config.retriever == 'none':
         return lambda batch, g: batch
 
-    # what the scores are computed by
+    # the teacher: BM25, or a reference LM which scores the candidates of BM25
     idf = corpus_idf(corpus.train.tokens, m, config.vocab_size)
     if config.retriever == 'bm25':
         model.idf.copy_(idf)
-    stages, reference, weights = 2, None, b''
+    n_stages, reference, weights = 2, None, b''
     if config.retriever == 'sem':
-        stages = 3
+        n_stages = 3
         reference = load_reference(config, train_config, corpus, train_reference)
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
         reference.to(model.embedding.weight.device)
         reference.encode = autocast()(reference.encode)                     # scores remain fp32
         print_gain_of_copy(reference, in_chunks(batches[0].tokens, m)[0])
 
-    # where they are
+    # the folder of the scores
     seed = train_config.seed if corpus.hops else 0                          # of the needles
     facts = [VERSION, corpus.fingerprint, corpus.hops, seed, train_config.dtype, m,
              config.window_chunks, config.n_candidates, config.score_every, config.reference_cache]
@@ -966,7 +969,7 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     folder.mkdir(exist_ok=True)
 
     def scores_of(g):
-        """s_t (B, N, N) of micro-batch g, each sequence in its file, which is made only once"""
+        """s_t (B, N, N) of micro-batch g. That of a sequence is computed only once."""
         batch = batches[g]
         chunks = in_chunks(batch.tokens, m)                                 # (B, N, m)
         doc = doc_of_chunks(batch.doc, m)                                   # (B, N)
@@ -980,16 +983,17 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
             s_t[b] = torch.from_numpy(np.load(path))
         return s_t
 
-    # make the files
+    # compute the scores
     n = train_config.tokens_per_step // (batches.B * batches.T)             # micro-batches per step
     total = n * train_config.max_steps
-    print(f'stage {stages - 1} of {stages}: scores of {total * batches.B} sequences in {folder}')
+    n_sequences = total * batches.B
+    print(f'stage {n_stages - 1} of {n_stages}: scores of {n_sequences} sequences in {folder}')
     rank = int(os.environ.get('RANK', 0))
     world = int(os.environ.get('WORLD_SIZE', 1))
     for g in progress(range(rank, total, world), 'scores', quiet=rank > 0):
         scores_of(g)
 
-    @functools.lru_cache(1)                             # attach needs those of a step n times
+    @functools.lru_cache(1)                     # a step's micro-batches need them one by one
     def scores_of_step(step):
         return [scores_of(step * n + i) for i in range(n)]
 
@@ -998,7 +1002,7 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         ranked = sum((s_t > 0).any(2).sum().item() for s_t in scores)
         return TaughtBatch(*batch, scores[g % n], max(1, ranked) / n)
 
-    print(f'stage {stages} of {stages}: RPT, {train_config.max_steps} steps')
+    print(f'stage {n_stages} of {n_stages}: RPT, {train_config.max_steps} steps')
     return attach
 
 
@@ -1017,7 +1021,7 @@ def check_ranks(runs, n_texts, T):
 
 
 def ranking_measures(s_q, s_t):
-    """Of the order by s_q (n, N, N): {name: mean over the chunks with a positive, s_t > 0}"""
+    """Of the order by s_q (n, N, N): {name: mean over the chunks with positives, s_t > 0}"""
     order = s_q.argsort(descending=True, stable=True)
     positive = (s_t > 0).gather(2, order)                                   # highest s_q first
     n_positives = positive.sum(2)                                           # (n, N)
@@ -1033,7 +1037,7 @@ def ranking_measures(s_q, s_t):
 @torch.no_grad()
 def ranks(runs, args):
     """Table 3: are the chunks that help ranked first? By chance, recency, BM25 and each run but the
-    last; the last one is the reference LM, of whose s_t > 0 are a chunk's positives."""
+    last, which is the reference LM; its s_t is positive if a chunk helps."""
     config, corpus = runs[0].model.config, runs[0].corpus
     m = config.chunk_size
     N = config.block_size // m
@@ -1049,7 +1053,7 @@ def ranks(runs, args):
     mask[-1] = False                                                        # it has no target
     s_t = torch.stack([target_scores(reference.model, x, mask) for x in chunks])    # (n, N, N)
 
-    # s_q
+    # s_q by which the chunks are ranked
     j = torch.arange(N, device=texts.device)
     idf = corpus_idf(corpus.train.tokens, m, config.vocab_size)
     tf, keys = bm25_vectors(chunks, idf.to(s_t))
@@ -1081,7 +1085,7 @@ def demo():
         model = RPT(RPTConfig(**file['config']))
         model.load_state_dict(file['model'])
 
-    # a token for each byte; the loss is high, as rpt.pt is of longer ones
+    # each byte is a token; rpt.pt was trained with longer ones, so that its loss is high here
     text = Path(__file__).read_bytes()[-model.config.block_size:]
     tokens = torch.tensor([list(text)])                                     # (1, T)
     f, state, s_q = model.eval().encode(tokens)
