@@ -38,7 +38,7 @@ Where we differ from the paper, and why
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           a reference LM, then RPT, which it teaches
 """
-import functools, hashlib, math, os, zlib
+import functools, hashlib, inspect, math, os, re, zlib
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -1077,26 +1077,36 @@ TASKS = {'ranks': ranks}
 # --------------------------------------------------------------------------------------------------
 # a demo
 def demo():
-    """The end of this file, from tokens to loss, and what its last chunk retrieves"""
-    model = RPT(RPTConfig())
-    path = Path(__file__).parent / 'assets' / 'rpt.pt'
+    """The source of RPTConfig, from tokens to the loss, and what its last chunk retrieves"""
+    model = RPT(RPTConfig())                                                # untrained
+    vocabulary = [chr(i) for i in range(256)]                               # of bytes
+    path = Path(__file__).parent / 'assets/rpt.pt'
     if path.exists():
         file = torch.load(path, weights_only=True)
         model = RPT(RPTConfig(**file['config']))
         model.load_state_dict(file['model'])
+        vocabulary = file['tokenizer']['tokens']            # a character for each byte
 
-    # each byte is a token; rpt.pt was trained with longer ones, so that its loss is high here
-    text = Path(__file__).read_bytes()[-model.config.block_size:]
-    tokens = torch.tensor([list(text)])                                     # (1, T)
+    # cut the text into tokens, from left to right, each the longest that matches
+    text = inspect.getsource(RPTConfig).encode().decode('latin-1')
+    longest_first = sorted(vocabulary, key=len, reverse=True)
+    words = re.findall('|'.join(map(re.escape, longest_first)), text)[-1024:]
+    tokens = torch.tensor([[vocabulary.index(word) for word in words]])
+
     f, state, s_q = model.eval().encode(tokens)
     loss = cross_entropy(f[:, :-1], model.embedding.weight, tokens[:, 1:])
-    for name, x in dict(tokens=tokens, s_q=s_q, **state.memory._asdict(), f=f).items():
-        print(f'{name:10}', *x.shape)
-    print(f'loss       {loss:.3f} nats per token\n')
-
-    print('the last chunk:', text[-model.config.chunk_size:])
-    for gate, _, start, end in model.trace(tokens[0], len(text) - 1):
-        print(f'retrieved, with gate {gate:.3f}:', text[start:end])
+    memory, m = state.memory, model.config.chunk_size
+    print(f"""tokens                            (B, T)            {tuple(tokens.shape)}
+chunks                            (B, N, m)         {tuple(in_chunks(tokens, m).shape)}
+their keys, as their queries      (B, N, C)         {tuple(memory.keys.shape)}
+s_q of each chunk with each one   (B, N, N)         {tuple(s_q.shape)}
+a window of none, then neighbors  (B, n, K, 2m, C)  {tuple(memory.neighbors.shape)}
+their gates                       (B, n, K)         {tuple(memory.gates.shape)}
+states that predict               (B, T, C)         {tuple(f.shape)}
+loss, nats per token                                {loss:.3f}
+To predict what follows {''.join(words[-m:])!r}, these chunks are retrieved:""")
+    for gate, _, start, end in model.trace(tokens[0], len(words) - 1):
+        print(f'gate {gate:.3f}, tokens {start} to {end}: {"".join(words[start:end])!r}')
 
 
 if __name__ == '__main__':

@@ -264,7 +264,8 @@ def streamed(model, tokens, cuts):
 
 
 @pytest.mark.parametrize('more, doc', [(more, docs_of(T - 3)) for more in SETTINGS] + [
-    ({}, docs_of(14, 17, 1, 22, 18, 3, padding=5)), ({}, docs_of(40, padding=40)),
+    ({}, docs_of(40, padding=40)),
+    ({}, docs_of(14, 17, 1, 22, 18, 3, padding=5)),
     (dict(retriever='bm25'), docs_of(14, 17, 1, 22, 18, 3, padding=5))])
 def test_the_model_is_the_papers(more, doc):
     """Chunks of two documents or padding are not retrieved; a group is of its chunk's document."""
@@ -427,15 +428,12 @@ def test_gradients_do_not_depend_on_threads():
     model = RPT(RPTConfig())
     tokens = torch.randint(4096, (2, 1024))
     n_threads = torch.get_num_threads()
-    grads = []
     torch.set_num_threads(2)
-    try:
-        for _ in range(4):
-            f = model.encode(tokens)[0]
-            grad, = torch.autograd.grad(f.square().sum(), model.embedding.weight)
-            grads.append(grad)
-    finally:
-        torch.set_num_threads(n_threads)
+    grads = []
+    for _ in range(4):
+        f = model.encode(tokens)[0]
+        grads += torch.autograd.grad(f.square().sum(), model.embedding.weight)
+    torch.set_num_threads(n_threads)
     for grad in grads[1:]:
         assert torch.equal(grad, grads[0])
 
@@ -477,10 +475,9 @@ def test_ranking_loss(n, J, tau):
     wanted_loss = torch.stack(wanted_loss).view(B, n)
     close(loss, wanted_loss)
     close(ndcg, torch.tensor(wanted_ndcg).view(B, n))
-    assert 0 < ndcg.sum() < (s_t > 0).any(2).sum()
     grad, = torch.autograd.grad(loss.sum(), s_q)
     close(grad, torch.autograd.grad(wanted_loss.sum(), s_q)[0])
-    assert grad.abs().sum() > 0
+    assert grad.any()
 
 
 def test_ranking_loss_without_positives(n=9):
@@ -790,9 +787,8 @@ def test_ranks_refuses_runs_that_do_not_fit():
     tokens = tokens_of(5, b=1)[0]
     run = run_of('x', tokens)
     near = run_of('r', tokens, retriever='none')
-    far = run_of('r', tokens, retriever='none', window=4 * CHUNK)
-    another = run_of('r', tokens, 'z', retriever='none', window=4 * CHUNK)
-    for runs in ([far], [far, far], [run, near], [run, another]):
+    far = run_of('r', tokens, 'z', retriever='none', window=4 * CHUNK)
+    for runs in ([far], [far, far], [run, near], [run, far]):
         assert 'reference' in one_line(rpt.TASKS['ranks'], runs, None)
 
 
