@@ -547,18 +547,21 @@ def ranking_loss(s_q, s_t, tau):
         λ_lj  = |2^s_t(l) - 2^max(s_t(j), 0)| |1 / log2(1 + r_l) - 1 / log2(1 + r_j)| / IDCG
 
     s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret and NDCG@20 of each chunk, (B, N)"""
+    # the terms of DCG: a positive has gain / log2(1 + r); IDCG is that of the order by s_t
     gain = torch.exp2(s_t.clamp(min=0)) - 1                                 # (B, N, N)
     rank = 1 + s_q.argsort(descending=True, stable=True).argsort()
     discount = 1 / torch.log2(1 + rank)
     sorted_discount = discount.sort(descending=True).values
-    ideal = gain.sort(descending=True).values * sorted_discount             # if ranked by s_t
+    ideal = gain.sort(descending=True).values * sorted_discount
 
-    # the hinge is 0 for a j that is not permitted: its s_q is -1e9
-    weight = differences(gain).clamp(min=0)                                 # 0 if s_t(l) <= s_t(j)
+    # λ_lj is 0 unless s_t(l) > s_t(j): a swap changes DCG by the gains' difference times that of
+    # the discounts. The hinge is 0 for a j that is not permitted, whose s_q becomes -1e9
+    weight = differences(gain).clamp(min=0)
     weight = weight * differences(discount).abs()                           # λ_lj IDCG
     hinge = (tau - differences(s_q.clamp(min=-1e9))).clamp(min=0)           # (B, N, N, N)
     loss = (weight * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
 
+    # NDCG of the first 20
     dcg = (gain * discount).masked_fill(rank > 20, 0).sum(2)
     ndcg = dcg / ideal[..., :20].sum(2).clamp(min=1e-9)
     return loss, ndcg
@@ -592,18 +595,24 @@ class RPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         seed = torch.randint(2 ** 48, (), device='cpu').item()              # see init_weights
+
+        # the last n_cca of the upper layers cross-attend
         n_upper = config.n_layer - config.n_layer // 2
         n_cca = config.n_cca or n_upper
         if config.retriever == 'none':
             n_cca = 0
+
+        # the decoder
         self.config = config
         self.retrieval = 'on' if n_cca else 'off'                           # see ways
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)     # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - n_upper))
         self.upper = nn.ModuleList(Block(config, i >= n_upper - n_cca) for i in range(n_upper))
+
+        # retrieval: learned, by BM25 with the idf of the corpus, or none
         self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
         self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
-        self.norm = RMSNorm(config.n_embd)
+        self.norm = RMSNorm(config.n_embd)                                  # of the output
         idf = torch.zeros(config.vocab_size) if config.retriever == 'bm25' else None
         self.register_buffer('idf', idf)                                    # see setup
         self.init_weights(seed)
@@ -719,8 +728,9 @@ class RPT(nn.Module):
         # the upper layers
         for i, block in enumerate(self.upper, len(self.lower)):
             x, past[i] = block(x, past[i], neighbors)
-        end = tokens.size(1) // m * m
-        return self.norm(x[:, -n:]), State(past, tokens[:, end:], memory), s_q
+        end = tokens.size(1) // m * m                           # of the whole chunks
+        state = State(past, tokens[:, end:], memory)
+        return self.norm(x[:, -n:]), state, s_q
 
     def logits(self, f):
         """f (..., C) -> (..., V) fp32"""
@@ -761,7 +771,7 @@ class RPT(nn.Module):
         if s_t is None or not self.retriever:
             return loss, {}
 
-        # a mean over the chunks with a positive, in all micro-batches of the step
+        # means over the chunks with a positive; `ranked` of them are in a micro-batch of the step
         ret_loss, ndcg = ranking_loss(s_q, s_t, tau)                        # 2 x (B, N)
         ret_loss = ret_loss.sum() / batch.ranked
         ndcg = ndcg.sum() / batch.ranked
@@ -797,6 +807,8 @@ class RPT(nn.Module):
         if state is None:
             state = self.read(tokens[None, :t])
         memory = self.read(tokens[None, t:t + 1], state).memory
+
+        # the last whole chunk has retrieved chunks j and j + 1
         gates, chosen = memory.gates[0, -1], memory.chosen[0, -1]
         m, retrieved = self.config.chunk_size, []
         for gate, j in zip(gates.tolist(), chosen.tolist()):
@@ -823,12 +835,15 @@ def bm25_candidates(chunks, doc, window_chunks, J, idf):
     """§3.2: the J chunks most similar to chunk i and its target, c_i and c_{i+1}, by BM25. Their
     score is s_t of RPT-Lex: 1 - r / J at rank r = 0, 1, ... (ours); that of all others is 0.
     chunks (N, m), doc (N,) -> (N, N)"""
+    # chunks c_i and c_{i+1} are one query: their occurrences are added
     tf, keys = bm25_vectors(chunks, idf)                                    # (N, V)
-    scores = (tf + tf.roll(-1, 0)) @ keys.T
+    scores = (tf + tf.roll(-1, 0)) @ keys.T                                 # (N, N)
+
+    # the last chunk of a document has no target, so that it has no candidates
     has_target = F.pad(doc[1:] == doc[:-1], (0, 1))                         # (N,)
     mask = permitted(doc, len(doc), window_chunks) & has_target[:, None] & (scores > 0)
     order = scores.masked_fill(~mask, 0).argsort(descending=True, stable=True)
-    rank = order.argsort()
+    rank = order.argsort()                                                  # r = 0, 1, ...
     return (1 - rank / J).clamp(min=0).masked_fill(~mask, 0)
 
 
@@ -891,6 +906,8 @@ def load_reference(config, train_config, corpus, train_reference):
     steps = min(config.reference_steps, train_config.max_steps)
     source = path or f'{steps} steps'
     print(f'stage 1 of 3: the reference LM, {source} (it tells which chunks help)')
+
+    # half as deep as RPT, without retrieval
     if not path:
         path = train_reference(
             replace(config, n_layer=max(1, config.n_layer // 2), n_cca=0,
@@ -898,6 +915,8 @@ def load_reference(config, train_config, corpus, train_reference):
             replace(train_config, init='', max_steps=steps))
     if Path(path).is_dir():
         path = Path(path, 'ckpt.pt')
+
+    # a file of --reference can be of any run
     try:
         file = torch.load(path, map_location='cpu', weights_only=True)
         assert file['tokenizer'] == corpus.tokenizer.to_dict()
@@ -1022,6 +1041,7 @@ def check_ranks(runs, n_texts, T):
 
 def ranking_measures(s_q, s_t):
     """Of the order by s_q (n, N, N): {name: mean over the chunks with positives, s_t > 0}"""
+    # the chunks in the order of s_q
     order = s_q.argsort(descending=True, stable=True)
     positive = (s_t > 0).gather(2, order)                                   # highest s_q first
     n_positives = positive.sum(2)                                           # (n, N)
@@ -1044,7 +1064,9 @@ def ranks(runs, args):
     texts = torch.cat([in_chunks(x[None], N * m)[0] for x in runs[0].documents])
     check_ranks(runs, len(texts), N * m)
     *rankers, reference = runs
-    texts = texts[::math.ceil(len(texts) / 16)]                             # (n, T), n <= 16
+
+    # at most 16 sequences, evenly spread
+    texts = texts[::math.ceil(len(texts) / 16)]                             # (n, T)
     chunks = in_chunks(texts, m)                                            # (n, N, m)
 
     # s_t of all chunks that each of the runs may retrieve
