@@ -19,9 +19,10 @@ Where the paper is in this file
 
 Letters of the shape comments and formulas
     B segments    T tokens per segment    C width    H heads    D width per head    V vocabulary
-    N = B T    R rows of a block    Q queries    K neighbors    L tokens kept of a text
-    M memories: (c_j, x_j), a context and the token after it; its key is g(c_j), its value x_j
-    i a query    j a memory    w a target word    n tokens of a window that are new
+    N = B T    R rows of a block    Q queries    M memories    K neighbors    L tokens of a state
+    t, n any other size
+    w a target word    a a cluster of words    i a query    j a memory: (c_j, x_j), a context and
+    the token after it; its key is g(c_j), its value x_j
 
 Where this differs from the paper, and why
     The Transformer has RMSNorm, RoPE, GELU, GPT-2's initial weights, a final norm and no biases. In
@@ -60,12 +61,12 @@ def check_positive(config, names):
 
 
 MASKED = -1e30      # similarity to a memory that is masked: finite, so no row gives nan
-VERSION = 1         # of tuned.json: raise it when `tune` would give other constants than before
+VERSION = 1         # of tuned.json: to be raised with a change that makes other constants better
 
 
 @dataclass
 class TRIMEConfig:
-    vocab_size: int = 4096      # ids of the tokenizer; for bpe, how many to learn (ours)
+    vocab_size: int = 4096      # ids of the tokenizer; for bpe, the number to learn (ours)
     block_size: int = 512       # tokens of a segment, T (paper: 150 to 3,072)
     micro_batch: int = 4        # segments of a micro-batch, B: the source of memories (paper 7M: 8)
     n_layer: int = 4            # Transformer layers (ours; paper: 8 to 16)
@@ -86,6 +87,7 @@ class TRIMEConfig:
 
     def __post_init__(self):
         check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd div_value')
+        # rotary embeddings rotate pairs of the n_embd / n_head numbers of a head
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
         if not re.fullmatch('([1-9][0-9]*(,|$))*', self.cutoffs):
@@ -187,9 +189,11 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(C, C, bias=False)
 
     def forward(self, x, past):
-        """x (B, t, C) follows the tokens of which past has the keys and values, or None
-        -> (B, t, C), the keys and values of all tokens, 2 x (B, s, H, D)"""
+        """x (B, t, C), after the tokens of which past has the keys and values (None: no tokens)
+        -> (B, t, C), and the keys and values of all tokens so far, 2 x (B, s, H, D)"""
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
+
+        # keys are stored with their rotation, which never changes
         first = past[0].size(1) if past else 0                              # position of x[:, 0]
         q = rotate(q, first)
         k = rotate(k, first)
@@ -197,10 +201,11 @@ class SelfAttention(nn.Module):
             k, v = map(append, past, (k, v))                                # (B, s, H, D)
         past = k.detach(), v.detach()
 
+        # softmax(q kᵀ / sqrt(D) + mask) v, where query i has the position first + i
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))                    # (B, H, t or s, D)
         mask = q.new_full((q.size(2), k.size(2)), -math.inf).triu(first + 1)    # (t, s)
         if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and k.size(2) < 1024:
-            # the formula itself: on a CPU in bf16 faster than the fused kernel (torch 2.13)
+            # on a CPU in bf16 the formula itself is faster than the fused kernel (torch 2.13)
             y = (q / q.size(3) ** 0.5 @ k.mT + mask).softmax(3) @ v
         elif first == 0:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -251,8 +256,10 @@ class Embedding(nn.Module):
     def __init__(self, config):
         super().__init__()
         C, V = config.n_embd, config.vocab_size
+
+        # the head has the ids below the first cutoff, cluster a those up to the next one
         ends = re.findall('[0-9]+', f'{config.cutoffs},{V}')
-        self.ends = sorted({min(int(end), V) for end in ends})      # of the head's words, clusters
+        self.ends = sorted({min(int(end), V) for end in ends})
         self.tables = nn.ParameterList([torch.empty(self.ends[0] + len(self.ends) - 1, C)])
         self.tail_proj = nn.ModuleList()
         for a, size in enumerate(np.diff(self.ends), 1):
@@ -261,7 +268,7 @@ class Embedding(nn.Module):
             self.tail_proj.append(nn.Linear(width, C, bias=False))
 
     def clusters(self, ids):
-        """For each cluster: its number a, its first id, and which of the ids are in it"""
+        """For each cluster: its number a, its first id, and a mask of those of the ids in it"""
         for a, (start, end) in enumerate(zip(self.ends, self.ends[1:]), 1):
             yield a, start, (ids >= start) & (ids < end)
 
@@ -274,24 +281,27 @@ class Embedding(nn.Module):
         return x
 
     def tail(self, a, f):
-        """log P_a after f: (Q, C) -> (Q, words of cluster a)"""
+        """log P_a of all words of cluster a: f (Q, C) -> (Q, words)"""
         return (f @ self.tail_proj[a - 1].weight @ self.tables[a].T).log_softmax(1)
 
     def head_and_tail(self, f, w):
-        """Words w (Q,) after f (Q, C) -> their rows of the head, log P_a(w) or 0: 2 x (Q, 1)"""
+        """log P of given words w (Q,) after f (Q, C) has two terms: the log of the softmax of the
+        head at a row, that of w or of its cluster, and log P_a(w), which is 0 for words of the
+        head. -> the rows, the log P_a(w): 2 x (Q, 1)"""
         row = w[:, None].clone()
         log_p = f.new_zeros(len(w), 1)
         for a, start, inside in self.clusters(w):
             row[inside] = self.ends[0] + a - 1
-            # in pieces, and the backward pass computes P_a again: (Q, words) is too large to keep
+            # (Q, words) is too large to keep; the backward pass computes it again, by 256 rows
             for queries in inside.nonzero()[:, 0].split(256):
                 log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
-                # gather would keep log_P
+                # an index, as gather would keep log_P
                 log_p[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
         return row, log_p
 
     def logits(self, f):
-        """f (Q, C) -> E_w · f of Eq. 1 for all words (Q, V), log Σ exp of them (Q, 1)"""
+        """f (Q, C) -> E_w · f of Eq. 1 for all words (Q, V), log Σ_w exp(E_w · f) (Q, 1). For w of
+        cluster a, E_w · f stands for that of the cluster's row + log P_a(w)."""
         head = f @ self.tables[0].T
         words, clusters = head.tensor_split([self.ends[0]], 1)
         tails = [row[:, None] + self.tail(a, f) for a, row in enumerate(clusters.T, 1)]
@@ -299,41 +309,48 @@ class Embedding(nn.Module):
 
 
 def memory_mask(memory, doc, config, rows):
-    """The memories of some queries of a micro-batch in training. Its N positions are the queries
-    and the memories: memory j is the context of position j and the token after it.
+    """The memories of R queries in training. Each of the N positions of a micro-batch is a query
+    and a memory: memory j is the context of position j and the token after it.
 
-    memory   none, local, long, ext or local,ext (TRIME.training_memory)
-    doc      (B, T), the document of each position      rows    a slice of the N queries, R of them
-    returns  a slice of the N memories, M of them, and which each query may use, (R, M) bool"""
+    memory      none, local, long, ext or local,ext, from TRIME.training_memory
+    doc         (B, T) the document of each position
+    rows        a slice of the N queries, R of them
+    returns     a slice of the N memories, M of them, and the mask of those of each query, (R, M)"""
     B, T = doc.shape
     doc = doc.flatten()
 
-    # the memories that any of these queries may use lie in one slice
-    start, stop = 0, rows.stop                                      # long: all up to these queries
+    # a slice with all that any of these queries has; for long, the positions up to the last query
+    start, stop = 0, rows.stop
     if memory == 'none':
-        stop = 1                                                    # one, masked below
+        stop = 1                                                    # masked below
     elif memory == 'local':
         start = rows.start // T * T                                 # the first query's segment
     elif memory != 'long':
         stop = len(doc)                                             # ext: later segments, too
     memories = slice(start, stop)
 
+    # memory i has the answer to query i, so a query has only memories before it
     position = torch.arange(len(doc), device=doc.device)
     i, j = position[rows, None], position[memories]                 # (R, 1), (M,)
-    earlier = j < i             # (R, M): memory i has the answer to query i, so j = i is masked
+    earlier = j < i                                                 # (R, M)
     same_segment = i // T == j // T
     same_document = doc[i] == doc[j]
 
+    # Eq. 2, §4.1: local memory, the earlier positions of the segment
     mask = torch.zeros_like(earlier)
-    if memory in ('local', 'long', 'local,ext'):                    # Eq. 2, §4.1
+    if memory in ('local', 'long', 'local,ext'):
         mask = same_segment & earlier
-    if memory == 'long':                                            # Eq. 3, §4.2
+
+    # Eq. 3, §4.2: long memory, those of the m consecutive segments
+    if memory == 'long':
         group = (config.m or B) * T                                 # tokens of m segments
         long = earlier & (i // group == j // group)
         if config.same_document:
             long &= same_document
         mask |= long
-    if memory in ('ext', 'local,ext'):                              # §4.3
+
+    # §4.3: memory ext, all positions of other segments
+    if memory in ('ext', 'local,ext'):
         ext = ~same_segment
         if config.same_document:
             ext &= ~same_document
@@ -342,7 +359,8 @@ def memory_mask(memory, doc, config, rows):
 
 
 def softmax(exponents):
-    """The softmax P of (R, n) exponents, and log Σ exp of them (R, 1): their max - log max P"""
+    """The softmax P of (R, n) exponents, and log Σ exp of them (R, 1), which is max - log max P as
+    P = exp(exponents) / Σ"""
     P = exponents.softmax(1)
     return P, exponents.amax(1, keepdim=True) - P.amax(1, keepdim=True).log()
 
@@ -361,8 +379,10 @@ class TrimeLoss(torch.autograd.Function):
 
     returns means over the queries: of -log P and, without gradient, of the probability on memories
     and the loss without memory. The forward pass computes the gradient too, by blocks of R queries,
-    as (N, n) or (N, N) would be too large. The derivative of -log P by the exponent of a term is
-    its share of the sum of all terms minus its share of the sum of the terms of w."""
+    as (N, n) or (N, N) would be too large. Let z be the exponent of a term, Σ the sum of all terms
+    and Σ_w the sum of the terms of w. Then P(w | c) = Σ_w / Σ, and
+
+        d(-log P(w | c)) / dz  =  exp(z) / Σ  -  exp(z) / Σ_w, the latter for the terms of w"""
     R = 512
 
     @staticmethod
@@ -377,35 +397,35 @@ class TrimeLoss(torch.autograd.Function):
             w, value = targets[rows, None], targets[memories]       # (R, 1), x_j (M,)
             weight = (w >= 0).to(f) / n_scored                      # (R, 1) of a query in the mean
 
-            # the exponents of Eq. 5: of its first term for all words, of its second for all j
+            # exponents of Eq. 5: of the first term for all words, of the second for all memories
             logits = f[rows] @ head.T                               # (R, n)
             sim = query[rows] @ key[memories].T * scale             # (R, M)
             sim.masked_fill_(~mask | (value < 0), MASKED)
 
-            # softmaxes over the words, over the memories, over the memories with x_j = w
+            # softmaxes over all words, over all memories, over the memories with x_j = w
             P_words, log_words = softmax(logits)
             P_memory, log_memory = softmax(sim)
             P_match, log_match = softmax(sim.masked_fill(value != w, MASKED))
 
-            # log of the sum of the terms of w, log of the sum of all terms; P(w) is their ratio
+            # log Σ_w, log Σ and the loss, log Σ - log Σ_w
             log_word = logits.gather(1, head_row[rows]) + tail[rows]    # first term of Eq. 5
             log_w = torch.logaddexp(log_word, log_match)                # with the second term
             log_total = torch.logaddexp(log_words, log_memory)
             loss += (weight * (log_total - log_w)).sum()
-            of_memory = weight * (log_memory - log_total).exp()     # their part of P
+            of_memory = weight * (log_memory - log_total).exp()     # the memories' part of P
             memory_prob += of_memory.sum()
             word_loss += (weight * (log_words - log_word)).sum()
             if not f.requires_grad:
                 continue
 
-            # the gradient by the exponents: the share of all terms - the share of the terms of w
+            # gradients of the exponents: exp(z) / Σ, minus exp(z) / Σ_w for the terms of w
             dlogits = P_words.mul_(weight * (log_words - log_total).exp())      # (R, n)
             dtail[rows] = -weight * (log_word - log_w).exp()                    # (R, 1)
             dlogits.scatter_add_(1, head_row[rows], dtail[rows])
             dsim = P_memory.mul_(of_memory)                                     # (R, M)
             dsim -= P_match.mul_(weight * (log_match - log_w).exp())
 
-            # and by what they are products of
+            # and of the vectors whose products they are
             df[rows] = dlogits @ head
             dhead += dlogits.T @ f[rows]
             dquery[rows] = dsim @ key[memories] * scale
@@ -441,7 +461,7 @@ class Inference:
     lam_ext: float = 0.0        # λ of Eq. 9; linear: of kNN-LM
 
     def __str__(self):
-        """The memories and constants in words"""
+        """The memories and the constants in words, for the screen"""
         words = []
         if self.local:
             words.append('memory local')
@@ -452,8 +472,8 @@ class Inference:
         elif self.local:
             words.append(f"cache: τ' = {self.tau}, λ = {self.lam} (its share)")
         if self.n_neighbors:
-            words.append(f"memory ext: K = {self.n_neighbors}, P' with τ' = {self.tau_ext}, "
-                         f'λ = {self.lam_ext} (its share)')
+            words.append(f"memory ext: K = {self.n_neighbors}, τ' = {self.tau_ext}, "
+                         f"λ = {self.lam_ext} (share of P')")
         return '; '.join(words)
 
     def probabilities(self, log_words, sim):
@@ -463,19 +483,25 @@ class Inference:
         sim (Q, M)          similarities, MASKED or not; the last n_neighbors are of ext
         returns             P_j (Q, M) and log_factor (Q, 1)"""
         if self.linear:
+            # Eq. 1, then Eq. 8 and 9 of local and long memory
             n_past = sim.size(1) - self.n_neighbors
-            P, log_factor = torch.zeros_like(sim), -log_words       # Eq. 1
+            P, log_factor = torch.zeros_like(sim), -log_words
             P, log_factor = interpolate(P, log_factor, sim, slice(n_past), self.tau, self.lam)
             columns = slice(n_past, None)                           # of ext
         else:
+            # Eq. 6, one softmax over words and memories
             exponents = sim / self.tau
             log_total = torch.logaddexp(log_words, exponents.logsumexp(1, keepdim=True))
-            P, log_factor = (exponents - log_total).exp(), -log_total           # Eq. 6
+            P, log_factor = (exponents - log_total).exp(), -log_total
             columns = slice(None)                                   # of all memories
+
+        # Eq. 8 and 9
         return interpolate(P, log_factor, sim, columns, self.tau_ext, self.lam_ext)
 
     def log_p(self, logit, log_words, sim, match, local):
-        """log P (Q, 1) of the next words of a window of `collect`, with the memories in use"""
+        """log P (Q, 1) of the target words of a window, from what `collect` returns of it. That has
+        more memories than are used here: the last `long` before `local`, the first n_neighbors
+        after it"""
         used = slice(max(0, local.start - self.long), local.stop + self.n_neighbors)
         P, log_factor = self.probabilities(log_words, sim[:, used])
         P_memory = (P * match[:, used]).sum(1, keepdim=True)
@@ -483,8 +509,9 @@ class Inference:
 
 
 def interpolate(P, log_factor, sim, columns, tau, lam):
-    """Eq. 8 and 9 for the memories of these columns -> the new P and log_factor. Where all of them
-    are masked, there is no P', and λ is 0."""
+    """P <- (1 - λ) P + λ P' (Eq. 9), where P' is the softmax of sim / τ' over the memories of these
+    columns (Eq. 8) -> the new P and log_factor. A query whose memories are all masked keeps its P.
+    """
     sim = sim[:, columns]
     lam = torch.where((sim > MASKED).any(1, keepdim=True), lam, 0.0)            # (Q, 1)
     P = (1 - lam) * P
@@ -496,7 +523,7 @@ def trained_index(model, text):
     """An empty faiss index, whose lists are made by k-means of some keys of text (1, n)"""
     import faiss
     n, T = text.size(1), model.config.block_size
-    n_lists = max(1, min(n // 1000, 16_384))
+    n_lists = min(n // 1000, 16_384) or 1
     step = max(T, T * n // (64 * n_lists))                          # 64 keys for each list
     sample = [model.encode(part[:, :T])[1][0] for part in text.split(step, 1)]
     index = faiss.index_factory(model.config.n_embd, f'IVF{n_lists},SQfp16')
@@ -520,40 +547,45 @@ class Datastore:
             file.write_text(json.dumps(about))
         if json.loads(file.read_text()) != about:
             raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
-        flags = faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR     # memory-mapped
+
+        # memory-mapped: a search reads from disk what it needs
+        flags = faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR
         self.index = faiss.read_index(f'{folder}/keys.faiss', flags)
         self.nprobe = nprobe
+
+        # sim(q, k) = q · k / sqrt(C); of kNN-LM -|q - k|² / (2 sqrt(C)), see Inference
         self.index.metric_type = faiss.METRIC_INNER_PRODUCT
         self.scale = model.config.n_embd ** 0.5
-        if model.config.memory == 'none':                           # kNN-LM, see Inference
+        if model.config.memory == 'none':
             self.index.metric_type = faiss.METRIC_L2
             self.scale *= -2
 
     @torch.no_grad()
     def build(self, folder, model, progress):
-        """Writes keys.faiss and keys.ivfdata: an index is trained, keys are added, shards merged"""
+        """Writes the index, keys.faiss, and what its lists have, keys.ivfdata."""
         import faiss
         from faiss.contrib.ondisk import merge_ondisk
         text = self.text[None, :-1]                                 # (1, n)
         n = text.size(1)
-        entry = 2 * model.config.n_embd + 8                         # bytes: a key, its number
-        print(f'{folder}: {n:,} entries, {n * entry / 1e9:.2f} GB on disk; to build it, twice that '
-              f'and {min(n * entry, self.SHARD) / 1e9:.2f} GB of memory')
+        size = 2 * model.config.n_embd + 8                          # bytes: a key, its number
+        print(f'{folder}: {n:,} entries, {n * size / 1e9:.2f} GB on disk; to build it, twice that '
+              f'and {min(n * size, self.SHARD) / 1e9:.2f} GB of memory')
         folder.mkdir(exist_ok=True)
         index = trained_index(model, text)
 
-        # the index is written to a file and emptied each time that it has SHARD bytes
+        # keys are added; when the index has SHARD bytes, it becomes a file and is emptied
         shards, n_added = [], 0
         for _, g, _ in progress(model.windows(text), folder.name, 1 + n // model.stride):
-            index.add(g[0].float().cpu().numpy())
-            n_added += g.size(1)
-            if index.ntotal * entry >= self.SHARD or n_added == n:
+            entries = n_added + np.arange(g.size(1))
+            index.add_with_ids(g[0].float().cpu().numpy(), entries)
+            n_added += len(entries)
+            if index.ntotal * size >= self.SHARD or n_added == n:
                 shards.append(f'{folder}/shard-{len(shards)}')
                 faiss.write_index(index, shards[-1])
                 index.reset()
 
-        # shift_ids: the numbers of a shard continue those of the one before
-        merge_ondisk(index, shards, f'{folder}/keys.ivfdata', shift_ids=True)
+        # the files become one
+        merge_ondisk(index, shards, f'{folder}/keys.ivfdata')
         faiss.write_index(index, f'{folder}/keys.faiss')
         for shard in folder.glob('shard-*'):
             shard.unlink()
@@ -565,7 +597,7 @@ class Datastore:
             nprobe = self.nprobe
         self.index.nprobe = nprobe or self.index.nlist
         sim, j = map(torch.from_numpy, self.index.search(query.float().cpu().numpy(), K))
-        return (sim / self.scale).clamp(min=MASKED).to(query), j
+        return (sim / self.scale).clamp(MASKED).to(query), j
 
 
 # --------------------------------------------------------------------------------------------------
@@ -590,7 +622,7 @@ class TRIME(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(C)
 
-        # GPT-2's initial weights, for width C; with memory ext, g has norm C^(1/4) at first
+        # GPT-2's initial weights, for width C
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 std = 0.02 * math.sqrt(768 / C)
@@ -599,52 +631,58 @@ class TRIME(nn.Module):
                 elif 'tail_proj' in name:
                     std = weight.size(1) ** -0.5
                 nn.init.normal_(weight, std=std)
+
+        # g then has norm C^(1/4) at first, and similarities are at most 1
         if config.memory == 'ext':
             nn.init.constant_(self.blocks[-1].norm2.weight, C ** -0.25)
 
-        # for the time of tests; prepare_eval sets them
+        # for evaluation; prepare_eval sets them
         self.inference = Inference(local=config.memory != 'none')
         self.stride = config.stride or config.block_size // 2 or 1
-        self.shuffle = False            # True: memories have the values of others
-        self.store = None
+        self.shuffle = False            # True: a memory has the value of another one
+        self.store = None               # the Datastore
 
     def on_device(self, ids):
         """Token ids of a corpus, an array -> a tensor where the model is"""
         return torch.from_numpy(ids.astype(int)).to(self.norm.weight.device)
 
     def encode(self, tokens, past=None):
-        """Tokens (B, t) -> f, g (B, t, C) of their contexts, and past, the keys and values so far;
-        g is the input of the last MLP (§3)"""
+        """Tokens (B, t) -> f, g (B, t, C) of their contexts, and past, the keys and values so far.
+        f is the output of the Transformer, g the input of the last MLP (§3)."""
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
         past = list(past or [None] * len(self.blocks))
-        for i, block in enumerate(self.blocks):
-            x, g, past[i] = block(x, past[i])
+        for layer, block in enumerate(self.blocks):
+            x, g, past[layer] = block(x, past[layer])           # g of the last one is returned
         return self.norm(x), g, past
 
     def training_memory(self, seed, progress):
         """Which memory a micro-batch has: that of the config, with the exceptions of the paper"""
         config = self.config
-        if progress < config.ce_warmup:                             # §5.2
+        if progress < config.ce_warmup:             # §5.2: the first steps, by Eq. 1
             return 'none'
         if config.memory != 'ext':
             return config.memory
         if not self.training:           # ext is not causal: other segments are the future, too
             return 'local'
-        if random.Random(seed).random() < config.p:                 # §4.3
+        if random.Random(seed).random() < config.p:             # §4.3: no local memory
             return 'ext'
         return 'local,ext'
 
     def forward(self, batch, progress):
-        """The training loss () in nats per token, causal in eval mode, and a dict to log. batch:
-        tokens, targets (-1: not scored), doc (B, T), seed; progress: step / max_steps"""
+        """The training loss () in nats per token, causal in eval mode, and a dict to log.
+
+        batch       tokens, targets (-1: not scored), doc (documents), each (B, T); seed, an int
+        progress    step / max_steps"""
         memory = self.training_memory(batch.seed, progress)
         if self.training:
             torch.manual_seed(batch.seed)                           # for dropout
         f, g = (fp32(x).flatten(0, 1) for x in self.encode(batch.tokens)[:2])       # (N, C)
+
+        # Eq. 5, in fp32: bf16 has steps of 0.125 near 20
         key = g if self.config.memory_grad else g.detach()
         targets = batch.targets.flatten()
         memories_of = partial(memory_mask, memory, batch.doc, self.config)
-        with torch.autocast(g.device.type, enabled=False):          # bf16: steps of 0.125 near 20
+        with torch.autocast(g.device.type, enabled=False):
             head_row, tail = self.embedding.head_and_tail(f, targets.clamp(min=0))
             loss, memory_prob, word_loss = TrimeLoss.apply(
                 f, g, key, self.embedding.tables[0], tail, head_row, targets, memories_of)
@@ -662,8 +700,11 @@ class TRIME(nn.Module):
             state = State(tokens[:, :0], none, none, None)
         text, keys, window, past = state
         while tokens.numel():
-            if window.size(1) == T:                                 # the next window begins
+            # a full window: the next one begins with the end of this one
+            if window.size(1) == T:
                 _, window, past = self.encode(text[:, -T:][:, self.stride:])
+
+            # as many tokens as there is room for
             new, tokens = tokens.tensor_split([T - window.size(1)], 1)
             f, g, past = self.encode(new, past)
             text = append(text, new)[:, -kept:]
@@ -678,29 +719,32 @@ class TRIME(nn.Module):
         are the local ones, a slice"""
         inference = self.inference
         text, keys, window, _ = state
+
+        # positions in the text; memory j is the context that ends with text[j], and text[j + 1]
         L = text.size(1)
-        start = L - window.size(1)                                  # of the window
-        first = L - 1                                               # the first memory; here: none
+        start = L - window.size(1)                                  # the window's first
+        first = L - 1                                               # the first memory: no local one
         if inference.local:
             first = max(0, start - inference.long)
         position = torch.arange(L, device=g.device)
         i = position[-g.size(1)::every, None]                       # (n, 1) of queries
-        j = position[first:-1]                                      # (M,) c_j ends with text[j]
+        j = position[first:-1]                                      # (M,) of memories
         g = g[:, ::every]
 
-        # similarities; a token of the window has the g of its last encoding
-        key = append(keys[:, :start], window)[:, first:-1]           # (B, M, C)
+        # similarities; the keys of tokens of the window are of its latest encoding
+        key = append(keys[:, :start], window)[:, first:-1]          # (B, M, C)
         sim = g @ key.mT / g.size(2) ** 0.5                         # (B, n, M)
         sim = sim.masked_fill(j >= i, MASKED).flatten(0, 1)         # Eq. 2, 3
 
-        # values; shuffled: of another of the n_past memories of the query
+        # values; shuffled: that of another one of the n_past memories of the query
         j = j.expand(len(i), -1)                                    # (n, M)
         if self.shuffle:
             n_past = (i - first).clamp(min=1)                       # (n, 1)
             j = first + (j - first + n_past // 2) % n_past
         value = text[:, j + 1].flatten(0, 1)                        # (Q, M)
 
-        if inference.n_neighbors:                               # Eq. 4
+        # external memories, Eq. 4
+        if inference.n_neighbors:
             sim_ext, j = self.store.search(g.flatten(0, 1), inference.n_neighbors)
             if self.shuffle:
                 n_ext = self.store.index.ntotal
@@ -748,26 +792,29 @@ class TRIME(nn.Module):
         state: that of read(tokens[None, :t]), computed if None"""
         if state is None:
             state = self.read(tokens[None, :t])
+
+        # the memories' parts of P (Eq. 6 to 9)
         f, g, state = next(self.windows(tokens[None, t:t + 1], state))
         _, log_words = self.embedding.logits(f[0])
         sim, _, _ = self.memories(g, state)
         P, _ = self.inference.probabilities(log_words, sim)         # (1, M)
 
-        # memory j of a text: c_j ends with token j, x_j is token j + 1
+        # where they are: c_j ends with token j of a text, x_j is token j + 1
         K = self.inference.n_neighbors
         sources = [(tokens, j) for j in range(t + K - P.size(1), t)]
         if K:
             _, neighbors = self.store.search(g[0], K)
             sources += [(self.store.text, j) for j in neighbors[0].tolist()]
 
-        # 12 tokens of c_j, then x_j
+        # the last 12 tokens of c_j, then x_j
         rows = [(part, ids, max(0, j - 11), j + 2)
-                for part, (ids, j) in zip(P[0].tolist(), sources) if part > 0]
+                for part, (ids, j) in zip(P[0].tolist(), sources) if part]
         return sorted(rows, key=lambda row: -row[0])
 
     def prepare_eval(self, corpus, external, args, path, progress):
         """Opens the datastore of external.train, tunes on corpus.val; keeps both in the folder of
         the checkpoint `path`. args: EvalConfig's fields, and split, retrieve_from of eval.py"""
+        # which memories, of which size at most
         self.stride = args.stride or self.stride
         self.inference = Inference()
         names = memory_names(self.config.memory, args)
@@ -778,6 +825,8 @@ class TRIME(nn.Module):
         inference = Inference(local='local' in names, linear=self.config.memory == 'none')
         if 'long' in names:
             inference.long = args.long
+
+        # the datastore
         about = dict(checkpoint=hashlib.sha256(path.read_bytes()).hexdigest(),
                      corpus=external.fingerprint, stride=self.stride)
         if 'ext' in names:
@@ -790,6 +839,7 @@ class TRIME(nn.Module):
             if args.recall:
                 print(f'{folder}: recall {recall(self, corpus.val):.1%}')
 
+        # τ, λ, K and the tokens of long memory
         facts = [VERSION, about, corpus.fingerprint, inference, args.nprobe]
         self.inference = tuned(self, corpus.val, inference, facts, path, progress)
         print(f'{path}: {self.inference}, tuned on val')
@@ -800,7 +850,7 @@ class TRIME(nn.Module):
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65,
         0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
 LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9]
-LONG = [256 * 2 ** i for i in range(20)]            # tokens
+LONG = [256 * 2 ** n for n in range(20)]            # tokens
 
 
 def memory_names(trained, args):
@@ -846,10 +896,13 @@ def collect(model, split, inference, progress):
     """What `tune` needs: for each window of the first 65,536 tokens, the arguments of
     Inference.log_p for every 16th of its tokens; of a shorter text for more of them"""
     model.inference = inference
+
+    # documents, the last one cut
     text = split.tokens[:65_536]
     every = math.ceil(len(text) / 4096)
     documents, windows = np.split(text, split.offsets[1:-1]), []
-    desc = 'tuning on val, once: similarities need another scale than in training'
+    desc = 'tuning on val, once, as similarities need another scale than in training'
+
     for ids in progress(documents, desc, size=len):
         tokens = model.on_device(ids)
         targets = tokens[1:, None]
@@ -866,17 +919,19 @@ def tune(windows, inference):
     """An Inference of high likelihood, by coordinate ascent: the best tau, the best long up to
     inference.long and so on in turn, until none is better. It starts with K = 1: from K = 1,024 it
     ended at constants with which ext was worse than no ext (p = 0)"""
-    def score(x):
-        return sum(x.log_p(*window).sum().item() for window in windows)
+    def score(candidate):
+        return sum(candidate.log_p(*window).sum().item() for window in windows)
 
+    # a λ of 0 is no start, as its τ would have no effect
     grids = dict(tau=TAUS, long=sorted({min(n, inference.long) for n in LONG}))
     if inference.linear and inference.local:
-        inference = replace(inference, lam=0.25)            # with lam = 0 tau has no effect
+        inference = replace(inference, lam=0.25)
         grids['lam'] = LAMBDAS
     if inference.n_neighbors:
-        inference = replace(inference, lam_ext=0.25, n_neighbors=1)     # so has tau_ext
+        inference = replace(inference, lam_ext=0.25, n_neighbors=1)
         grids.update(tau_ext=TAUS, lam_ext=LAMBDAS, n_neighbors=[1, 8, 64, 512, 1024])
 
+    # coordinate ascent
     before = None
     while inference != before:
         before = inference
@@ -899,10 +954,10 @@ if __name__ == '__main__':
     # from the tokens to the loss; ids 0 to 255 are the bytes
     text = 'self.height = height; self.width = width; self.depth = depth'
     ids = torch.tensor([*text.encode()])
-    tokens, targets = ids[None, :-1], ids[None, 1:]                 # (1, T)
+    tokens = ids[None, :-1]                                         # (1, T)
     f, g, state = next(model.windows(tokens))                       # (1, T, C)
     sim, _, _ = model.memories(g, state)                            # (T, M)
-    batch = SimpleNamespace(tokens=tokens, targets=targets, doc=0 * tokens, seed=0)
+    batch = SimpleNamespace(tokens=tokens, targets=ids[None, 1:], doc=0 * tokens, seed=0)
     loss, log = model(batch, 1.0)
     print(f"""weights           {file if file.exists() else "untrained"}
 text              {text}
