@@ -33,7 +33,7 @@ Where this differs from the paper, and why
     first steps, and learn more slowly.
     At test time each context is in memory once (official code: the window's twice), P' of Eq. 8 is
     over all memories (there: the external ones), K is tuned (App. D: 1,024), similarities of fp16
-    keys are exact (official: or by product quantization). Not here: translation, SRU++ (App. E).
+    keys are exact (there: or of quantized keys). Not here: translation, SRU++ (App. E).
 
     $ python trime.py                       a demo of ten seconds
     $ python train.py --model trime
@@ -87,6 +87,7 @@ class TRIMEConfig:
 
     def __post_init__(self):
         check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd div_value')
+
         # rotary embeddings rotate pairs of the n_embd / n_head numbers of a head
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
