@@ -484,11 +484,11 @@ class Inference:
         sim (Q, M)          similarities, MASKED or not; the last n_neighbors are of ext
         returns             P_j (Q, M) and log_factor (Q, 1)"""
         if self.linear:
-            # Eq. 1, then Eq. 8 and 9 of local and long memory
+            # Eq. 1, then the continuous cache: Eq. 8 and 9 of local and long memory
             n_past = sim.size(1) - self.n_neighbors
             P, log_factor = torch.zeros_like(sim), -log_words
             P, log_factor = interpolate(P, log_factor, sim, slice(n_past), self.tau, self.lam)
-            columns = slice(n_past, None)                           # of ext
+            columns = slice(n_past, None)                           # then kNN-LM: of ext
         else:
             # Eq. 6, one softmax over words and memories
             exponents = sim / self.tau
