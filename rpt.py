@@ -1099,36 +1099,28 @@ TASKS = {'ranks': ranks}
 # --------------------------------------------------------------------------------------------------
 # a demo
 def demo():
-    """The source of RPTConfig, from tokens to the loss, and what its last chunk retrieves"""
-    model = RPT(RPTConfig())                                                # untrained
-    vocabulary = [chr(i) for i in range(256)]                               # of bytes
-    path = Path(__file__).parent / 'assets/rpt.pt'
-    if path.exists():
-        file = torch.load(path, weights_only=True)
-        model = RPT(RPTConfig(**file['config']))
-        model.load_state_dict(file['model'])
-        vocabulary = file['tokenizer']['tokens']            # a character for each byte
+    """The source of RPTConfig, from tokens to the loss; what a chunk retrieves. With assets/rpt.pt"""
+    import tiktoken
+    file = torch.load(Path(__file__).parent / 'assets/rpt.pt', weights_only=True)
+    model = RPT(RPTConfig(**file['config'])).eval()
+    model.load_state_dict(file['model'])
+    ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}
+    tokenizer = tiktoken.Encoding('demo', pat_str=file['tokenizer']['pattern'],
+                                  mergeable_ranks=ranks, special_tokens={})
 
-    # cut the text into tokens, from left to right, each the longest that matches
-    text = inspect.getsource(RPTConfig).encode().decode('latin-1')
-    longest_first = sorted(vocabulary, key=len, reverse=True)
-    words = re.findall('|'.join(map(re.escape, longest_first)), text)[-1024:]
-    tokens = torch.tensor([[vocabulary.index(word) for word in words]])
-
-    f, state, s_q = model.eval().encode(tokens)
-    loss = cross_entropy(f[:, :-1], model.embedding.weight, tokens[:, 1:])
-    memory, m = state.memory, model.config.chunk_size
-    print(f"""tokens                            (B, T)            {tuple(tokens.shape)}
-chunks                            (B, N, m)         {tuple(in_chunks(tokens, m).shape)}
-their keys, as their queries      (B, N, C)         {tuple(memory.keys.shape)}
+    ids = tokenizer.encode(inspect.getsource(RPTConfig))[-513:]
+    tokens = torch.tensor([ids])
+    f, state, s_q = model.encode(tokens[:, :-1])
+    loss = cross_entropy(f, model.embedding.weight, tokens[:, 1:])
+    print(f"""512 tokens in chunks              (B, N, m)         {tuple(in_chunks(tokens, 32).shape)}
 s_q of each chunk with each one   (B, N, N)         {tuple(s_q.shape)}
-a window of none, then neighbors  (B, n, K, 2m, C)  {tuple(memory.neighbors.shape)}
-their gates                       (B, n, K)         {tuple(memory.gates.shape)}
+a window of none, then neighbors  (B, n, K, 2m, C)  {tuple(state.memory.neighbors.shape)}
+their gates                       (B, n, K)         {tuple(state.memory.gates.shape)}
 states that predict               (B, T, C)         {tuple(f.shape)}
-loss, nats per token                                {loss:.3f}
-To predict what follows {''.join(words[-m:])!r}, these chunks are retrieved:""")
-    for gate, _, start, end in model.trace(tokens[0], len(words) - 1):
-        print(f'gate {gate:.3f}, tokens {start} to {end}: {"".join(words[start:end])!r}')
+loss of the 512 next tokens                         {loss:.3f}
+To predict what follows {tokenizer.decode(ids[480:-1])!r:.70}, it reads:""")
+    for gate, _, start, end in model.trace(tokens[0], 511):
+        print(f'gate {gate:.3f}  {tokenizer.decode(ids[start:end])!r:.90}')
 
 
 if __name__ == '__main__':
