@@ -115,7 +115,7 @@ def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
 #
 #     ptr + offset + tile         offset () of the head of the chunk, tile (S, D) within it
 #
-# Offsets have 64 bits, because program_id(1) is converted, and tiles 32, which saves registers.
+# The next chunk begins S H D numbers later. Offsets need 64 bits, a tile 32.
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
@@ -189,6 +189,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
     k_tile = tile_offsets(rows, Hkv, D)
     q_offset = (n * S * H + h) * D                              # in q and o
     q = tl.load(q_ptr + q_offset + q_tile)
+    k_head = (b * M * S * Hkv + hkv) * D                        # in k and v, of chunk 0
     idx_row = idx_ptr + n * K
     w_row = w_ptr + n * K
 
@@ -197,7 +198,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
         # the retrieved chunk of keys; weight, keys and values are 0 if there is none
         c = tl.load(idx_row + slot)
         w = tl.load(w_row + slot, mask=c >= 0, other=0.0)
-        k_offset = ((b * M + c) * S * Hkv + hkv) * D            # in k and v
+        k_offset = k_head + c.to(tl.int64) * (S * Hkv * D)
         k = load_chunk(k_ptr + k_offset + k_tile, c, S)
         v = load_chunk(v_ptr + k_offset + k_tile, c, S)
 
@@ -205,7 +206,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
         p, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
         p = p * (w / total)[:, None]                            # (S, S)
         acc = add_product(acc, p, v)
-    tl.store(o_ptr + q_offset + q_tile, acc.to(o_ptr.dtype.element_ty))
+    tl.store(o_ptr + q_offset + q_tile, acc)                    # rounds to the dtype of o
 
 
 def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
@@ -233,6 +234,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
     q_offset = (n * S * H + h) * D                              # in q, do and dq
     q = tl.load(q_ptr + q_offset + q_tile)
     do = tl.load(do_ptr + q_offset + q_tile)
+    k_head = (b * M * S * Hkv + hkv) * D                        # in k and v, of chunk 0
     idx_row = idx_ptr + n * K
     w_row = w_ptr + n * K
 
@@ -241,7 +243,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
         # the retrieved chunk of keys; weight, keys and values are 0 if there is none
         c = tl.load(idx_row + slot)
         w = tl.load(w_row + slot, mask=c >= 0, other=0.0)
-        k_offset = ((b * M + c) * S * Hkv + hkv) * D            # in k and v
+        k_offset = k_head + c.to(tl.int64) * (S * Hkv * D)
         k = load_chunk(k_ptr + k_offset + k_tile, c, S)
         v = load_chunk(v_ptr + k_offset + k_tile, c, S)
 
@@ -258,8 +260,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
         tl.store(lse_ptr + saved * S + rows, largest + tl.log2(total))
         tl.store(delta_ptr + saved * S + rows, delta)
         tl.store(dw_ptr + saved, tl.sum(delta, axis=0))
-    dq = dq * scale
-    tl.store(dq_ptr + q_offset + q_tile, dq.to(dq_ptr.dtype.element_ty))
+    tl.store(dq_ptr + q_offset + q_tile, dq * scale)
 
 
 def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
@@ -283,7 +284,8 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
     # its keys and values
     keys = tl.arange(0, S)
     k_tile = tile_offsets(keys, Hkv, D)                         # (S, D)
-    k_offset = ((b * M + c) * S * Hkv + hkv) * D                # in k, v, dk and dv
+    k_head = (b * M * S * Hkv + hkv) * D                        # in k, v, dk, dv, of chunk 0
+    k_offset = k_head + c.to(tl.int64) * (S * Hkv * D)
     k = tl.load(k_ptr + k_offset + k_tile)
     v = tl.load(v_ptr + k_offset + k_tile)
 
@@ -325,8 +327,8 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
     is_key = keys[:, None] < N_KEYS
     dk = tl.where(is_key, dk * scale, 0.0)
     dv = tl.where(is_key, dv, 0.0)
-    tl.store(dk_ptr + k_offset + k_tile, dk.to(dk_ptr.dtype.element_ty))
-    tl.store(dv_ptr + k_offset + k_tile, dv.to(dv_ptr.dtype.element_ty))
+    tl.store(dk_ptr + k_offset + k_tile, dk)
+    tl.store(dv_ptr + k_offset + k_tile, dv)
 
 
 @functools.cache
@@ -355,8 +357,8 @@ def options(q, k, chunk, n_keys):
     The numbers were chosen by compiling for sm_80 and sm_90: for S = 64 in 16 bits no register is
     spilled, and loads overlap products."""
     D = q.size(3)
-    sizes = dict(S=chunk, D=D, N_KEYS=n_keys)
-    sizes['G'] = q.size(2) // k.size(2)
+    heads_per_key = q.size(2) // k.size(2)
+    sizes = dict(S=chunk, D=D, G=heads_per_key, N_KEYS=n_keys)
     is_small = chunk <= 64 and chunk * D <= 64 * 64
     sizes['num_warps'] = 4 if is_small else 8
     stage_bytes = chunk * D * q.element_size()                  # of k or v
