@@ -17,8 +17,9 @@ Where the paper is in this file
 Letters used in the shape comments
     B sequences    N chunks of queries    M chunks of keys    S tokens per chunk    K retrieved
     H heads        Hkv heads of keys and values, each for G = H / Hkv heads of q    D head size
-and of a single sequence, chunk of queries, chunk of keys, head: b, n, c, h. A chunk of queries has
-K slots. A slot holds the number of a chunk of keys, or -1; its entry number is n K + slot.
+    b, n, c, h     number of a sequence, a chunk of queries, a chunk of keys, a head
+    slot           0 ... K - 1: it holds the number c of a retrieved chunk, or -1 if it is unused
+    entry          n K + slot, the number of a slot
 
 Where we differ from the paper, and why
     Algorithm 1 loops over blocks of a chunk's keys; here a whole chunk fits on the chip. O_k and L
@@ -65,14 +66,15 @@ def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
     # an unused slot gathers chunk 0, with weight 0
     w = w.masked_fill(idx < 0, 0)
     w = w.view(B, N, 1, 1, 1, K, 1)                             # broadcast over Hkv, G, S, n_keys
-    k = gather(k, idx.clamp(min=0), chunk, n_keys)              # (B, N, K, n_keys, Hkv, D)
-    v = gather(v, idx.clamp(min=0), chunk, n_keys)
-    n_keys, Hkv = k.shape[3:5]
-    heads = q.unflatten(1, (N, chunk))                          # (B, N, S, H, D)
-    heads = heads.unflatten(3, (Hkv, -1))                       # (B, N, S, Hkv, G, D)
+    idx = idx.clamp(min=0)
 
-    # the letters of einsum are those of the shapes, in lower case; t is a key of a chunk
+    # einsum has the letters of the shapes in lower case, but h for Hkv, and t for a key of a chunk
     with torch.autocast(q.device.type, enabled=False):          # under bf16, scores remain fp32
+        k = gather(k, idx, chunk, n_keys)                       # (B, N, K, n_keys, Hkv, D)
+        v = gather(v, idx, chunk, n_keys)
+        n_keys, Hkv = k.shape[3:5]
+        heads = q.unflatten(1, (N, chunk))                      # (B, N, S, H, D)
+        heads = heads.unflatten(3, (Hkv, -1))                   # (B, N, S, Hkv, G, D)
         s = torch.einsum('bnshgd, bnkthd -> bnhgskt', fp32(heads), fp32(k))
         s = s * scale                                           # (B, N, Hkv, G, S, K, n_keys)
         if sink:
@@ -92,6 +94,7 @@ def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
     if rows >= N:
         return gca_reference(q, k, v, w, idx, chunk, n_keys, sink, scale)
 
+    # the blocks; their scores are computed again in the backward pass
     k = fp32(k)
     v = fp32(v)
     q_blocks = q.split(rows * chunk, 1)
@@ -158,7 +161,7 @@ def chunk_softmax(q, k, scale, S: tl.constexpr,
     largest = tl.max(s, axis=1)
     p = tl.exp2(s - largest[:, None])
     total = tl.sum(p, axis=1)
-    if SINK:                                                    # of score 0
+    if SINK:                                                    # one more key, with score 0
         total += tl.exp2(-largest)                              # if inf, p / total is 0
     return p, largest, total
 
@@ -355,14 +358,20 @@ def options(q, k, chunk, n_keys):
     """What is compiled into all kernels, with launch options; and BLOCK of dkdv_kernel.
 
     The numbers were chosen by compiling for sm_80 and sm_90: for S = 64 in 16 bits no register is
-    spilled, and loads overlap products."""
+    spilled, and loads overlap products. They change no result beyond rounding."""
     D = q.size(3)
     heads_per_key = q.size(2) // k.size(2)
     sizes = dict(S=chunk, D=D, G=heads_per_key, N_KEYS=n_keys)
+
+    # 4 warps would spill registers for tiles larger than 64 x 64
     is_small = chunk <= 64 and chunk * D <= 64 * 64
     sizes['num_warps'] = 4 if is_small else 8
-    stage_bytes = chunk * D * q.element_size()                  # of k or v
-    sizes['num_stages'] = 3 if stage_bytes <= 12 * 1024 else 2
+
+    # a stage holds a k and v: the next are loaded while this one is multiplied
+    tile_bytes = chunk * D * q.element_size()
+    sizes['num_stages'] = 3 if tile_bytes <= 12 * 1024 else 2
+
+    # on an H100, 64 queries at a time take less time than 32
     block = 64 if is_hopper(q.device) else 32
     return sizes, min(block, chunk)
 
@@ -400,12 +409,16 @@ def gca_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor,
     M = k.size(1) // chunk
     sizes, block = options(q, k, chunk, n_keys)
     do = do.contiguous()
+
+    # what the kernels write
     dq = torch.empty_like(q)
     dk = torch.empty_like(k)
     dv = torch.empty_like(v)
     dw = w.new_empty(B, N, K, H)                                # of each head, summed below
     lse = w.new_empty(B, N, K, H, chunk)
     delta = torch.empty_like(lse)
+
+    # one program for each chunk of queries and head, then for each chunk of keys and head of keys
     with torch.cuda.device_of(q):
         dq_kernel[N, B * H](
             q, k, v, w, idx, do, dq, dw, lse, delta,
@@ -506,21 +519,22 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     assert k.size(1) == M * chunk
     assert q.size(2) % k.size(2) == 0
 
-    # which of the implementations
+    # kernel='auto' becomes 'torch' or 'triton'
     reason = why_not_triton(q, chunk)
     if kernel == 'triton' and reason:
         raise NotImplementedError(f"kernel='triton' cannot run: {reason}. kernel='torch' can.")
     if kernel == 'auto':
         kernel = 'torch' if reason or not q.is_cuda else 'triton'
 
+    # without slots or chunks o is 0; PyTorch
     n_keys = n_keys or chunk
     scale = scale or D ** -0.5
-    if not M * idx.numel():                                     # nothing is retrieved
+    if not M * idx.numel():
         return torch.zeros_like(q)
     if kernel == 'torch':
         return gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale)
 
-    # the kernels: heads of a power of 2, contiguous tensors
+    # Triton: the head size is a power of 2, tensors are contiguous
     width = 2 ** (D - 1).bit_length()
     if width > D:
         q, k, v = (F.pad(x, (0, width - D)) for x in (q, k, v))
