@@ -23,7 +23,7 @@ def corpus(N, length, V, seed=0):
 def test_equals_the_formula(N, length, V, frequent, idf, monkeypatch):
     """All terms in the dense matrix, some or none; with the idf of another corpus; limits."""
     monkeypatch.setattr(bm25, 'FREQUENT', frequent)
-    monkeypatch.setattr(bm25, 'BLOCK', 4)                           # 7 queries in two blocks
+    monkeypatch.setattr(bm25, 'BLOCK', 3)                           # 7 queries in three blocks
     docs = corpus(N, length, V)
     queries = corpus(6, 8, V, seed=1)
     queries.append([max(np.hstack(docs)) + 1, 0, 10 ** 6])          # unknown terms and term 0
