@@ -140,9 +140,9 @@ def product(a, b):
     return tl.dot(a, tl.trans(b), input_precision='ieee')
 
 
-def add_product(total, a, b):
-    """total + a b in fp32, a rounded to the dtype of b"""
-    return tl.dot(a.to(b.dtype), b, total, input_precision='ieee')
+def add_product(acc, a, b):
+    """acc + a b in fp32, a rounded to the dtype of b"""
+    return tl.dot(a.to(b.dtype), b, acc, input_precision='ieee')
 
 
 def scores_log2(a, b, scale):
@@ -192,7 +192,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
     k_tile = tile_offsets(rows, Hkv, D)
     q_offset = (n * S * H + h) * D                              # in q and o
     q = tl.load(q_ptr + q_offset + q_tile)
-    k_head = (b * M * S * Hkv + hkv) * D                        # in k and v, of chunk 0
+    k_head = (b * M * S * Hkv + hkv) * D                        # of chunk 0 in k and v
     idx_row = idx_ptr + n * K
     w_row = w_ptr + n * K
 
@@ -237,7 +237,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
     q_offset = (n * S * H + h) * D                              # in q, do and dq
     q = tl.load(q_ptr + q_offset + q_tile)
     do = tl.load(do_ptr + q_offset + q_tile)
-    k_head = (b * M * S * Hkv + hkv) * D                        # in k and v, of chunk 0
+    k_head = (b * M * S * Hkv + hkv) * D                        # of chunk 0 in k and v
     idx_row = idx_ptr + n * K
     w_row = w_ptr + n * K
 
@@ -287,7 +287,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
     # its keys and values
     keys = tl.arange(0, S)
     k_tile = tile_offsets(keys, Hkv, D)                         # (S, D)
-    k_head = (b * M * S * Hkv + hkv) * D                        # in k, v, dk, dv, of chunk 0
+    k_head = (b * M * S * Hkv + hkv) * D                        # of chunk 0 in k, v, dk and dv
     k_offset = k_head + c.to(tl.int64) * (S * Hkv * D)
     k = tl.load(k_ptr + k_offset + k_tile)
     v = tl.load(v_ptr + k_offset + k_tile)
