@@ -84,12 +84,8 @@ class DRTConfig:
         n_upper = self.n_layer // 2
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
-        if self.chunk_size < 2:
-            raise ValueError('chunk_size must be 2 or more: a token and a landmark')
-        if self.slope < 2 ** -8:
-            raise ValueError('slope must be 2^-8 or more, as the last one is 2^-8')
-        if self.mlm > 1:
-            raise ValueError('mlm is a share of the tokens, at most 1')
+        if self.chunk_size < 2 or self.slope < 2 ** -8 or self.mlm > 1:
+            raise ValueError('chunk_size must be 2 or more, slope 2^-8 or more, mlm at most 1')
         if self.groups == 0:                                    # the base LM retrieves nothing
             return
         if n_upper == 0 or n_upper % self.groups:
@@ -295,8 +291,8 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.unbind(2)                                         # (B, L, H, D) each
         if past is not None:
             past_k, past_v = past
-            k = torch.cat([past_k, k], dim=1)                           # (B, P + L, H, D)
-            v = torch.cat([past_v, v], dim=1)
+            k = torch.cat([past_k, k], 1)                               # (B, P + L, H, D)
+            v = torch.cat([past_v, v], 1)
         exponents = torch.linspace(math.log2(self.slope), -8, self.n_head, device=x.device)
         slopes = exponents.exp2().view(1, -1, 1, 1)                     # (1, H, 1, 1)
         y = attend(q, k, v, self.window, self.window, slopes)           # (B, L, H, D)
@@ -401,13 +397,6 @@ class State(NamedTuple):
     chosen: list                # of each group, w and idx (B, n, K); the last: of the unfinished
 
 
-class Corpus(NamedTuple):
-    """A text to retrieve from that stands before each other one (Table 4)"""
-    tokens: torch.Tensor        # (n,)
-    landmarks: list             # as in State, B = 1
-    kv: list
-
-
 def random_queries(M, C, seed):
     """App. A.5: a query (M, C) for each landmark of a text, the same for every text of M chunks or
     more. Uniform, with mean 0 and standard deviation 1"""
@@ -426,7 +415,7 @@ class DRT(nn.Module):
         super().__init__()
         self.config, self.kernel = config, 'auto'                       # kernel: of gca
         self.retriever, self.source = config.retriever, 'text'          # see ways
-        self.corpus, self.offload = None, ''                            # see prepare_eval
+        self.corpus, self.offload = None, ''    # tokens and State of a corpus; see prepare_eval
         seed = torch.randint(2 ** 48, (), device='cpu').item()
         C, n_upper = config.n_embd, config.n_layer // 2
         retrieves = config.groups > 0
@@ -470,19 +459,21 @@ class DRT(nn.Module):
         nothing = E.new_empty(B, 0, config.n_embd)
         landmarks, kv = [nothing], []
         if self.source != 'text':
-            landmarks, kv = self.corpus.landmarks, self.corpus.kv
+            _, state = self.corpus
+            landmarks, kv = state.landmarks, state.kv
         w = E.new_zeros(B, 1, config.n_neighbors)
         idx = torch.full_like(w, -1, dtype=torch.int32)
-        return State(past=[None] * config.n_layer, unfinished=nothing, landmarks=landmarks, kv=kv,
-                     chosen=[(w, idx)] * config.groups)
+        chosen = [(w, idx)] * config.groups
+        return State([None] * config.n_layer, nothing, landmarks, kv, chosen)
 
-    def insert(self, x, value, s=0):
-        """§3.1: inserts `value` after every S - 1 tokens. x (B, T) -> (B, L); before x, s tokens of
-        an unfinished chunk. The base LM has no landmarks."""
+    def insert(self, x, value, state=None):
+        """§3.1: inserts `value` after every S - 1 tokens. x (B, T), which continues the text of
+        state -> (B, L). The base LM has no landmarks."""
         if self.config.groups == 0:
             return x
+        s = state.unfinished.size(1) if state else 0                    # tokens before x
         n = self.config.chunk_size - 1
-        end = s + x.size(1)                                             # in tokens of these chunks
+        end = s + x.size(1)
         n_landmarks = end // n
         chunks = F.pad(x, (s, -end % n)).unflatten(1, (-1, n))          # (B, chunks, S - 1)
         chunks = F.pad(chunks, (0, 1), value=value)                     # (B, chunks, S)
@@ -536,11 +527,11 @@ class DRT(nn.Module):
         """§3.1: encodes the chunks that end in x (B, L, C), the encoder's input. -> C_k (B, N, S,
         C) or None, and the new unfinished, landmarks and kv of a State"""
         S = self.config.chunk_size
-        unfinished = torch.cat([state.unfinished, x], dim=1)
+        unfinished = torch.cat([state.unfinished, x], 1)
         N = unfinished.size(1) // S
         if N == 0:
             return None, unfinished, state.landmarks, state.kv
-        whole, unfinished = unfinished.tensor_split([N * S], dim=1)
+        whole, unfinished = unfinished.tensor_split([N * S], 1)
         chunks, kv = self.encoder(whole.unflatten(1, (N, S)))           # (B, N, S, C)
         landmarks = chunks[:, :, -1]                                    # l_k (B, N, C)
         if self.config.compare_means:
@@ -555,7 +546,7 @@ class DRT(nn.Module):
         S, device = self.config.chunk_size, self.embedding.weight.device
         mask = torch.ones(B, N, M, dtype=torch.bool, device=device).tril(M - N - 1)
         if self.source != 'text':                                       # Table 4: a corpus is first
-            n = len(self.corpus.kv)
+            n = len(self.corpus[1].kv)
             if self.config.next_chunk:
                 mask[..., n - 1] = False                                # no chunk comes after it
             if self.source == 'corpus':
@@ -571,13 +562,13 @@ class DRT(nn.Module):
         what the landmark before it has retrieved, w[:, n] and idx[:, n]."""
         S, mask = self.config.chunk_size, None
         if self.config.next_chunk:                                      # (B, n, 2 K); -1 remains -1
-            w = w.repeat_interleave(2, dim=2) / 2
-            idx = torch.stack([idx, idx + (idx >= 0)], dim=3).flatten(2)
+            w = w.repeat_interleave(2, 2) / 2
+            idx = torch.stack([idx, idx + (idx >= 0)], 3).flatten(2)
         if docs is None:                    # a stream copies each chunk that is retrieved once
             numbers, idx = idx.clamp(min=0).unique(return_inverse=True)         # w is 0 at -1
-            kv = torch.stack([kv[k] for k in numbers.tolist()], dim=2).to(w.device)
+            kv = torch.stack([kv[k] for k in numbers.tolist()], 2).to(w.device)
         else:                               # a landmark retrieves for positions of its document
-            docs_before = F.pad(docs[:, S - 1::S], (1, 0)).repeat_interleave(S, dim=1)
+            docs_before = F.pad(docs[:, S - 1::S], (1, 0)).repeat_interleave(S, 1)
             mask = docs == docs_before[:, :L]                           # (B, L)
         return kv, w, idx, mask, start, self.kernel
 
@@ -612,7 +603,7 @@ class DRT(nn.Module):
 
         # the upper layers; where a group of them begins, its landmarks retrieve
         if len(landmarks) > 1:
-            landmarks = [torch.cat(landmarks, dim=1)]
+            landmarks = [torch.cat(landmarks, 1)]
         l = landmarks[0]                                                # (B, M, C)
         retrieves, retrieved = self.retriever != 'off' and l.size(1) > 0, None
         if retrieves:
@@ -638,7 +629,8 @@ class DRT(nn.Module):
         """The training loss () in nats per token and a dict to log; in eval mode without Gumbel
         noise and MLM. batch: tokens, targets, doc (B, T) int64 (target -1: not scored), seed;
         progress: step / max_steps"""
-        config, V = self.config, self.config.vocab_size
+        config = self.config
+        V = config.vocab_size
         if self.training:
             torch.manual_seed(batch.seed)                               # for Gumbel noise and MLM
 
@@ -650,8 +642,8 @@ class DRT(nn.Module):
 
         # §3.2: in the first half of training MLM hides tokens from the encoder, no landmarks
         masked = None
-        mlm = config.groups > 0 and config.encoder == 'tokens'
-        if mlm and self.training and progress < 0.5:
+        mlm = config.groups and config.encoder == 'tokens' and self.training
+        if mlm and progress < 0.5:
             masked = torch.rand(ids.shape, device=ids.device) < config.mlm
             masked &= (ids < V) & (docs >= 0)
 
@@ -679,7 +671,7 @@ class DRT(nn.Module):
         """log_probs of tokens (B, t) that continue the text of state, and the new state"""
         V = self.config.vocab_size
         state = state or self.empty_state(len(tokens))
-        ids = self.insert(tokens, V, state.unfinished.size(1))
+        ids = self.insert(tokens, V, state)
         f, _, state = self.encode(ids, state)
         f = f[:, ids[0] < V]                                            # not of landmarks
         return product(f, self.embedding.weight[:V]).log_softmax(-1), state
@@ -690,7 +682,7 @@ class DRT(nn.Module):
         for each layer, and S for each group, as a landmark retrieves for the chunk after it."""
         config = self.config
         state = state or self.empty_state(len(tokens))
-        ids = self.insert(tokens, config.vocab_size, state.unfinished.size(1))
+        ids = self.insert(tokens, config.vocab_size, state)
         reach = len(self.upper) * config.window + (1 + config.groups) * config.chunk_size
         after = ids.size(1)                                             # positions after a piece
         for piece in ids.split(self.PIECE, dim=1):
@@ -720,15 +712,14 @@ class DRT(nn.Module):
         n = self.config.chunk_size - 1
         n_corpus = len(self.empty_state(1).kv)
         n_read = 2 * n if self.config.next_chunk else n                 # tokens
-        groups = state.chosen if group is None else [state.chosen[group]]
         rows = []
-        for w, idx in groups:
+        for g, (w, idx) in enumerate(state.chosen):
             for weight, k in zip(w[0, -1].tolist(), idx[0, -1].tolist()):
-                if k < 0:
+                if k < 0 or group not in (None, g):
                     continue
                 ids, start = tokens, (k - n_corpus) * n
                 if k < n_corpus:
-                    ids, start = self.corpus.tokens, k * n
+                    ids, start = self.corpus[0], k * n
                 rows.append((weight, ids, start, start + n_read))
         return sorted(rows, key=lambda row: -row[0])
 
@@ -748,7 +739,7 @@ class DRT(nn.Module):
         state = self.empty_state(1)
         for piece in progress(tokens.split(16 * self.PIECE), 'reading the corpus'):
             state = self.read(piece[None], state)
-        self.corpus = Corpus(tokens, state.landmarks, state.kv)
+        self.corpus = tokens, state
 
 
 # --------------------------------------------------------------------------------------------------
