@@ -1,16 +1,23 @@
 """
 Evaluates trained models: any mixture of them in one table, on the same text.
 
-    $ python eval.py out/trime out/rpt out/drt      the table, examples, loss.png, samples
+    $ python eval.py out/trime out/rpt out/drt      the table, examples, samples, loss.png
     $ python eval.py out/drt --task examples        what is retrieved where it helps most
+    $ python eval.py out/drt --task examples --html out/page.html       the same in a browser
     $ python eval.py out/trime --help               all tasks and flags, those of its model too
 
 A run is a folder, of which best.pt is used, else ckpt.pt, or it is a .pt file. Each token of a
-document but its first is scored once, in fp32; the document is read from its beginning.
+document but its first is scored once, in fp32; the document is read from its beginning. A model is
+evaluated in several ways. Each has a name and attributes of the model, which are set for it:
+
+    on              the model retrieves, as in training
+    shuffled        it retrieves random chunks, or memories with exchanged values
+    off             it retrieves nothing
+    corpus, both    with --retrieve-from: it retrieves from that corpus; from corpus and text
 """
 import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP), then sleep
 os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '1000'} | os.environ
-import argparse, functools, importlib, itertools, json, math, sys, time
+import argparse, importlib, itertools, json, math, re, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +28,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import data, train
 
+# columns of the table: losses of tokens up to these positions in their document
 POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': sys.maxsize}
+UNITS = {'k': 2 ** 10, 'm': 2 ** 20}
+PAGE_TOKENS = 8192              # tokens of a document that a page shows, at most
 
 
 @dataclass
@@ -31,71 +41,95 @@ class EvalConfig:
     retrieve_from: str = ''     # trime, drt: retrieve from the train split of this corpus
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split's
+    html: str = ''              # examples: a file for a page, a document and what is retrieved
     max_tokens: int = 200       # generate: new tokens, at most
     temperature: float = 0.8    # generate: 0 takes the likeliest token
+    top_k: int = 0              # generate: from so many of the likeliest tokens; 0: from all
     top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
     seed: int = 0               # generate, niah, ranks: of the random draws
-    lengths: str = '1k,4k,16k'  # niah: tokens of the text; k is 2^10, m is 2^20
+    lengths: str = '1k,4k,16k'  # niah, speed: tokens of the text; k is 2^10, m is 2^20
     depths: str = '0,25,50,75,100'                              # niah: places of the needles, in %
     json: str = ''              # a file for the numbers and texts of the task
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
 
 
+# --------------------------------------------------------------------------------------------------
+# runs
 class Run:
-    """A trained model, by its folder or .pt file, and the text that it is evaluated on"""
+    """A trained model, by its folder or .pt file, and the text that it is evaluated on
+
+    chunk       tokens that are retrieved together; 1: single ones, TRIME's memories
+    documents   of the split, each (n,) int64
+    ways        name -> attributes of the model to set
+    on          the name of the way that retrieves most
+    scores      way -> log_p of each document, (n - 1,) fp64; set by `score`"""
     def __init__(self, name):
-        self.name, self.path = name, Path(name)
-        if self.path.is_dir():
-            self.path /= 'best.pt' if (self.path / 'best.pt').exists() else 'ckpt.pt'
+        self.name, self.scores = name, {}
+        paths = Path(name, 'best.pt'), Path(name, 'ckpt.pt'), Path(name)
+        self.path = next((path for path in paths if path.is_file()), None)
+        if self.path is None:
+            raise SystemExit(f'no such run: {name}')
+
+        # the model, from its checkpoint alone
         try:
             checkpoint = torch.load(self.path, map_location='cpu', weights_only=True)
             model = checkpoint['model_name']
             assert model in train.MODELS, model
             module = importlib.import_module(model)
             config = getattr(module, model.upper() + 'Config')(**checkpoint['config'])
-            assert checkpoint['config'].keys() == vars(config).keys(), 'of another version'
+            assert vars(config) == checkpoint['config'], 'of another version'
             self.model = getattr(module, model.upper())(config).eval()
             self.model.load_state_dict(checkpoint['model'])
             self.tokenizer = data.Tokenizer(**checkpoint['tokenizer'])
-            self.module, self.checkpoint = module, checkpoint
         except Exception as e:                      # a broken or hostile file can raise anything
             raise SystemExit(f'{self.path} is not a checkpoint of this version: {e!r:.200}')
+        self.chunk = module.batches(config).get('chunk', 1)
+        self.module, self.checkpoint = module, checkpoint
 
     def prepare(self, args):
-        """documents: each tokens (n,) int64; ways: name -> attributes of the model to set"""
+        """Loads the text and what the model needs for it; sets documents, ways and on"""
         name = args.data or self.checkpoint['data']
         corpus = self.corpus = data.load(name, self.tokenizer, quiet=True)
         split = self.split = getattr(corpus, args.split)
-        if split is None: raise SystemExit(f'{name} has no split {args.split}')
+        if split is None:
+            raise SystemExit(f'{name} has no split {args.split}')
         if not args.data and corpus.fingerprint != self.checkpoint['corpus']:
             print(f'{self.name} was trained on another version of {name}', file=sys.stderr)
+        self.text = dict(data=corpus.name, text=corpus.fingerprint[:8],
+                         split=args.split, bytes=split.n_bytes, words=split.n_words)
+
+        # the documents in which there is a token to predict
         tokens = torch.tensor(split.tokens.astype(int), device=args.device)
         documents = tokens.tensor_split(split.offsets[1:-1].tolist())
         self.documents = [tokens for tokens in documents if len(tokens) > 1]
-        if not self.documents: raise SystemExit(f'{name}: no {args.split} document has two tokens')
-        self.text = dict(data=corpus.name, text=corpus.fingerprint[:8], split=args.split,
-                         bytes=split.n_bytes, words=split.n_words)
-        self.model.to(args.device)
-        if hasattr(self.model, 'prepare_eval'):
-            external = data.load(args.retrieve_from or name, self.tokenizer, quiet=True)
-            self.model.prepare_eval(corpus, external, args, self.path, data.progress)
-        self.ways = self.model.ways()
-        self.on = next(way for way in ('both', 'on', 'off') if way in self.ways)
 
-    def log_p(self, tokens):
-        """log P of every token of a document but the first: tokens (n,) int64 -> (n - 1,) fp32"""
-        parts, state, size = [], None, self.model.PIECE
+        # what the model retrieves from; TRIME tunes its temperatures, too
+        model = self.model.to(args.device)
+        if hasattr(model, 'prepare_eval'):
+            print(f'{self.name} prepares its memory for {name}', file=sys.stderr)
+            external = data.load(args.retrieve_from or name, self.tokenizer, quiet=True)
+            model.prepare_eval(corpus, external, args, self.path, data.progress)
+        elif args.retrieve_from:
+            raise SystemExit(f'{self.name} retrieves from its text alone: no --retrieve-from')
+        self.ways = model.ways()
+        self.on = 'both' if 'both' in self.ways else next(iter(self.ways))
+
+    def set_way(self, way):
+        """Sets the attributes of the model that belong to a way of evaluation."""
+        vars(self.model).update(self.ways[way])
+
+    def log_p(self, way, tokens):
+        """log P of every token of a document but the first: tokens (n,) int64 -> (n - 1,) fp64"""
+        self.set_way(way)
+        parts, state, size = [], None, self.model.PIECE         # tokens at once: bounded memory
         for piece, targets in zip(tokens[:-1].split(size), tokens[1:].split(size)):
             log_probs, state = self.model.stream(piece[None], state)
             parts.append(log_probs[0].gather(1, targets[:, None])[:, 0])
-        return torch.cat(parts)
+        return torch.cat(parts).cpu().double().numpy()
 
-    @functools.cache
-    def score(self, way):
-        """log_p of each document, (n - 1,) fp64; computed once for each way"""
-        vars(self.model).update(self.ways[way])
-        documents = data.progress(self.documents, f'{self.name}, {way}')
-        return [self.log_p(tokens).cpu().double().numpy() for tokens in documents]
+    def gains(self):
+        """What retrieval gains, in nats, for each token of a document but the first, (n - 1,)"""
+        return [on - off for on, off in zip(self.scores[self.on], self.scores['off'])]
 
 
 def load(path, device='cpu'):
@@ -104,106 +138,250 @@ def load(path, device='cpu'):
     return run.model.to(device), run.tokenizer
 
 
+def score(pairs):
+    """Sets run.scores[way] for pairs (run, way) that have none yet. Yields after each of them. The
+    documents of all pairs are one list of jobs, so there is one progress with the minutes left."""
+    jobs = [(run, way, tokens)
+            for run, way in dict.fromkeys(pairs) if way not in run.scores
+            for tokens in run.documents]
+    jobs = data.progress(jobs, 'tokens scored', size=lambda job: len(job[2]))
+    for run, way, tokens in jobs:
+        log_p = run.scores.setdefault(way, [])
+        log_p.append(run.log_p(way, tokens))
+        if len(log_p) == len(run.documents):
+            yield
+
+
+# --------------------------------------------------------------------------------------------------
+# the table
 def by_position(log_p, edges):
     """Mean losses of tokens edges[i] to edges[i + 1] - 1 of a document; None where there is none"""
-    parts = [np.concatenate([x[first - 1:stop - 1] for x in log_p])         # x[0] is of token 1
-             for first, stop in itertools.pairwise(edges)]
-    return [-part.mean() if len(part) else None for part in parts]
+    losses = []
+    for first, stop in itertools.pairwise(edges):
+        part = np.concatenate([x[first - 1:stop - 1] for x in log_p])       # x[0] is of token 1
+        losses.append(-part.mean() if len(part) else None)
+    return losses
 
 
 def metrics(log_p, log_p_off, split):
     """The columns of a row; bytes and words are all the text's. Tokens of a document depend on each
     other, so N documents are the sample. D_d: sum of log_p - log_p_off over the n_d tokens of d
         gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d"""
-    N, n = len(log_p), np.array([len(x) for x in log_p])                    # n (N,)
-    nats, total = -np.concatenate(log_p).sum(), n.sum()
-    loss = nats / total
-    row = {'loss': loss, 'ppl': np.exp(loss), 'bits/byte': nats / math.log(2) / split.n_bytes,
-           'word ppl': np.exp(min(700, nats / split.n_words))}
-    row.update(zip(POSITIONS, by_position(log_p, [1, *POSITIONS.values()])))
+    # losses, per token, byte and word
+    N = len(log_p)
+    n = np.array([len(x) for x in log_p])                                   # (N,)
+    nats = -np.concatenate(log_p).sum()
+    loss = nats / n.sum()
+    per_word = min(700, nats / max(1, split.n_words))                       # e^710 is infinite
+
+    # the gain; its error is not known from a single document
     D = np.array([(x - off).sum() for x, off in zip(log_p, log_p_off)])     # (N,)
-    gain = D.sum() / total
-    error = math.sqrt(N / (N - 1) * ((D - gain * n) ** 2).sum()) / total if N > 1 else None
-    return {**row, 'gain over off': gain, '±': error}
+    gain = D.sum() / n.sum()
+    error = None
+    if N > 1:
+        error = math.sqrt(N / (N - 1) * ((D - gain * n) ** 2).sum()) / n.sum()
+
+    positions = zip(POSITIONS, by_position(log_p, [1, *POSITIONS.values()]))
+    return {'loss': loss,
+            'ppl': np.exp(loss),
+            'bits/byte': nats / math.log(2) / split.n_bytes,
+            'word ppl': np.exp(per_word),
+            **dict(positions),
+            'gain over off': gain,
+            '±': error}
 
 
-def cell(x):
-    if isinstance(x, float): return f'{x:,.0f}' if 1e4 <= x < 1e9 else f'{x:#.5g}'
-    return f'{x:,}' if isinstance(x, int) else x or '-'
+def cell(x, width=0):
+    """Numbers are aligned right, text left; what is None is -."""
+    if isinstance(x, float):
+        return f'{x:{width},.0f}' if 1e4 <= x < 1e9 else f'{x:#{width}.5g}'
+    if isinstance(x, int):
+        return f'{x:{width},}'
+    if x is None:
+        return f'{"-":>{width}}'
+    return f'{x:{width}}'
 
 
 def print_table(rows):
-    """Prints dicts with the same keys, the header; text left, numbers right. -> rows"""
-    lines = [list(rows[0])] + [[cell(x) for x in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    sides = ['<' if isinstance(x, str) else '>' for x in rows[0].values()]
-    print()
-    for line in lines:
-        print(' '.join(f'{x:{side}{n}}' for x, side, n in zip(line, sides, widths)).rstrip())
-    return rows
+    """Prints dicts with the same keys, each when it is known. Columns are as wide as the header and
+    the first row need, those for names of runs at least 15. -> the rows"""
+    printed = []
+    for row in rows:
+        if not printed:
+            widths, header = [], []
+            for name, x in row.items():
+                width = max(15 if name == 'run' else 8, len(name), len(cell(x)))
+                widths.append(width)
+                header.append(f'{name:<{width}}' if isinstance(x, str) else f'{name:>{width}}')
+            print('\n' + ' '.join(header))
+        print(*map(cell, row.values(), widths), flush=True)
+        printed.append(row)
+    return printed
+
+
+def table_rows(runs):
+    """A row for each run and way. `off` is scored first, as all are compared with it."""
+    scored = score([(run, way) for run in runs for way in ('off', *run.ways)])
+    for run in runs:
+        n_weights = sum(p.numel() for p in run.model.parameters())
+        next(scored, None)                                      # scores the way `off`
+        for way in run.ways:
+            if way != 'off':
+                next(scored, None)                              # scores this way
+            yield {'run': run.name,
+                   'way': way,
+                   'params': n_weights,
+                   'trained on': run.checkpoint['tokens'],
+                   **metrics(run.scores[way], run.scores['off'], run.split)}
 
 
 def table(runs, args):
     """Prints a row for each run and way. -> all its numbers"""
-    rows = [{'run': run.name, 'way': way,
-             'params': sum(p.numel() for p in run.model.parameters()),
-             'trained on': run.checkpoint['tokens'],
-             **metrics(run.score(way), run.score('off'), run.split)}
-            for run in runs for way in run.ways]
-    scored = [len(log_p) for log_p in runs[0].score('off')]
-    text = dict(runs[0].text, documents=len(scored), scored=sum(scored))
+    documents = runs[0].documents
+    N = len(documents)
+    text = dict(runs[0].text, documents=N, scored=sum(map(len, documents)) - N)
     print_table([text])
-    print_table(rows)
-    print('shuffled: wrong memory; corpus, both: --retrieve-from; off: none; ±: standard error')
+    rows = print_table(table_rows(runs))
+    print('shuffled: wrong memory; corpus, both: --retrieve-from; off: none; ±: standard error '
+          f'of {N} documents')
+    if N < 5:
+        print(f'note: {N} documents are too few for a standard error')
     return dict(text, rows=rows)
 
 
+# --------------------------------------------------------------------------------------------------
+# examples of retrieval
 def show(run, tokens, t, **facts):
     """Prints what is retrieved to predict token t + 1, 4 at most. -> the same as a dict"""
-    decode, rows = run.tokenizer.decode, []
-    vars(run.model).update(run.ways[run.on])
-    facts['before'] = decode(tokens[:t + 1][-32:])
-    facts['text'] = decode(tokens[t + 1:][:16])
+    # the chunks or memories of largest weight
+    run.set_way(run.on)
+    decode, retrieved, lines = run.tokenizer.decode, [], []
     for weight, where, start, end in run.model.trace(tokens, t)[:4]:
         ago = t + 2 - end if where is tokens else None          # tokens; None: in another text
-        text = decode(where[start:end])[-100:]
-        rows.append(dict(weight=weight, start=start, end=end, ago=ago, text=text))
-    print(f'\n{run.name} retrieves this to predict the first token of text:')
-    print(*(f'{key:9} {value!r}' for key, value in facts.items()), sep='\n')
-    print_table([dict(row, text=repr(row['text'])) for row in rows] or [{'retrieved': 'nothing'}])
-    return dict(run=run.name, **facts, retrieved=rows)
+        row = dict(weight=weight, start=start, end=end, ago=ago)
+        ids = where[start:end]
+        text = decode(ids)
+        shown = repr(text)
+        if run.chunk == 1:                                      # a memory
+            shown = f'{decode(ids[:-1])!r} -> {decode(ids[-1:])!r}'
+        elif len(text) > 100:
+            shown = f'…{text[-100:]!r}'
+        retrieved.append(dict(row, text=text[-100:]))
+        lines.append(dict(row, text=shown))
+
+    # where the example is, then a table of them
+    print(f'\n{run.name} retrieves this to predict the token after `before`:')
+    facts['before'] = decode(tokens[:t + 1][-32:])
+    facts['text'] = decode(tokens[t + 1:][:16])
+    for key, value in facts.items():
+        if value != '':
+            print(f'{key:9} {value!r}')
+    reason = f'nothing: among {t + 1} tokens is no chunk or memory that may be retrieved'
+    print_table(lines or [{'retrieved': reason}])
+    return dict(run=run.name, **facts, retrieved=retrieved)
 
 
 def examples(runs, args, n=3):
-    """What is retrieved at the end of --prompt, or in n documents where a token gains most"""
-    result = []
+    """What is retrieved at the end of --prompt, or in n documents where a token gains most. --html:
+    a page for the prompt, or for the document whose first PAGE_TOKENS tokens gain most in the first
+    run, and for these tokens"""
+    # the runs that retrieve, and what each token gains
+    result, pages = [], []
     for run in runs:
-        if run.on == 'off': print(f'\n{run.name} retrieves nothing')
-        elif len(prompt := run.tokenizer.encode(args.prompt)):
-            prompt = run.documents[0].new_tensor(prompt)
-            result.append(show(run, prompt, len(prompt) - 1))
+        if run.on == 'off':
+            print(f'\n{run.name} retrieves nothing')
+    runs = [run for run in runs if run.on != 'off']
+    if not args.prompt:
+        for _ in score([(run, way) for run in runs for way in ('off', run.on)]):
+            pass                                                # sets run.scores
+
+    # examples, and the data of a page for the same run
+    for run in runs:
+        if args.prompt:
+            ids = run.tokenizer.encode(args.prompt).tolist()
+            if len(ids) < 2:
+                raise SystemExit('eval.py: --prompt has fewer than two tokens')
+            tokens = torch.tensor(ids, device=args.device)
+            result.append(show(run, tokens, len(tokens) - 1))
         else:
-            gains = map(np.subtract, run.score(run.on), run.score('off'))
-            for d, gain in sorted(enumerate(gains), key=lambda x: -x[1].max())[:n]:
-                t, most = int(gain.argmax()), round(float(gain.max()), 4)
-                result.append(show(run, run.documents[d], t, document=d, token=t + 1, gain=most))
+            gains = run.gains()
+            best = sorted(range(len(gains)), key=lambda d: -gains[d].max())
+            for d in best[:n]:
+                t = int(gains[d].argmax())                      # gains[d][t] is of token t + 1
+                gain = round(float(gains[d][t]), 4)
+                result.append(show(run, run.documents[d], t,
+                                   document=d, token=t + 1, gain=gain))
+            page_gains = [gain[:PAGE_TOKENS].sum() for gain in runs[0].gains()]
+            tokens = run.documents[np.argmax(page_gains)][:PAGE_TOKENS]
+        if args.html:
+            pages.append(trace_text(run, tokens))
+    if pages:
+        write_page(args.html, pages)
     return result
 
 
-def generate(model, tokenizer, prompt='', n=200, temperature=0.8, top_p=0.95, seed=0):
+# --------------------------------------------------------------------------------------------------
+# a page that shows a document and what is retrieved
+def trace_text(run, tokens):
+    """What a page shows of a run and a text (n,). losses: off and on, of all tokens but the first;
+    traces: for each chunk but the first (TRIME: token), for each group of layers, what is retrieved
+    to predict its tokens: [weight, start, end, []], the list has the tokens of another text"""
+    log_p = [run.log_p(way, tokens) for way in ('off', run.on)]
+    losses = [(-x).round(3).tolist() for x in log_p]
+    traces, state = [], None
+
+    # each chunk is read once; with groups, DRT's trace has their number as an argument
+    groups = [[group] for group in range(getattr(run.model.config, 'groups', 0))] or [[]]
+    starts = range(run.chunk, len(tokens), run.chunk)
+    for t in data.progress(starts, f'{run.name}, chunks traced'):
+        state = run.model.read(tokens[None, t - run.chunk:t], state)
+        traces.append([])
+        for group in groups:
+            reads = []
+            for weight, where, start, end in run.model.trace(tokens, t, state, *group)[:8]:
+                other_text = [] if where is tokens else where[start:end].tolist()
+                reads.append([round(weight, 4), start, end, other_text])
+            traces[-1].append(reads)
+    return dict(run=run.name, chunk=run.chunk, losses=losses, traces=traces,
+                tokens=tokens.tolist(), tokenizer=run.tokenizer.to_dict())
+
+
+def write_page(path, pages):
+    """assets/trace.html with the data of the runs in it"""
+    script = json.dumps(pages).replace('<', '\\u003c')          # no text ends the script
+    template = Path(__file__).with_name('assets') / 'trace.html'
+    page = template.read_text('utf-8').replace('{{runs}}', script)
+    Path(path).write_text(page, 'utf-8')
+    print(f'\n{path}')
+
+
+# --------------------------------------------------------------------------------------------------
+# samples
+def generate(model, tokenizer, prompt='', n=200,
+             temperature=0.8, top_k=0, top_p=0.95, seed=0):
     """-> text that continues the prompt, to <|endoftext|> or n tokens; drawn from P^(1/temperature)
-    (0: the likeliest), among the fewest tokens that have top_p of it (Holtzman et al. 2020)."""
-    new, generator = [], torch.Generator().manual_seed(seed)
+    (0: the likeliest), among the top_k likeliest tokens (0: all), of these the fewest that have
+    top_p of the probability (Holtzman et al. 2020)"""
+    # all tokens of the prompt but the last are read, this one is the first to be continued
+    generator = torch.Generator().manual_seed(seed)
     prompt = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
-    prompt = torch.tensor([prompt], device=next(model.parameters()).device)
-    pending, state = prompt[:, -1:], model.read(prompt[:, :-1])
-    for _ in data.progress(range(n), 'generating'):
+    prompt = torch.tensor([prompt], device=next(model.parameters()).device)     # (1, t)
+    pending, new = prompt[:, -1:], []
+    state = model.read(prompt[:, :-1])
+
+    for _ in data.progress(range(n), 'tokens generated'):
         log_probs, state = model.stream(pending, state)
         scores = log_probs[0, -1].cpu().double() / max(temperature, 1e-9)       # (V,)
         p, tokens = scores.softmax(-1).sort(descending=True)
-        p[1:] *= p.cumsum(0)[:-1] < top_p                       # those before it are enough
+
+        # draw from the `kept` likeliest
+        kept = 1 + (p.cumsum(0)[:-1] < top_p).sum()             # fewer have less than top_p
+        if top_k > 0:
+            kept = min(kept, top_k)
+        p[kept:] = 0
         token = tokens[torch.multinomial(p, 1, generator=generator)].item()
-        if token == tokenizer.eot: break
+        if token == tokenizer.eot:
+            break
         new.append(token)
         pending = pending.new_tensor([[token]])
     return tokenizer.decode(new)
@@ -212,132 +390,289 @@ def generate(model, tokenizer, prompt='', n=200, temperature=0.8, top_p=0.95, se
 def repeated(ids):
     """The share of the 8-grams of ids, a list, that occur earlier in it"""
     grams = list(zip(*(ids[i:] for i in range(8))))
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    return (len(grams) - len(set(grams))) / max(1, len(grams))
 
 
 def samples(runs, args):
     """Continues --prompt, or 1,024 tokens up to the middle of the longest document; on and off."""
-    rows, sampling = [], (args.max_tokens, args.temperature, args.top_p, args.seed)
+    rows = []
+    # what comes before and after the middle of a document
     for run in runs:
-        ids = max(run.documents, key=len).tolist()
-        before, after = ids[:len(ids) // 2][-1024:], ids[len(ids) // 2:][:args.max_tokens]
-        prompt = args.prompt or run.tokenizer.decode(before).strip('\ufffd')     # cut characters
-        texts = {} if args.prompt else {'the document': run.tokenizer.decode(after)}
+        prompt, texts, decode = args.prompt, {}, run.tokenizer.decode
+        if not prompt:
+            document = max(run.documents, key=len)
+            before, after = document.tensor_split([len(document) // 2])
+            prompt = decode(before[-1024:]).strip('\ufffd')             # without cut characters
+            texts['the document'] = decode(after[:args.max_tokens])
+
+        # continue it in both ways
         for way in dict.fromkeys((run.on, 'off')):
-            vars(run.model).update(run.ways[way])
-            texts[way] = generate(run.model, run.tokenizer, prompt, *sampling)
+            run.set_way(way)
+            texts[way] = generate(
+                run.model, run.tokenizer, prompt, args.max_tokens,
+                args.temperature, args.top_k, args.top_p, args.seed)
+
+        # next to the document itself
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
         for way, text in texts.items():
-            share = repeated(run.tokenizer.encode(text.replace('\ufffd', '')).tolist())
+            ids = run.tokenizer.encode(text.replace('\ufffd', ''))
+            share = repeated(ids.tolist())
             print(f'\n[{way}: {share:.0%} of the 8-grams are repeated]\n{text}')
-            rows.append(dict(run=run.name, way=way, prompt=prompt, text=text, repeated=share))
+            rows.append(dict(run=run.name, way=way,
+                             prompt=prompt, text=text, repeated=share))
     return rows
 
 
-def draw(runs, path):
-    """Plots log.jsonl's training losses and the table's losses by position (DRT, Fig. 3b, c)."""
+# --------------------------------------------------------------------------------------------------
+# pictures
+def draw(run, name, plot, *facts):
+    """Saves the figure that plot(figure, *facts) draws next to the checkpoint, if it is possible"""
     try:
         from matplotlib.figure import Figure            # pyplot would need a screen
-    except ImportError:
-        return print('no picture: matplotlib is not installed', file=sys.stderr)
-    figure = Figure(figsize=(13, 5), layout='constrained')
-    curves, positions = figure.subplots(1, 2)
-    styles, edges = {'on': '-', 'shuffled': ':', 'off': '--'}, 2 ** np.arange(32)
-    for i, run in enumerate(runs):
-        log = run.path.with_name('log.jsonl')
-        lines = log.read_text().splitlines() if log.exists() else []
-        log = [json.loads(line) for line in lines if line.endswith('}')]        # the rest is torn
-        tokens = [x['tokens'] for x in log]
-        curves.plot(tokens, [x['loss'] for x in log], f'C{i}', alpha=0.3)
-        curves.plot(tokens, [x.get('val_loss') for x in log], f'C{i}o')
-        positions.axvline(run.model.config.block_size, color=f'C{i}', linewidth=0.5)
-        for way in run.ways:
-            style, losses = styles.get(way, '-.'), by_position(run.score(way), edges)
-            positions.plot(edges[:-1] * 2 ** 0.5, losses, f'C{i}{style}', label=f'{run.name} {way}')
-    curves.set(xlabel='tokens of training, by log.jsonl', ylabel='training loss; dots: validation')
-    positions.set(xlabel='position; thin line: block_size', xscale='log', ylabel='loss')
-    positions.legend()
-    try: figure.savefig(path, dpi=110)
-    except OSError as e: return print(f'no picture: {e}', file=sys.stderr)
-    print(f'\n{path}')
+        figure = Figure(layout='constrained')
+        plot(figure, *facts)
+        path = run.path.with_name(name)
+        figure.savefig(path, dpi=110, bbox_inches='tight')
+        print(f'\n{path}')
+    except (ImportError, OSError, ValueError) as e:     # ValueError: the log has a torn line
+        print(f'no picture: {e}', file=sys.stderr)
 
 
-def speed(runs, args):
+def plot_training(axes, run):
+    """Training losses, if there are any, after the first tenth of the steps, at which they are too
+    high for the axis: each is a mean over a thirtieth of the steps"""
+    path = run.path.with_name('log.jsonl')
+    if path.exists():
+        log = [json.loads(line) for line in path.open()]
+        n = 1 + len(log) // 30
+        tokens = [x['tokens'] / 1e6 for x in log]
+        losses = np.convolve([x['loss'] for x in log], np.ones(n) / n, 'valid')
+        axes.plot(tokens[3 * n:], losses[2 * n + 1:], label=run.name)
+
+
+def plot_positions(axes, run):
+    """Losses by position in the document, from 64 on (DRT, Fig. 3b, c). Each point is the mean over
+    1,000 tokens or more, from its position to that of the next point."""
+    # positions with enough tokens between each and the next
+    lengths = np.array([len(tokens) for tokens in run.documents])
+    edges = [64]
+    for edge in np.geomspace(64, 2 ** 30, 97).astype(int):              # four in an octave
+        n_tokens = lengths.clip(edges[-1], edge) - edges[-1]            # of each document
+        if n_tokens.sum() >= 1000:
+            edges.append(edge)
+
+    # a line for each way, the gain between two of them
+    starts = edges[:-1]
+    losses = {way: by_position(run.scores[way], edges) for way in run.ways}
+    for way in run.ways:
+        axes.plot(starts, losses[way], label=way)
+    axes.fill_between(starts, losses[run.on], losses['off'], alpha=0.15, label='gain')
+    axes.set(title=run.name, xlabel='position in the document (tokens)', xscale='log')
+    axes.xaxis.set_major_formatter('{x:,.0f}')
+    axes.legend()
+
+
+def plot_losses(figure, runs):
+    """A panel for each run, then one for the training of all"""
+    figure.set_size_inches(4.5 * len(runs) + 4.5, 4)
+    figure.supylabel('loss (nats per token)')
+    *panels, training = figure.subplots(1, len(runs) + 1, sharey=True)
+    for axes, run in zip(panels, runs):
+        plot_positions(axes, run)
+        plot_training(training, run)
+    training.set(title='training', xlabel='tokens (millions)')
+    if training.lines:
+        training.legend()
+    else:                                               # .pt files alone have no log
+        training.remove()
+
+
+def plot_needles(figure, rows):
+    """A heat map: lengths of the text by depths of the needle"""
+    axes = figure.subplots()
+    depths = [name for name in rows[0] if name.endswith('%')]
+    right = [[row[depth] for depth in depths] for row in rows]
+    figure.colorbar(axes.imshow(right, vmin=0, vmax=1, aspect='auto'))
+    axes.set_xticks(range(len(depths)), depths)
+    axes.set_yticks(range(len(rows)), [f'{row["run"]}, {row["tokens"]}' for row in rows])
+    axes.set(title='share of right answers', xlabel='depth in the text', ylabel='tokens')
+
+
+# --------------------------------------------------------------------------------------------------
+# speed
+def clock(tokens):
+    """The time in seconds, when the device of the tokens has finished its work"""
+    tokens[0, 0].item()
+    return time.perf_counter()
+
+
+def training_seconds(model, tokens, kernel='auto'):
+    """Seconds of a forward and a backward pass, per token of a micro-batch (B, T)"""
+    batch = data.Batch(tokens, tokens, torch.zeros_like(tokens), seed=0)
+    _, autocast = train.precision(tokens.device, 'auto')
+    model.train().kernel = kernel
+    began = clock(tokens)
+    with torch.enable_grad(), autocast():
+        loss, _ = model(batch, 1.0)
+    loss.backward()
+    seconds = clock(tokens) - began
+    model.eval().zero_grad()
+    return max(seconds, 1e-9) / tokens.numel()
+
+
+def training_rows(runs, device):
     """Seconds (median of interleaved runs) and MACs of forward and backward, per token; of RPT
     without the ranking loss. MACs are half of torch's FLOPs; they are counted with SDPA and GCA in
     plain PyTorch, because torch does not count all fused kernels."""
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
-    _, autocast = train.precision(args.device, 'auto')
-    def seconds(run, kernel='auto'):
-        run.model.kernel, c, began = kernel, run.model.config, time.perf_counter()
-        tokens = torch.randint(c.vocab_size, (c.micro_batch, c.block_size), device=args.device)
-        with torch.enable_grad(), autocast():
-            loss, _ = run.model.train()(data.Batch(tokens, tokens.roll(-1, 1), 0 * tokens, 0), 1.0)
-        loss.backward()
-        loss.item()                                                 # waits for a GPU
-        run.model.zero_grad()
-        return (time.perf_counter() - began) / tokens.numel()
-    macs = []
+    # a random micro-batch for each run, and the MACs of a token in it
+    texts, macs = [], []
     for run in runs:
+        config = run.model.config
+        shape = config.micro_batch, config.block_size
+        tokens = torch.randint(config.vocab_size, shape, device=device)
+        texts.append(tokens)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            seconds(run, 'torch')
-        c = run.model.config
-        macs.append(counter.get_total_flops() // 2 // (c.micro_batch * c.block_size))
-    times = np.median([[seconds(run) for run in runs] for _ in range(5)], axis=0)
-    return print_table([
-        {'run': run.name, 'MACs/token': n, 's/token': t, 'MACs ratio': n / macs[0],
-         'time ratio': t / times[0]} for run, n, t in zip(runs, macs, times)])
+            training_seconds(run.model, tokens, 'torch')
+        macs.append(counter.get_total_flops() // 2 // tokens.numel())
+
+    times = [[training_seconds(run.model, tokens)
+              for run, tokens in zip(runs, texts)]
+             for _ in range(5)]
+    times = np.median(times, axis=0)                                # (runs,)
+    for run, n, seconds in zip(runs, macs, times):
+        yield {'run': run.name,
+               'MACs/token': n,
+               's/token': seconds,
+               'MACs ratio': n / macs[0],
+               'time ratio': seconds / times[0]}
 
 
-def answers(run, needles, n_chunks, slots, seed):
-    """Hides a needle in each slot (second hops elsewhere) of a text of whole chunks -> for each
-    question, whether greedy decoding gives the answer: each of its tokens is the likeliest"""
-    c, hops, rng = needles.chunk, needles.hops, np.random.default_rng(seed)
-    start = rng.integers(len(run.split.tokens))
-    ids = np.take(run.split.tokens, start + np.arange(n_chunks * c), mode='wrap').astype(int)
-    chains = needles.chains(rng, len(slots), ids)           # (needles, hops + 1, 4) words of names
-    free = [i for i in rng.permutation(n_chunks - 2) if i not in slots]
-    for hop, chunks in enumerate([slots, free][:hops]):
-        needles.hide(rng, ids, zip(chunks, chains[:, hop:hop + 2]))
-    text, end = run.documents[0].new_tensor(ids).tensor_split([-hops * c])
-    state, right = run.model.read(text[None]), []
+def n_bytes(state):
+    """The memory of all tensors in nested tuples and lists"""
+    if torch.is_tensor(state):
+        return state.nbytes
+    if isinstance(state, (tuple, list)):
+        return sum(map(n_bytes, state))
+    return 0
+
+
+def reading_rows(runs, args):
+    """Seconds per token to read random tokens, then per token to predict the next ones; memory in
+    use for what was read, that of the state (DRT, Table 3)"""
+    cases = itertools.product(runs, numbers('lengths', args.lengths).items())
+    for run, (name, length) in cases:
+        shape = 1, length + 32
+        tokens = torch.randint(run.model.config.vocab_size, shape, device=args.device)
+        times = [clock(tokens)]
+        state = run.model.read(tokens[:, :length])
+        times.append(clock(tokens))
+        for token in tokens[:, length:].split(1, dim=1):
+            _, state = run.model.stream(token, state)
+        reading, generating = np.diff([*times, clock(tokens)])
+        yield {'run': run.name,
+               'tokens': name,
+               'reading s/token': reading / length,
+               'generating s/token': generating / 32,
+               'state MB': n_bytes(state) / 2 ** 20}
+
+
+def speed(runs, args):
+    """A table of reading texts of --lengths, then one of training steps. -> the rows of both"""
+    return print_table(reading_rows(runs, args)) + print_table(training_rows(runs, args.device))
+
+
+# --------------------------------------------------------------------------------------------------
+# needles in a haystack
+def numbers(flag, text):
+    """'1k,16k,2m' -> {'1k': 1024, '16k': 16384, '2m': 2097152}"""
+    if not re.fullmatch('([0-9]+[km]?(,|$))+', text):
+        raise SystemExit(f'eval.py: --{flag} {text}: it is like 0,16,1k,2m')
+    names = text.split(',')
+    return {x: int(x.rstrip('km')) * UNITS.get(x[-1], 1) for x in names}
+
+
+def answers(run, needles, n_chunks, chunks, seed):
+    """Hides a needle in each of `chunks` of a text of n_chunks. -> for each needle, whether greedy
+    decoding answers its question: each token of the answer is the likeliest"""
+    # a text of whole chunks, from a random position of the split on
+    chunk, hops = needles.chunk, needles.hops
+    rng = np.random.default_rng(seed)
+    first = rng.integers(len(run.split.tokens))
+    ids = np.roll(run.split.tokens, -first).astype(int)
+    ids = np.resize(ids, n_chunks * chunk)                  # a short text is repeated
+
+    # with two hops, the second sentences are in random chunks
+    chains = needles.chains(rng, len(chunks), ids)          # (needles, hops + 1, 4) words of names
+    needles.hide(rng, ids, zip(chunks, chains[:, :2]))
+    if hops == 2:
+        free = [i for i in rng.permutation(n_chunks - 2) if i not in chunks]
+        needles.hide(rng, ids, zip(free, chains[:, 1:]))
+
+    # the text is read once; its last chunks, one for each hop, are overwritten by each question
+    text, last = run.documents[0].new_tensor(ids).tensor_split([-hops * chunk])
+    state = run.model.read(text[None])
+    right = []
     for names in chains:
-        question, opens, answer, _ = map(end.new_tensor, needles.sentence(names))
-        end.view(hops, c)[:, -len(question):] = question
-        log_probs, _ = run.model.stream(torch.cat([end, opens, answer[:-1]])[None], state)
-        right.append(torch.equal(log_probs[0, -len(answer):].argmax(-1), answer))
+        question, opens, answer, _ = map(last.new_tensor, needles.sentence(names))
+        last.view(hops, chunk)[:, -len(question):] = question
+        prompt = torch.cat([last, opens, answer[:-1]])
+        log_probs, _ = run.model.stream(prompt[None], state)
+        predicted = log_probs[0, -len(answer):].argmax(-1)
+        right.append(torch.equal(predicted, answer))
     return right
 
 
-def niah(runs, args):
-    """Needles in a haystack (DRT, Table 2): right answers by length of the text and depth in it"""
-    rows, units = [], {'k': 2 ** 10, 'm': 2 ** 20}
-    try:
-        lengths = {x: int(x.rstrip('km')) * units.get(x[-1:], 1) for x in args.lengths.split(',')}
-        depths = {f'{int(x)}%': range(101).index(int(x)) for x in args.depths.split(',')}
-    except ValueError:                                  # of int, or a depth above 100
-        raise SystemExit('eval.py: --lengths are like 1k,16k,2m, --depths like 0,50,100')
-    for run, (name, length) in itertools.product(runs, lengths.items()):
-        chunk = run.module.batches(run.model.config).get('chunk', 32)
-        hops, n_chunks = run.corpus.hops or 1, length // chunk
+def niah_rows(runs, args):
+    """The share of right answers in 10 texts of each length, fewer above 400k tokens"""
+    depths = numbers('depths', args.depths)
+    cases = itertools.product(runs, numbers('lengths', args.lengths).items())
+    for run, (name, length) in cases:
+        # needles at these depths, in different chunks; the last chunks are for the questions
+        chunk = run.chunk if run.chunk > 1 else 32
+        hops = run.corpus.hops or 1
         needles = data.Needles(run.split, run.tokenizer, hops, 8 * chunk, 1, 0, chunk)
-        slots = [depth * (n_chunks - 3) // 100 for depth in depths.values()]
-        if len(set(slots)) < len(slots) or n_chunks - 2 < hops * len(slots):
+        n_chunks = length // chunk
+        last = n_chunks - 3
+        chunks = [depth * last // 100 for depth in depths.values()]
+        distinct = len(set(chunks)) == len(chunks)
+        if not distinct or hops * len(chunks) > last or max(depths.values()) > 100:
             raise SystemExit(f'--lengths {name}, --depths {args.depths}: no chunk for each needle')
-        began, n_texts = time.time(), max(1, min(10, 2 ** 22 // length))
-        right = np.array([answers(run, needles, n_chunks, slots, [args.seed, length, i])
-                          for i in data.progress(range(n_texts), f'{run.name}, {name}')])
-        rows.append({'run': run.name, 'tokens': name, 'needles': right.size,    # (texts, depths)
-                     'right': right.mean(), **dict(zip(depths, right.mean(axis=0))),
-                     's/needle': (time.time() - began) / right.size})
-    return print_table(rows)
+
+        # right answers, (texts, depths)
+        right = []
+        began = time.perf_counter()
+        n_texts = max(1, min(10, 2 ** 22 // length))
+        for i in data.progress(range(n_texts), f'{run.name}, texts of {name} tokens'):
+            seed = [args.seed, length, i]
+            right.append(answers(run, needles, n_chunks, chunks, seed))
+        seconds = time.perf_counter() - began
+        by_depth = dict(zip([f'{depth}%' for depth in depths], np.mean(right, axis=0)))
+        yield {'run': run.name,
+               'tokens': name,
+               'needles': np.size(right),
+               'right': np.mean(right),
+               **by_depth,
+               's/needle': seconds / np.size(right)}
 
 
+def niah(runs, args):
+    """Needles in a haystack (DRT, Table 2): right answers by length of the text and depth in it, as
+    a table and as niah.png"""
+    rows = print_table(niah_rows(runs, args))
+    draw(runs[0], 'niah.png', plot_needles, rows)
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# the command
 def report(runs, args):
-    """The table, examples, loss.png and samples"""
-    result = dict(table=table(runs, args), examples=examples(runs, args, n=1))
-    draw(runs, runs[0].path.with_name('loss.png'))
-    return dict(result, samples=samples(runs, args))
+    """The table, examples, samples and loss.png"""
+    result = dict(table=table(runs, args),
+                  examples=examples(runs, args, n=1),
+                  samples=samples(runs, args))
+    draw(runs[0], 'loss.png', plot_losses, runs)
+    return result
 
 
 TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples,
@@ -346,31 +681,39 @@ TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples,
 
 @torch.no_grad()
 def main(argv):
-    runs = [Run(name) for name in itertools.takewhile(lambda x: x[:1] != '-', argv)]
-    modules = list(dict.fromkeys(run.module for run in runs))
-    tasks = TASKS | (getattr(modules[0], 'TASKS', {}) if len(modules) == 1 else {})
+    names = itertools.takewhile(lambda x: not x.startswith('-'), argv)
+    runs = list(map(Run, names))
+    modules = dict.fromkeys(run.module for run in runs)
+
+    # flags: those of eval.py, and of the models
     parser = argparse.ArgumentParser(usage='eval.py RUN [RUN ...] [flags]', allow_abbrev=False)
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
-    for Config in (EvalConfig, *(x.EvalConfig for x in modules if hasattr(x, 'EvalConfig'))):
-        train.add_flags(parser, Config)
-    if not runs and not {'-h', '--help'} & {*argv}: parser.error(f'usage: {parser.usage}')
-    args = train.parse_flags(parser, argv[len(runs):])
-    args.device = train.hardware(args.device)
-    train.precision(args.device, 'fp32')                            # after training in a notebook
+    train.add_flags(parser, EvalConfig)
+    for module in modules:
+        if hasattr(module, 'EvalConfig'):
+            train.add_flags(parser, module.EvalConfig)
+    args = train.parse_flags(parser, argv[len(runs):] if runs else ['--help'])
+
+    # the task: of eval.py, or of a model, for its runs alone
+    tasks = dict(TASKS)
+    if len(modules) == 1:
+        tasks.update(getattr(runs[0].module, 'TASKS', {}))
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
+
+    # the work; what it cannot write is an error now, not at the end
+    args.device = train.hardware(args.device)
+    train.precision(args.device, 'fp32')                            # after training in a notebook
     try:
-        file = Path(os.path.realpath(args.json))               # checked now, not after the work
-        if args.json and (file.exists() > file.is_file() or not os.access(file.parent, os.W_OK)):
-            parser.error(f'--json {args.json!r} cannot be written')
+        for path in filter(None, (args.json, args.html)):
+            open(path, 'a').close()
         for run in runs:
-            if args.retrieve_from and not hasattr(run.model, 'prepare_eval'):
-                parser.error(f'{run.name} retrieves from its own text: no --retrieve-from')
             run.prepare(args)
             if run.text != runs[0].text:
                 parser.error(f'different texts, {runs[0].text} and {run.text}: use --data')
         result = tasks[args.task](runs, args)
-        if args.json: train.write(file, json.dumps(result, indent=1))
+        if args.json:
+            Path(args.json).write_text(json.dumps(result, indent=1))
     except (OSError, KeyboardInterrupt) as e:
         parser.error(str(e) or 'stopped')
 
