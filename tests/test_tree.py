@@ -24,12 +24,18 @@ def read(name):
 
 
 def tokens_per_line(text):
-    """{line: number of Python tokens that begin in it}; a string of several lines is one token"""
-    counts = {}
+    """{line: number of Python tokens that begin in it}; a string is one token. From Python 3.12 on
+    an f-string has tokens within it, between FSTRING_START and FSTRING_END."""
+    counts, depth = {}, 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in NOT_COUNTED:
+        name = tokenize.tok_name[token.type]
+        if depth == 0 and token.type not in NOT_COUNTED:
             line = token.start[0]
             counts[line] = counts.get(line, 0) + 1
+        if name == 'FSTRING_START':
+            depth += 1
+        if name == 'FSTRING_END':
+            depth -= 1
     return counts
 
 
