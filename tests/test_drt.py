@@ -197,10 +197,7 @@ def test_the_model_is_the_papers(settings):
     close(model.log_probs(tokens)[0], expected, atol=1e-6)              # RoPE's angles are fp32
 
 
-ATTEND = [(0, 11, 8), (2, 9, 4), (6, 9, 8), (7, 1, 8)]
-
-
-@pytest.mark.parametrize('past, t, window', ATTEND)
+@pytest.mark.parametrize('past, t, window', [(0, 11, 8), (2, 9, 4), (6, 9, 8)])
 def test_attend_by_loops(past, t, window, block=4):
     q = torch.randn(1, t, 2, 6).double()
     k, v = torch.randn(2, 1, past + t, 2, 6).double()
@@ -275,10 +272,7 @@ def test_which_tokens_read_in_two_documents():
     assert reads == [False] * 6 + [True] * 10 + [False] * 8 + [True] * 12       # from chunk 8 on
 
 
-PIECES = [[1] * 120, [3] * 40, [7, 51, 1, 61]]
-
-
-@pytest.mark.parametrize('sizes', PIECES, ids=len)
+@pytest.mark.parametrize('sizes', [[1] * 120, [3] * 40, [7, 51, 62]], ids=len)
 @pytest.mark.parametrize('settings', SETTINGS + NOT_LEARNED, ids=str)
 def test_streaming_equals_one_pass(settings, sizes, tmp_path):
     """Pieces of any size: the same log P and the same chunks, of up to 38; with --offload."""
@@ -414,25 +408,23 @@ def test_retrieval_from_a_corpus(settings, way, monkeypatch):
             assert weights == pytest.approx([w for w, k in pairs])
 
 
-def test_without_retrieval_there_is_nothing_to_trace(monkeypatch):
-    model = with_corpus(monkeypatch)
-    text = random_tokens(b=1)[0]
-    vars(model).update(model.ways()['off'])
-    assert model.trace(text, T - 1) == []
-    assert small(groups=0).trace(text, T - 1) == []
+def test_without_retrieval_there_is_nothing_to_trace():
+    text = random_tokens()[0]
+    for settings in (dict(groups=0), dict(retriever='off')):
+        assert small(**settings).trace(text, T - 1) == []
 
 
 # --------------------------------------------------------------------------------------------------
 # training
 def test_gumbel_noise_is_of_the_batchs_seed_and_of_training_only():
     model = small(gumbel=True, n_neighbors=2)
-    tokens = random_tokens()
-    batches = [batch_of(tokens, seed=seed) for seed in (0, 0, 1)]
-    eval_losses = [model(batch, 0)[0].item() for batch in batches]
-    assert eval_losses[0] == eval_losses[2]
-    model.train()
-    losses = [model(batch, 0)[0].item() for batch in batches]
-    assert losses[0] == losses[1] != losses[2]
+    batches = [batch_of(random_tokens(), seed=seed) for seed in (0, 0, 1)]
+    losses = []
+    for training in (False, True):
+        model.train(training)
+        losses += [model(batch, 0)[0].item() for batch in batches]
+    assert losses[0] == losses[2]
+    assert losses[3] == losses[4] != losses[5]
 
 
 def test_gumbel_top_k_samples_from_the_softmax(n=6000):
@@ -577,14 +569,18 @@ def test_the_preset_has_the_papers_size(settings, millions):
     assert n_weights / 1e6 == pytest.approx(millions, abs=0.06)
 
 
-@pytest.mark.parametrize('settings, message', [
-    (dict(n_head=3), 'n_embd'), (dict(n_layer=1), 'groups'), (dict(groups=4), 'groups'),
-    (dict(chunk_size=1), 'chunk_size'), (dict(slope=0), 'slope'), (dict(n_layer=0), 'n_layer'),
-    (dict(encoder='tokens', n_encoder=0, compare_means=False), 'landmarks are equal'),
-    (dict(mlm=1.5), 'mlm'), (dict(block_size=62), 'block_size')], ids=str)
-def test_bad_settings_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DRTConfig(**settings)
+BAD = dict(n_head=3, n_layer=1, groups=4, chunk_size=1, slope=0, mlm=1.5, block_size=62)
+
+
+@pytest.mark.parametrize('name', BAD)
+def test_a_bad_setting_is_named(name):
+    with pytest.raises(ValueError, match=name):
+        DRTConfig(**{name: BAD[name]})
+
+
+def test_landmarks_must_differ():
+    with pytest.raises(ValueError, match='landmarks are equal'):
+        DRTConfig(encoder='tokens', n_encoder=0, compare_means=False)
 
 
 # --------------------------------------------------------------------------------------------------
