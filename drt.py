@@ -49,9 +49,8 @@ MASKED = -1e30      # score of a chunk that may not be retrieved: finite, so no 
 def check_positive(config, names):
     """Raises ValueError unless each of these fields is 1 or more."""
     for name in names.split():
-        value = getattr(config, name)
-        if value < 1:
-            raise ValueError(f'{name} is {value}, it must be 1 or more')
+        if getattr(config, name) < 1:
+            raise ValueError(f'{name} must be 1 or more')
 
 
 @dataclass
@@ -141,9 +140,9 @@ def rotate(x, first=0):
     (x_2d, x_2d+1) of a head is rotated by the angle p θ_d, θ_d = 10000^(-2d/D).
 
     x (..., T, H, D) -> (..., T, H, D)"""
-    T, D = x.shape[-3], x.shape[-1]
+    D = x.size(-1)
     theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)      # (D/2,)
-    positions = torch.arange(first, first + T, device=x.device)
+    positions = torch.arange(first, first + x.size(-3), device=x.device)
     angle = positions[:, None, None] * theta                            # (T, 1, D/2)
 
     # a pair is a complex number, its rotation a product with cos + i sin
@@ -260,8 +259,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dnats):
-        df, dE = ctx.grads
-        return dnats * df, dnats * dE, None
+        return *(dnats * grad for grad in ctx.grads), None
 
 
 def cross_entropy(f, E, targets):
@@ -287,12 +285,9 @@ class SelfAttention(nn.Module):
     def forward(self, x, past):
         """x (B, L, C), past: keys and values (B, P, H, D) of the positions before, or None
         -> (B, L, C), keys and values of the last W positions"""
-        qkv = self.qkv(x).unflatten(-1, (3, self.n_head, -1))
-        q, k, v = qkv.unbind(2)                                         # (B, L, H, D) each
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)     # (B, L, H, D) each
         if past is not None:
-            past_k, past_v = past
-            k = torch.cat([past_k, k], 1)                               # (B, P + L, H, D)
-            v = torch.cat([past_v, v], 1)
+            k, v = (torch.cat(pair, 1) for pair in zip(past, (k, v)))   # (B, P + L, H, D)
         exponents = torch.linspace(math.log2(self.slope), -8, self.n_head, device=x.device)
         slopes = exponents.exp2().view(1, -1, 1, 1)                     # (1, H, 1, 1)
         y = attend(q, k, v, self.window, self.window, slopes)           # (B, L, H, D)
@@ -369,8 +364,8 @@ class ChunkEncoder(nn.Module):
     """§3.1: C_k of a chunk, by attention within it; its keys and values for cross-attention."""
     def __init__(self, config):
         super().__init__()
-        C, self.n_head = config.n_embd, config.n_head
-        self.shift = config.shift_values
+        self.n_head, self.shift = config.n_head, config.shift_values
+        C = config.n_embd
         self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_encoder))
         self.norm_in = RMSNorm(C) if config.n_encoder > 0 else nn.Identity()
         self.norm = RMSNorm(C)
@@ -400,9 +395,8 @@ class State(NamedTuple):
 def random_queries(M, C, seed):
     """App. A.5: a query (M, C) for each landmark of a text, the same for every text of M chunks or
     more. Uniform, with mean 0 and standard deviation 1"""
-    width = 12 ** 0.5
     table = torch.rand(M, C, generator=torch.Generator().manual_seed(seed))
-    return table * width - width / 2
+    return table * 12 ** 0.5 - 3 ** 0.5                 # of a uniform table, sd 1 / sqrt(12)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -462,8 +456,7 @@ class DRT(nn.Module):
             _, state = self.corpus
             landmarks, kv = state.landmarks, state.kv
         w = E.new_zeros(B, 1, config.n_neighbors)
-        idx = torch.full_like(w, -1, dtype=torch.int32)
-        chosen = [(w, idx)] * config.groups
+        chosen = [(w, w.int() - 1)] * config.groups                     # weights 0, no chunks
         return State([None] * config.n_layer, nothing, landmarks, kv, chosen)
 
     def insert(self, x, value, state=None):
@@ -501,9 +494,8 @@ class DRT(nn.Module):
         r = product(h, l) / h.size(-1) ** 0.5                           # (B, N, M)
         r = F.pad(r.masked_fill(~mask, MASKED), (0, K), value=MASKED)
         order = r
-        if self.training and self.config.gumbel:
-            gumbel = -torch.empty_like(r).exponential_().log()          # Gumbel: -log Exp(1)
-            order = r + gumbel
+        if self.training and self.config.gumbel:                        # noise: -log Exp(1)
+            order = r - torch.empty_like(r).exponential_().log()
 
         # the top K; not by topk, whose ties depend on M
         idx = order.argsort(descending=True, stable=True)[..., :K]      # (B, N, K)
@@ -613,8 +605,8 @@ class DRT(nn.Module):
         for j, block in enumerate(self.upper):
             if retrieves and j % depth == 0:
                 g = j // depth
-                h = x[:, S - 1 - start::S]                              # (B, N, C) at landmarks
-                w, idx = self.retrieve(g, h, l, mask)
+                at_landmarks = x[:, S - 1 - start::S]                   # (B, N, C)
+                w, idx = self.retrieve(g, at_landmarks, l, mask)
                 # the first chunk of these ids attends to what the landmark before it retrieved
                 last_w, last_idx = chosen[g]
                 w = torch.cat([last_w[:, -1:], w], 1)                   # (B, N + 1, K)
@@ -673,8 +665,8 @@ class DRT(nn.Module):
         state = state or self.empty_state(len(tokens))
         ids = self.insert(tokens, V, state)
         f, _, state = self.encode(ids, state)
-        f = f[:, ids[0] < V]                                            # not of landmarks
-        return product(f, self.embedding.weight[:V]).log_softmax(-1), state
+        logits = product(f[:, ids[0] < V], self.embedding.weight[:V])   # not of landmarks
+        return logits.log_softmax(-1), state
 
     @torch.no_grad()
     def read(self, tokens, state=None):
@@ -747,8 +739,7 @@ class DRT(nn.Module):
 def demo():
     """From tokens to the loss, and what is retrieved, with the weights of assets/drt.pt"""
     import tiktoken
-    path = Path(__file__).parent / 'assets/drt.pt'
-    file = torch.load(path, map_location='cpu', weights_only=True)
+    file = torch.load(Path(__file__).parent / 'assets/drt.pt', weights_only=True)
     model = DRT(DRTConfig(**file['config']))
     model.load_state_dict(file['model'])
     ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}

@@ -55,9 +55,8 @@ from bm25 import idf_lucene
 def check_positive(config, names):
     """Raises ValueError unless each of these fields is 1 or more."""
     for name in names.split():
-        value = getattr(config, name)
-        if value < 1:
-            raise ValueError(f'{name} is {value}, it must be 1 or more')
+        if getattr(config, name) < 1:
+            raise ValueError(f'{name} must be 1 or more')
 
 
 @dataclass
@@ -151,9 +150,9 @@ def rotate(x, first=0):
     (x_2d, x_2d+1) of a head is rotated by the angle p θ_d, θ_d = 10000^(-2d/D).
 
     x (..., T, H, D) -> (..., T, H, D)"""
-    T, D = x.shape[-3], x.shape[-1]
+    D = x.size(-1)
     theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)      # (D/2,)
-    positions = torch.arange(first, first + T, device=x.device)
+    positions = torch.arange(first, first + x.size(-3), device=x.device)
     angle = positions[:, None, None] * theta                            # (T, 1, D/2)
 
     # a pair is a complex number, its rotation a product with cos + i sin
@@ -269,8 +268,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dnats):
-        df, dE = ctx.grads
-        return dnats * df, dnats * dE, None
+        return *(dnats * grad for grad in ctx.grads), None
 
 
 def cross_entropy(f, E, targets):
