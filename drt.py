@@ -367,7 +367,7 @@ class ChunkEncoder(nn.Module):
         self.n_head, self.shift = config.n_head, config.shift_values
         C = config.n_embd
         self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_encoder))
-        self.norm_in = RMSNorm(C) if config.n_encoder > 0 else nn.Identity()
+        self.norm_in = RMSNorm(C) if config.n_encoder else nn.Identity()
         self.norm = RMSNorm(C)
         self.kv = nn.Linear(C, 2 * C, bias=False)
 
@@ -435,12 +435,12 @@ class DRT(nn.Module):
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
                 std = 0.02 * math.sqrt(768 / config.n_embd)
                 if name.endswith('proj.weight') and 'gca' not in name:  # it adds to the residual
-                    std = std / math.sqrt(2 * config.n_layer)
+                    std /= math.sqrt(2 * config.n_layer)
                 nn.init.normal_(p, std=std)
         if config.compare_means:
             for norm in self.landmark_norms:
                 nn.init.zeros_(norm.weight)                             # h begins at 0
-        if config.groups > 0 and config.shift_values:
+        if config.groups and config.shift_values:
             # GCA begins by copying what followed a similar token: W_Q = W_K, W_O = W_Vᵀ
             k, v = self.encoder.kv.weight.chunk(2)
             for block in self.upper:
@@ -535,8 +535,8 @@ class DRT(nn.Module):
     def may_retrieve(self, B, N, M, docs):
         """The mask of `retrieve` (B, N, M): the last N of M landmarks retrieve chunks before their
         own, of their document if docs (B, L) is not None."""
-        S, device = self.config.chunk_size, self.embedding.weight.device
-        mask = torch.ones(B, N, M, dtype=torch.bool, device=device).tril(M - N - 1)
+        S, E = self.config.chunk_size, self.embedding.weight
+        mask = E.new_ones(B, N, M, dtype=torch.bool).tril(M - N - 1)
         if self.source != 'text':                                       # Table 4: a corpus is first
             n = len(self.corpus[1].kv)
             if self.config.next_chunk:
@@ -634,8 +634,7 @@ class DRT(nn.Module):
 
         # §3.2: in the first half of training MLM hides tokens from the encoder, no landmarks
         masked = None
-        mlm = config.groups and config.encoder == 'tokens' and self.training
-        if mlm and progress < 0.5:
+        if self.encoder and config.encoder == 'tokens' and self.training and progress < 0.5:
             masked = torch.rand(ids.shape, device=ids.device) < config.mlm
             masked &= (ids < V) & (docs >= 0)
 
