@@ -38,7 +38,7 @@ Where this differs from the paper, and why
     $ python trime.py                       a demo of ten seconds
     $ python train.py --model trime
 """
-import contextlib, hashlib, inspect, json, math, random, re
+import hashlib, inspect, json, math, random, re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -255,11 +255,11 @@ class Embedding(nn.Module):
         P(w) = P_head(w)  or  P_head(a) P_a(w) in cluster a,    P_a(w) ∝ exp(table_a[w] · W_aᵀ f)"""
     def __init__(self, config):
         super().__init__()
-        C, V = config.n_embd, config.vocab_size
+        C = config.n_embd
 
         # the head has the ids below the first cutoff, cluster a those up to the next one
-        ends = re.findall('[0-9]+', f'{config.cutoffs},{V}')
-        self.ends = sorted({min(int(end), V) for end in ends})
+        ends = re.findall('[0-9]+', f'{config.cutoffs},{config.vocab_size}')
+        self.ends = sorted({min(int(end), config.vocab_size) for end in ends})
         self.tables = nn.ParameterList([torch.empty(self.ends[0] + len(self.ends) - 1, C)])
         self.tail_proj = nn.ModuleList()
         for a, size in enumerate(np.diff(self.ends), 1):
@@ -293,7 +293,7 @@ class Embedding(nn.Module):
         for a, start, inside in self.clusters(w):
             row[inside] = self.ends[0] + a - 1
             # (Q, words) is too large to keep; the backward pass computes it again, by 256 rows
-            for queries in inside.nonzero()[:, 0].split(256):
+            for queries in torch.where(inside)[0].split(256):
                 log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
                 # an index, as gather would keep log_P
                 log_p[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
@@ -362,7 +362,7 @@ def softmax(exponents):
     """The softmax P of (R, n) exponents, and log Σ exp of them (R, 1), which is max - log max P as
     P = exp(exponents) / Σ"""
     P = exponents.softmax(1)
-    return P, exponents.amax(1, keepdim=True) - P.amax(1, keepdim=True).log()
+    return P, (exponents.amax(1) - P.amax(1).log())[:, None]
 
 
 class TrimeLoss(torch.autograd.Function):
@@ -556,10 +556,10 @@ class Datastore:
             f'{folder}/keys.faiss', faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
         self.nprobe = nprobe
 
-        # a search returns |q - k|², for kNN-LM's similarity -|q - k|² / (2 sqrt(C)), see Inference
+        # kNN-LM: a search returns |q - k|²; sim(q, k) = -|q - k|² / (2 sqrt(C)), see Inference
         self.scale = -2 * model.config.n_embd ** 0.5
         if model.config.memory != 'none':
-            # or q · k, for TRIME's q · k / sqrt(C)
+            # TRIME: it returns q · k; sim(q, k) = q · k / sqrt(C)
             self.index.metric_type = faiss.METRIC_INNER_PRODUCT
             self.scale /= -2
 
@@ -579,15 +579,16 @@ class Datastore:
         # keys are added; when the index has SHARD bytes, it becomes a file and is emptied
         shards, n_added = [], 0
         for _, g, _ in progress(model.windows(text), folder.name, 1 + n // model.stride):
-            index.add(to_numpy(g[0]))
-            n_added += g.size(1)
+            entries = n_added + np.arange(g.size(1))
+            index.add_with_ids(to_numpy(g[0]), entries)
+            n_added += len(entries)
             if index.ntotal * size >= self.SHARD or n_added == n:
                 shards.append(f'{folder}/shard-{len(shards)}')
                 faiss.write_index(index, shards[-1])
                 index.reset()
 
-        # the files become one; shift_ids numbers the entries of all files in order
-        merge_ondisk(index, shards, f'{folder}/keys.ivfdata', shift_ids=True)
+        # the files become one
+        merge_ondisk(index, shards, f'{folder}/keys.ivfdata')
         faiss.write_index(index, f'{folder}/keys.faiss')
         for shard in folder.glob('shard-*'):
             shard.unlink()
@@ -850,10 +851,9 @@ class TRIME(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # evaluation
 # values that `tune` tries
-TAUS = list(map(float, '0.005 0.007 0.01 0.015 0.02 0.03 0.045 0.065 0.1 0.15 0.2 0.3 0.4 0.5 0.65 '
-                       '0.8 1.0 1.2 1.5 2.0 3.0 5.0 10.0'.split()))
-LAMBDAS = list(map(float, '0.0 0.02 0.05 0.1 0.15 0.2 0.25 0.3 0.35 0.4 0.45 0.5 0.6 0.7 0.8 0.9'
-                          .split()))
+TAUS = [*map(float, '.005 .007 .01 .015 .02 .03 .045 .065 .1 .15 .2 .3 .4 .5 .65 .8 1 1.2 1.5 2 3 '
+                    '5 10'.split())]
+LAMBDAS = [*map(float, '0 .02 .05 .1 .15 .2 .25 .3 .35 .4 .45 .5 .6 .7 .8 .9'.split())]
 
 
 def memory_names(trained, args):
@@ -871,8 +871,8 @@ def memory_names(trained, args):
 
 def recall(model, split):
     """The share of the 1,024 most similar entries that a search of nprobe lists returns"""
-    text = model.on_device(split.tokens[None, :8192])
-    query = torch.cat([g[0, ::32] for _, g, _ in model.windows(text)])
+    windows = model.windows(model.on_device(split.tokens[None, :8192]))
+    query = torch.cat([g[0, ::32] for _, g, _ in windows])
     sim, _ = model.store.search(query, 1024)
     best, _ = model.store.search(query, 1024, 0)
     return (sim >= best[:, -1:]).float().mean()
@@ -888,8 +888,10 @@ def tuned(model, split, inference, key, path, progress):
         known = {}
     if key not in known:
         known[key] = vars(tune(collect(model, split, inference, progress), inference))
-        with contextlib.suppress(OSError):                  # the folder may be read-only
+        try:
             file.write_text(json.dumps(known, indent=1))
+        except OSError:                                     # the folder may be read-only
+            pass
     return Inference(**known[key])
 
 
@@ -920,7 +922,7 @@ def collect(model, split, inference, progress):
 def tune(windows, inference):
     """An Inference of high likelihood, by coordinate ascent: the best tau, the best long up to
     inference.long and so on in turn, until none is better. It starts with K = 1: from K = 1,024 it
-    ended at constants with which ext was worse than no ext (p = 0)"""
+    ended at constants with which ext was worse than no ext (p = 0). `inference` is changed."""
     def score(candidate):
         return sum(candidate.log_p(*window).sum().item() for window in windows)
 
@@ -970,8 +972,7 @@ loss of all tokens but the first     {F.nll_loss(log_p[0, :-1], tokens[0, 1:]):.
 To predict what follows {tokenizer.decode(ids[340:])!r},
 these contexts, each with the token after it, have the largest parts of the probability:""")
     for part, _, start, end in model.trace(tokens[0], 359)[:5]:
-        print(f'{part:.3f}  {tokenizer.decode(ids[start:end - 1])!r:35}'
-              f'{tokenizer.decode(ids[end - 1:end])!r}')
+        print(f'{part:.3f}  {tokenizer.decode(ids[start:end])!r}')
 
 
 if __name__ == '__main__':
