@@ -36,14 +36,13 @@ def small(memory='local', **settings):
 
 
 def random_tokens(*shape, seed=0, vocab=V):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab, shape, generator=generator)
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def random_batch(b=B, seed=0):
+def random_batch(seed=0):
     """Documents of 11 tokens end within segments of 8, whose last tokens have no target."""
-    doc = torch.arange(b * T).view(b, T) // 11
-    return batch_of(random_tokens(b, T), doc, seed)
+    doc = torch.arange(B * T).view(B, T) // 11
+    return batch_of(random_tokens(B, T), doc, seed)
 
 
 def no_progress(items, *_, **__):
@@ -89,7 +88,8 @@ def eq5(model, batch, mode, **settings):
     doc = batch.doc.flatten().tolist()
     N = range(len(doc))
     mask = [[has_memory(mode, i, j, doc, **settings) for j in N] for i in N]
-    mask = torch.tensor(mask) & (w >= 0)
+    scored = w >= 0
+    mask = torch.tensor(mask) & scored
 
     # the exponents of Eq. 5
     key = g if model.config.memory_grad else g.detach()
@@ -101,10 +101,10 @@ def eq5(model, batch, mode, **settings):
     # the sums of all terms, and of the terms of w
     log_total = torch.cat([logits, sim], 1).logsumexp(1)
     log_w = torch.cat([logit, match], 1).logsumexp(1)
-    loss = (log_total - log_w)[w >= 0].mean()
+    loss = (log_total - log_w)[scored].mean()
     memory_prob = (sim - log_total[:, None]).exp().sum(1)
     word_loss = F.cross_entropy(logits, w, ignore_index=-1)
-    return loss, memory_prob[w >= 0].mean(), word_loss
+    return loss, memory_prob[scored].mean(), word_loss
 
 
 @pytest.mark.parametrize('training', [True, False])
@@ -206,15 +206,15 @@ def test_f_and_g():
     close(g.norm(dim=2), torch.full((2, T), 128 ** 0.25), 0.05)
 
 
-def losses(model, seeds, b=B):
-    return [model(random_batch(b, seed), 1.0)[0].item() for seed in seeds]
+def losses(model, seeds):
+    return [model(random_batch(seed), 1.0)[0].item() for seed in seeds]
 
 
 def test_local_memory_is_disabled_at_random():
     """§4.3: in 0.9 of the micro-batches of ext, all tokens of one alike, by its seed"""
-    [off], [on] = (losses(small('ext', p=p), [0], 2) for p in (1.0, 0.0))
-    mixed = losses(small('ext'), range(300), 2)
-    assert mixed == losses(small('ext'), range(300), 2)
+    [off], [on] = (losses(small('ext', p=p), [0]) for p in (1.0, 0.0))
+    mixed = losses(small('ext'), range(300))
+    assert mixed == losses(small('ext'), range(300))
     assert {*mixed} == {off, on}
     standard_error = (0.9 * 0.1 / 300) ** 0.5
     assert abs(mixed.count(off) / 300 - 0.9) < 4 * standard_error
@@ -252,7 +252,7 @@ def contexts(model, tokens):
 
 def memories_of_each(model, tokens):
     """For each token E_w · f (V,), then (similarity, value, j) of memories of the text, of TEXT"""
-    x, new, result = model.inference, [], []
+    x, new = model.inference, []
     for t, (start, f, g) in enumerate(contexts(model, tokens)):
         new.append(g[-1])                                           # g as it was when t was new
         past, ext = [], []
@@ -266,8 +266,7 @@ def memories_of_each(model, tokens):
                 sims = -(model.keys - g[-1]).pow(2).sum(1) / 2
             for j in sims.topk(x.n_neighbors).indices.tolist():
                 ext.append((sims[j], TEXT[j + 1], j))
-        result.append((word_logits(model.embedding, f[-1:])[0], past, ext))
-    return result
+        yield word_logits(model.embedding, f[-1:])[0], past, ext
 
 
 def terms(memories, tau):
@@ -283,9 +282,9 @@ def equations_6_to_9(x, logits, past, ext):
     P = logits.exp()                                                # Eq. 1
     parts = [(past, x.tau, x.lam), (ext, x.tau_ext, x.lam_ext)]     # continuous cache, kNN-LM
     if not x.linear:
-        P = P + terms(past + ext, x.tau)                            # Eq. 6
+        P += terms(past + ext, x.tau)                               # Eq. 6
         parts = [(past + ext, x.tau_ext, x.lam_ext)]
-    P = P / P.sum()
+    P /= P.sum()
     for memories, tau, lam in parts:
         if memories and lam > 0:
             P_memory = terms(memories, tau)                         # Eq. 8
@@ -410,7 +409,7 @@ def test_trace(name, t, stores):
     close(P, by_definition(model, TOKENS)[t], FAISS)
 
     # which they are, the most probable first
-    _, past, ext = memories_of_each(model, TOKENS)[t]
+    _, past, ext = [*memories_of_each(model, TOKENS)][t]
     expected = {(True, j) for *_, j in past} | {(False, j) for *_, j in ext}
     assert expected == {(ids is TOKENS, end - 2) for _, ids, _, end in rows}
     weights = [row[0] for row in rows]
@@ -475,7 +474,7 @@ def test_the_search_is_exact(memory, build):
     sim, j = sim[:, :94], j[:, :94]
     assert all(sorted(row) == [*range(94)] for row in j.tolist())
     close(sim, expected.gather(1, j) / C ** 0.5, FAISS)
-    assert (sim.diff(dim=1) <= 0).all()
+    assert (sim.diff() <= 0).all()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -484,7 +483,7 @@ def phrases(seed):
     """Documents of phrases, each one of 3 phrases of 6 words; the last document is empty."""
     order = random_tokens(48, seed=seed, vocab=3)
     tokens = random_tokens(3, 6)[order].flatten().numpy().astype(np.uint16)
-    return SimpleNamespace(tokens=tokens, offsets=np.array([0, 96, 192, 288, 288]))
+    return SimpleNamespace(tokens=tokens, offsets=[0, 96, 192, 288, 288])
 
 
 CORPUS = SimpleNamespace(folder=Path('a'), fingerprint='1', train=phrases(0), val=phrases(1))
@@ -542,7 +541,8 @@ def test_flags(tmp_path):
 
 def test_more_long_memory_is_better(tmp_path):
     """Figure 3"""
-    few, many = (prepared('long', tmp_path, long=n) for n in (0, 60))
+    few = prepared('long', tmp_path, long=0)
+    many = prepared('long', tmp_path)
     assert perplexity(many) < perplexity(few)
 
 
