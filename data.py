@@ -37,21 +37,19 @@ def digest(*values):
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
-def progress(items, desc, total=None, quiet=False, size=None):
+def progress(items, desc, total=None, quiet=False, size=lambda item: 1):
     """Yields the items. Between items it prints to stderr, when ten seconds have passed, what is
     done and the time left at this speed: `desc: 1,234 of 5,678, 2.1 min left`.
 
-    size(item): the item's part of the total, about proportional to its time; None: 1 for each.
+    size(item): the item's part of the total, about proportional to its time.
     total: None: the sum over the items, which then cannot be an iterator."""
-    if size is None:
-        size = lambda item: 1
     if total is None:
         total = sum(map(size, items))
     start = printed = time.monotonic()
     done = 0
     for item in items:
         clock = time.monotonic()
-        if not quiet and done > 0 and clock - printed > 10:
+        if done and not quiet and clock - printed > 10:
             minutes = (clock - start) / 60 / done * (total - done)
             print(f'{desc}: {done:,} of {total:,}, {minutes:.1f} min left', file=sys.stderr)
             printed = clock
@@ -147,15 +145,15 @@ class Tokenizer:
     tokens: str by id, one character per byte (not for word). eot: id of <|endoftext|>, or None"""
     def __init__(self, name, tokens=BYTES, pattern=PATTERN):
         self.name, self.pattern, self.eot = name, pattern, None
-        self.tokens = list(tokens)
-        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        self.tokens = tokens = list(tokens)
+        self.ids = {token: i for i, token in enumerate(tokens)}
         if name != 'word':
-            ranks = {token.encode('latin-1'): i for token, i in self.ids.items()}
+            ranks = {token.encode('latin-1'): i for i, token in enumerate(tokens)}
             self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
                                          special_tokens={})
-            self.eot = len(self.tokens)
-            self.tokens.append('<|endoftext|>')
-        self.n_vocab = len(self.tokens)
+            self.eot = len(tokens)
+            tokens.append('<|endoftext|>')
+        self.n_vocab = len(tokens)
         self.dtype = np.uint16 if self.n_vocab <= 2 ** 16 else np.uint32    # on disk
 
     @classmethod
@@ -204,18 +202,18 @@ class Tokenizer:
 # --------------------------------------------------------------------------------------------------
 # source files: downloads, splits, documents
 GITHUB = 'https://raw.githubusercontent.com/'
-WIKITEXT2 = GITHUB + 'pytorch/examples/main/word_language_model/data/wikitext-2/'
+WIKITEXT2 = f'{GITHUB}pytorch/examples/main/word_language_model/data/wikitext-2/'
 DOWNLOADS = {                                   # {URL: begin of its sha256, where it is known}
-    'shakespeare': {GITHUB + 'karpathy/char-rnn/master/data/tinyshakespeare/input.txt': '86c4e6aa'},
-    'wikitext2': {WIKITEXT2 + 'train.txt': '9e9fa1ad', WIKITEXT2 + 'valid.txt': 'f0737ed3',
-                  WIKITEXT2 + 'test.txt': 'd790b833'},
+    'shakespeare': {f'{GITHUB}karpathy/char-rnn/master/data/tinyshakespeare/input.txt': '86c4e6aa'},
+    'wikitext2': {f'{WIKITEXT2}train.txt': '9e9fa1ad', f'{WIKITEXT2}valid.txt': 'f0737ed3',
+                  f'{WIKITEXT2}test.txt': 'd790b833'},
     'wikitext103': {'https://wikitext.smerity.com/wikitext-103-v1.zip': ''},
     'enwik8': {'http://mattmahoney.net/dc/enwik8.zip': ''},
     'pg19': {'gs://deepmind-gutenberg/': ''},   # never downloads: the error names the folder
 }
 HOPS = {'niah': 1, 'niah2': 2}                  # --data: needles in a haystack, see Needles
 HIDDEN = '[.].*|.*[.]zip|corpora|out'           # names of files and folders that are omitted
-NOT_CODE = (HIDDEN + '|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
+NOT_CODE = (f'{HIDDEN}|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
             'config-.*|_sysconfigdata.*')       # the last two are written by installers
 # a file or folder of one split: train.txt, wiki.valid.tokens, test-00-of-01.txt, not train.py
 SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:[.].*|[-_]\d.*)?')
@@ -261,8 +259,9 @@ def list_files(path, code):
 def split_by_hash(sizes):
     """{name: bytes} -> {name: split}. In order of sha256(name) each goes to val, else to test,
     while that has at most 5% of all bytes, else to train. None if val has less than 2.5%."""
-    limit = sizes.total() // 20
-    room = dict(val=limit, test=limit, train=sizes.total())
+    total = sizes.total()
+    limit = total // 20
+    room = dict(val=limit, test=limit, train=total)
     split_of = {}
     for name in sorted(sizes, key=lambda name: hashlib.sha256(os.fsencode(name)).digest()):
         split = next(split for split in room if sizes[name] <= room[split])
@@ -343,10 +342,10 @@ def documents(paths, part):
             raise SystemExit(f'{paths[0]}: {line[:60]!r} is not {{"text": "..."}}')
 
 
-def pieces(text, size=2 ** 14):
-    """A text in pieces of about `size` characters, cut where every tokenizer cuts"""
+def pieces(text):
+    """A text in pieces of about 16,384 characters, cut where every tokenizer cuts"""
     start = 0
-    while line_end := regex.search(r'(?<=\S)\n(?=\S)', text, pos=start + size):
+    while line_end := regex.search(r'(?<=\S)\n(?=\S)', text, pos=start + 2 ** 14):
         yield text[start:line_end.end()]
         start = line_end.end()
     yield text[start:]
@@ -364,7 +363,7 @@ class Split(NamedTuple):
 
     def doc_of(self, positions):
         """Positions of tokens -> numbers of their documents, of the same shape"""
-        return np.searchsorted(self.offsets, positions, side='right') - 1
+        return np.searchsorted(self.offsets, positions, 'right') - 1
 
 
 class Corpus:
@@ -416,16 +415,17 @@ def write_split(path, sources, tokenizer):
                 ids = np.concatenate([*encoded, eot]).astype(tokenizer.dtype)
                 file.write(ids)
                 offsets.append(offsets[-1] + len(ids))
-                n_bytes += len(text.encode())
+                utf8 = text.encode()
+                n_bytes += len(utf8)
                 n_words += len(text.split())
-                sha.update(text.encode() + b'\0')
+                sha.update(utf8 + b'\0')
     np.unique(offsets).tofile(f'{path}.idx')                    # without documents of no token
     return dict(tokens=offsets[-1], bytes=n_bytes, words=n_words, sha256=sha.hexdigest())
 
 
 def prepare(folder, sources, tokenizer, vocab_size):
     """Writes a corpus to a temporary folder and renames it: an incomplete one is never opened."""
-    if not isinstance(tokenizer, Tokenizer):
+    if isinstance(tokenizer, str):
         texts = (piece for paths, part in sources['train'] for text in documents(paths, part)
                  for piece in pieces(text))
         tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
@@ -499,7 +499,7 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     corpus = Corpus(name, folder, hops)
 
     if not quiet:
-        splits = [split for split in (corpus.train, corpus.val, corpus.test) if split]
+        splits = list(filter(None, (corpus.train, corpus.val, corpus.test)))
         n_documents = sum(len(split.offsets) - 1 for split in splits)
         sizes = ', '.join(f'{split.name} {len(split.tokens):,}' for split in splits)
         print(f'{folder}: {n_documents} documents, {sizes} tokens, '
@@ -516,7 +516,7 @@ class Batch(NamedTuple):
     seed: int               # different for each batch: the only source of the model's randomness
 
 
-def nearest_segments(segments, low, high, k):
+def nearest_segments(segments, low, high, k=20):
     """The numbers of up to k segments that are most similar to segment i by BM25, best first, none
     of low[i] to high[i] - 1. segments: n arrays of ids; low, high (n,) -> n lists"""
     index, neighbors = BM25(segments), []
@@ -530,13 +530,19 @@ def nearest_segments(segments, low, high, k):
     return neighbors
 
 
-def pack(split, T, same_document, seed, k=20):
+@functools.lru_cache                            # an epoch is shuffled once, not for each batch
+def shuffled(n, *seed):
+    return np.random.default_rng(seed).permutation(n)
+
+
+def pack(split, T, same_document, seed):
     """An order of the segments of T tokens in which similar ones follow each other (TRIME,
-    Algorithm 1): after a segment comes the most similar of its k neighbors that is not yet in the
+    Algorithm 1): after a segment comes the most similar of its 20 neighbors that is not yet in the
     order, else a random segment. same_document: neighbors are of other documents (§4.3)
     -> (n,) numbers of the segments"""
-    starts = np.arange(0, len(split.tokens) - 1, T)
-    segments = np.split(split.tokens[:-1], starts[1:])
+    tokens = split.tokens[:-1]
+    starts = np.arange(0, len(tokens), T)
+    segments = np.split(tokens, starts[1:])
     n = len(segments)
 
     # segments low[i] to high[i] - 1 share a document with segment i, one of them is i itself
@@ -545,25 +551,20 @@ def pack(split, T, same_document, seed, k=20):
         first_doc = split.doc_of(starts)
         last_doc = split.doc_of(starts + T - 1)
     low = np.searchsorted(last_doc, first_doc)
-    high = np.searchsorted(first_doc, last_doc, side='right')
+    high = np.searchsorted(first_doc, last_doc, 'right')
     if n > 1 and (high - low).min() == n:
         raise SystemExit('all segments are of one document: --no-same-document packs them')
-    neighbors = nearest_segments(segments, low, high, k)
+    neighbors = nearest_segments(segments, low, high)
 
     # from a random segment on to the nearest that is left, until none of its neighbors is left
     order = {}                                                  # its keys keep their order
-    for segment in np.random.default_rng(seed).permutation(n).tolist():
+    for segment in shuffled(n, seed).tolist():
         while segment not in order:
             order[segment] = True
             left = [i for i in neighbors[segment] if i not in order]
             if left:
                 segment = left[0]
-    return np.array(list(order))
-
-
-@functools.lru_cache                            # an epoch is shuffled once, not for each batch
-def shuffled(n, *seed):
-    return np.random.default_rng(seed).permutation(n)
+    return np.fromiter(order, int)
 
 
 class Batches:
@@ -585,14 +586,13 @@ class Batches:
         # A stream is some ranges of the split, one after the other; row r is its tokens r T to
         # r T + T - 1. For documents, the ranges are first all whole rows of each document, then
         # what is left at the end of each: only rows of such ends have tokens of several documents.
-        start = np.array([0])
-        stop = np.array([n_tokens - 1])                         # the last token predicts nothing
+        length = stop = np.array([n_tokens - 1])                # the last token predicts nothing
         if kind == 'documents':
-            doc_start, doc_stop = split.offsets[:-1], split.offsets[1:]
-            end_start = doc_stop - (doc_stop - doc_start) % T
-            start = np.append(doc_start, end_start)
-            stop = np.append(end_start, doc_stop)
-        self.range_stop = np.cumsum(stop - start)               # where ranges end in the stream
+            doc_length, doc_stop = np.diff(split.offsets), split.offsets[1:]
+            end = doc_length % T
+            length = np.append(doc_length - end, end)
+            stop = np.append(doc_stop - end, doc_stop)
+        self.range_stop = np.cumsum(length)                     # where ranges end in the stream
         self.shift = stop - self.range_stop     # position in the split - position in the stream
         self.n_rows = math.ceil(self.range_stop[-1] / T)
 
@@ -611,13 +611,14 @@ class Batches:
 
     def rows(self, g):
         """Numbers of the rows of micro-batch g: (B,), fewer at the end of an epoch"""
-        n_groups = math.ceil(self.n_rows / self.group)
-        groups_per_batch = self.B // self.group
+        size = self.group                                       # rows of a group
+        n_groups = math.ceil(self.n_rows / size)
+        groups_per_batch = self.B // size
         epoch, i = divmod(g, len(self))
         groups = shuffled(n_groups, self.seed, epoch)[i * groups_per_batch:][:groups_per_batch]
-        if self.group > 1:
+        if size > 1:
             groups = np.sort(groups)                            # an incomplete one comes last
-        return np.concatenate([self.order[j * self.group:][:self.group] for j in groups])
+        return np.concatenate([self.order[j * size:][:size] for j in groups])
 
     def __getitem__(self, g):
         """Micro-batch g, a Batch; from len(batches) on, of the next epoch"""
@@ -627,23 +628,29 @@ class Batches:
 
     def take(self, rows, seed):
         """The Batch of these rows, at most B numbers, and of rows of padding if there are fewer"""
+        split = self.split
+
         # the positions of the tokens, first in the stream; rows of padding are beyond its end
         rows = np.pad(rows, (0, self.B - len(rows)), constant_values=self.n_rows)   # (B,)
         streamed = rows[:, None] * self.T + np.arange(self.T)   # (B, T) positions in the stream
-        real = streamed < self.range_stop[-1]                   # (B, T) not padding
-        streamed = np.where(real, streamed, 0)
-        range_of = np.searchsorted(self.range_stop, streamed, side='right')
+        padding = streamed >= self.range_stop[-1]               # (B, T)
+        streamed[padding] = 0
+        range_of = np.searchsorted(self.range_stop, streamed, 'right')
         position = streamed + self.shift[range_of]              # (B, T) positions in the split
+        doc = split.doc_of(position)
+        doc[padding] = -1
 
         # which tokens predict the next one: all, but of `documents` not the last of a document
-        doc = np.where(real, self.split.doc_of(position), -1)
-        predicted = real
+        following = position + 1
+        predicted = ~padding
         if self.kind == 'documents':
-            predicted = self.split.doc_of(position + 1) == doc
-        following = np.where(predicted, position + 1, 0)        # never beyond the split
+            predicted = split.doc_of(following) == doc
+        following[~predicted] = 0                               # it may be beyond the split
 
-        tokens = np.where(real, self.split.tokens[position].astype(int), 0)
-        targets = np.where(predicted, self.split.tokens[following].astype(int), -1)
+        tokens = split.tokens[position].astype(int)
+        tokens[padding] = 0
+        targets = split.tokens[following].astype(int)
+        targets[~predicted] = -1
         return Batch(*map(torch.from_numpy, (tokens, targets, doc)), seed)
 
 
@@ -666,7 +673,7 @@ class Needles(Batches):
             word, blank = '[A-Z]', ' '
         if tokenizer.name == 'word':
             word = '[a-z]{3,}'
-        texts = '\nKey' + blank, ' opens' + blank, ',' + blank, '.\n'
+        texts = f'\nKey{blank}', f' opens{blank}', f',{blank}', '.\n'
         self.parts = [tokenizer.encode(text).tolist() for text in texts]
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
 
@@ -690,20 +697,20 @@ class Needles(Batches):
     def take(self, rows, seed):
         """The Batch of these rows: B of T tokens, or more and shorter ones (see rows)"""
         N = self.T // self.chunk // max(1, len(rows) // self.B)
-        arrays = np.stack([self.row(r, N) for r in rows], axis=1)
+        arrays = np.stack([self.row(r, N) for r in rows], 1)
         tokens, targets = torch.from_numpy(arrays)              # (len(rows), N S) each
         doc = torch.tensor(rows)[:, None].expand_as(tokens)
         return Batch(tokens, targets, doc, seed)
 
     def row(self, r, N):
         """Row r, of N chunks: half with needles, then half with questions -> ids, targets (N S,)"""
-        S, half, n_tokens = self.chunk, N // 2, len(self.split.tokens)
-        # n_tokens makes val's draws differ from those of train
-        rng = np.random.default_rng([self.seed, r, N, n_tokens])
+        S, half, text = self.chunk, N // 2, self.split.tokens
+        # the length makes val's draws differ from those of train
+        rng = np.random.default_rng([self.seed, r, N, len(text)])
 
         # a text of the split, one token longer: the last one is a target only
-        start = rng.integers(n_tokens - N * S)
-        ids = self.split.tokens[start:start + N * S + 1].astype(int)
+        start = rng.integers(len(text) - N * S)
+        ids = text[start:start + N * S + 1].astype(int)
         scored = rng.random(len(ids)) < 0.1                     # tokens that are predicted
 
         # needles, each in its chunk of the first half
@@ -733,8 +740,9 @@ class Needles(Batches):
         names, text = {}, ids.tobytes()                         # bytes are compared fast
         while len(names) < n * (self.hops + 1):
             name = rng.choice(self.words, 4, replace=False)
-            if name.tobytes() not in text:
-                names[name.tobytes()] = name
+            key = name.tobytes()
+            if key not in text:
+                names[key] = name
         return np.reshape(list(names.values()), (n, self.hops + 1, 4))
 
     def hide(self, rng, ids, needles):
@@ -747,8 +755,7 @@ class Needles(Batches):
     def sentence(self, names):
         """Ids of "Key A opens B, C.", lists: the question, " opens", the answer, the end"""
         key, opens, comma, end = self.parts
-        question = [*key, *names[0]]
         answer = [*names[1]]
         for name in names[2:]:
             answer += [*comma, *name]
-        return question, opens, answer, end
+        return [*key, *names[0]], opens, answer, end

@@ -29,9 +29,9 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
 """
 import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP), then sleep
 os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '1000'} | os.environ
-import argparse, contextlib, ctypes, datetime, difflib, functools, importlib, inspect, json, math
-import platform, re, shlex, signal, subprocess, sys, time
-from dataclasses import asdict, dataclass, fields, replace
+import argparse, collections, contextlib, ctypes, datetime, difflib, functools, importlib, inspect
+import json, math, platform, re, shlex, signal, subprocess, sys, time
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -40,12 +40,12 @@ import torch.distributed as dist
 import torch.distributed.nn     # if AdamW imports it later, threads remain at exit
 import data
 
-MODELS = ('trime', 'rpt', 'drt')
-NOT_COMPARED = ('out', 'resume', 'device', 'compile', 'kernel', 'max_steps')    # of a resumed run
-NOT_SHOWN = ('step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens')
+MODELS = 'trime', 'rpt', 'drt'
+NOT_COMPARED = 'out', 'resume', 'device', 'compile', 'kernel', 'max_steps'      # of a resumed run
+NOT_SHOWN = 'step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens'
 PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12}  # dense bf16
-WORLD = int(os.environ.get('WORLD_SIZE', 1))    # processes
-RANK = int(os.environ.get('RANK', 0))           # number of this one
+WORLD = int(os.getenv('WORLD_SIZE', 1))         # processes
+RANK = int(os.getenv('RANK', 0))                # number of this one
 
 
 @dataclass
@@ -87,14 +87,15 @@ def add_flags(parser, Config):
     comments = dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', inspect.getsource(Config), re.M))
     group = parser.add_argument_group(Config.__name__)
     for f in fields(Config):
-        text = comments[f.name].replace('%', '%%') + ' (default: %(default)r)'
+        comment = comments[f.name].replace('%', '%%')
         choices = get_args(f.type)                      # of a Literal
         kind = dict(type=f.type)
         if choices:
             kind = dict(choices=choices, metavar='|'.join(choices))
         if f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
-        group.add_argument('--' + f.name.replace('_', '-'), default=f.default, help=text, **kind)
+        group.add_argument(f'--{f.name.replace("_", "-")}', default=f.default,
+                           help=f'{comment} (default: %(default)r)', **kind)
 
 
 def parse_flags(parser, argv):
@@ -122,7 +123,7 @@ def parse(argv=None):
     name = parser.parse_known_args(argv)[0].model
     module = importlib.import_module(name)
     parser.add_argument('--preset', default='tiny', choices=module.PRESETS, help='default: tiny')
-    configs = getattr(module, name.upper() + 'Config'), TrainConfig
+    configs = getattr(module, f'{name.upper()}Config'), TrainConfig
     for Config in configs:
         add_flags(parser, Config)
     parser.set_defaults(out=f'out/{name}')
@@ -135,8 +136,8 @@ def parse(argv=None):
         state = read_checkpoint(path)
         if state['model_name'] != name:
             error(f'{path} has weights of another model: --model {state["model_name"]}')
-        tokenizer = data.Tokenizer(**state['tokenizer'])
-        parser.set_defaults(**state['config'], tokenizer=tokenizer)
+        parser.set_defaults(
+            **state['config'], tokenizer=data.Tokenizer(**state['tokenizer']))
 
     # what is on the command line comes before all defaults
     parser.add_argument('-h', '--help', action='help')
@@ -151,17 +152,16 @@ def parse(argv=None):
 # hardware
 def hardware(device):
     """The torch.device that --device names; on a CPU, glibc then keeps freed memory, up to 2 GB."""
-    present = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
     if device == 'auto':
-        device = 'cuda' if present['cuda'] else 'cpu'
-    if not present[device]:
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if device != 'cpu' and not torch.get_device_module(device).is_available():
         raise SystemExit(f'PyTorch finds no {device}: --device cpu works')
     if device == 'cpu' and platform.libc_ver()[0] == 'glibc':
         mallopt = ctypes.CDLL(None).mallopt             # else pages are freed and cleared each step
         mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
         mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
     if device == 'cuda':
-        device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+        device = f'cuda:{os.getenv("LOCAL_RANK", 0)}'
         torch.cuda.set_device(device)
     return torch.device(device)
 
@@ -182,10 +182,10 @@ def precision(device, dtype):
 
 def peak_tokens_per_s(device, bf16, n_weights):
     """What mfu is a share of: 6 FLOPs for each weight and token; 0 if the peak is not known"""
-    gpu = torch.cuda.get_device_name(device) if bf16 and device.type == 'cuda' else ''
-    for name, flops in PEAK_FLOPS.items():
-        if name in gpu:
-            return WORLD * flops / (6 * n_weights)
+    if bf16 and device.type == 'cuda':
+        for name, flops in PEAK_FLOPS.items():
+            if name in torch.cuda.get_device_name(device):
+                return WORLD * flops / (6 * n_weights)
     return 0
 
 
@@ -244,12 +244,12 @@ def optimizers_of(model, config):
     (norms, biases) do not decay. `loop` sets the rates."""
     matrices, others, vectors = [], [], []
     for name, p in model.named_parameters():
+        group = others
         if p.dim() < 2:
-            vectors.append(p)
+            group = vectors
         elif config.optimizer == 'muon' and not name.startswith('embedding'):
-            matrices.append(p)
-        else:
-            others.append(p)
+            group = matrices
+        group.append(p)
 
     groups = [dict(params=others), dict(params=vectors, weight_decay=0)]
     adamw = torch.optim.AdamW(groups, betas=(0.9, config.beta2), fused=True,
@@ -258,17 +258,22 @@ def optimizers_of(model, config):
 
 
 # --------------------------------------------------------------------------------------------------
-# files of a run
+# files of a run, and its processes
+def barrier():
+    """Waits until all processes are here."""
+    if WORLD > 1:
+        dist.barrier()
+
+
 def write(path, content):
     """Writes text, or other content by torch.save, to a temporary file, then renames it: whenever
     the program is killed, there is no incomplete file of this name."""
     temporary = Path(f'{path}.tmp')
     try:
-        with open(temporary, 'wb') as f:
-            if isinstance(content, str):
-                f.write(content.encode())
-            else:
-                torch.save(content, f)
+        if isinstance(content, str):
+            temporary.write_text(content, 'utf-8')
+        else:
+            torch.save(content, temporary)
         temporary.replace(path)
     except RuntimeError as e:                           # torch.save hides a full disk
         raise OSError(f'{path} cannot be written: {e}')
@@ -299,8 +304,7 @@ def check_folder(out, about, resume):
     files = os.listdir(out)
     saved = json.loads((out / 'config.json').read_text()) if 'config.json' in files else {}
     differ = [key for key in about if key not in NOT_COMPARED and saved.get(key) != about[key]]
-    if WORLD > 1:
-        dist.barrier()                                  # before the first process writes
+    barrier()                                           # before the first process writes
 
     # the message has a name that is free
     if files and (differ or resume == 'no'):
@@ -324,10 +328,10 @@ def write_config(out, about, ran_on):
 def load_corpus(config, vocab_size):
     """The first process prepares the corpus on disk, then the others open it."""
     if RANK > 0:
-        dist.barrier()
+        barrier()
     corpus = data.load(config.data, config.tokenizer, vocab_size)
-    if RANK == 0 and WORLD > 1:
-        dist.barrier()
+    if RANK == 0:
+        barrier()
     return corpus
 
 
@@ -355,7 +359,7 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
     """The causal loss of all micro-batches, or of evenly spread ones with at most these tokens.
     -> nats per token, the number of tokens"""
     # n of N micro-batches; each process has its share of them
-    N, B, n_rows = len(batches), batches.B, batches.n_rows
+    N, B = len(batches), batches.B
     n = min(N, max(1, at_most // (B * batches.T)))
     chosen = torch.linspace(0, N - 1, n).round().int().tolist()[RANK::WORLD]
 
@@ -363,9 +367,9 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
     total = torch.zeros(2, dtype=torch.float64)
     model.eval()
     for i in data.progress(chosen, 'validation', quiet=RANK > 0 or n < N):
-        rows = range(n_rows)[i * B:i * B + B]           # in text order
+        rows = range(batches.n_rows)[i * B:i * B + B]   # in text order
         if batches.kind == 'documents':
-            rows = range(i, n_rows, N)                  # far apart, of different documents
+            rows = range(i, batches.n_rows, N)          # far apart, of different documents
         batch = batches.take(rows, seed=i)
         scored = (batch.targets >= 0).sum().item()
         loss, _ = forward(batch, progress)
@@ -378,13 +382,6 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
         dist.all_reduce(total)
     nats, n_tokens = total.tolist()
     return nats / n_tokens, int(n_tokens)
-
-
-def average(model, metrics):
-    """Replaces gradients and metrics by their means over the processes."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    for x in [*grads, *metrics.values()]:
-        dist.all_reduce(x.div_(WORLD))
 
 
 def show(entry, max_steps, left):
@@ -414,8 +411,10 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
         lr = learning_rate(done, config)
         metrics = gradient(done)
         metrics['stopped'] = torch.full_like(metrics['loss'], len(signals))
-        if WORLD > 1:
-            average(model, metrics)
+        if WORLD > 1:       # gradients and metrics become their means over the processes
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            for x in [*grads, *metrics.values()]:
+                dist.all_reduce(x.div_(WORLD))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -424,7 +423,7 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
         model.zero_grad()
         metrics = {key: x.item() for key, x in metrics.items()}     # waits for the GPU
         stopped = metrics.pop('stopped') > 0
-        speed = config.tokens_per_step / max(1e-9, time.perf_counter() - start)
+        speed = config.tokens_per_step / (time.perf_counter() - start)
 
         # its entry in the log, with a validation if it is due
         last = step == max_steps
@@ -493,7 +492,7 @@ def train(module, model_config, config, corpus=None):
     # the folder of the run
     config.tokenizer = corpus.tokenizer.name
     model_config.vocab_size = corpus.tokenizer.n_vocab
-    about = dict(model=name, corpus=corpus.fingerprint, **asdict(model_config), **asdict(config))
+    about = dict(model=name, corpus=corpus.fingerprint, **vars(model_config), **vars(config))
     planned = check_folder(out, about, config.resume)
     if resumes and state['step'] > max_steps:
         raise SystemExit(f'{out} has {state["step"]} steps; a larger --max-steps resumes it, '
@@ -510,7 +509,7 @@ def train(module, model_config, config, corpus=None):
             raise SystemExit(f'{path} has weights for other settings: {differ}')
     if not resumes:     # a packed run has no best.pt, as it is validated with another memory
         state = dict(
-            model_name=name, config=asdict(model_config), data=config.data, step=0, log_size=0,
+            model_name=name, config=vars(model_config), data=config.data, step=0, log_size=0,
             corpus=corpus.fingerprint, tokenizer=corpus.tokenizer.to_dict(),
             tokens=state.get('tokens', 0), best=math.nan if batches.kind == 'packed' else math.inf)
     state['model'] = model.state_dict()                 # the same tensors: steps change them, too
@@ -526,8 +525,8 @@ def train(module, model_config, config, corpus=None):
 
     # what has to be known before the first step: in RPT, scores by a reference LM
     def train_reference(reference_config, config):
-        config = replace(config, out=f'{out}-reference', resume='auto')
-        return train(module, reference_config, config, corpus)
+        return train(module, reference_config,
+                     replace(config, out=f'{out}-reference', resume='auto'), corpus)
 
     attach = lambda batch, g: batch
     if hasattr(module, 'setup'):
@@ -544,13 +543,13 @@ def train(module, model_config, config, corpus=None):
 
     def gradient(done):
         """Sets .grad to that of the mean loss of this process's micro-batches. -> metrics"""
-        metrics = {}
+        metrics = collections.Counter()
         for i in range(passes):
             g = (done * passes + i) * WORLD + RANK      # its number for any WORLD
             loss, more = forward(attach(batches[g], g), done / max_steps)
             (loss / passes).backward()                  # with padding not the mean over tokens
             for key, value in {'loss': loss, **more}.items():
-                metrics[key] = metrics.get(key, 0) + value.detach() / passes
+                metrics[key] += value.detach() / passes
         return metrics
 
     # optimizers, compilation, and all steps
@@ -568,8 +567,7 @@ def train(module, model_config, config, corpus=None):
         loop(out, config, state, model, optimizers, gradient, check, signals, peak, stage)
     if signals:                                         # after the last step
         raise SystemExit('stopped; run it again to resume')
-    if WORLD > 1:
-        dist.barrier()                                  # all find ckpt.pt
+    barrier()                                           # all find ckpt.pt
     return out / 'ckpt.pt'
 
 

@@ -38,11 +38,10 @@ Where this differs from the paper, and why
     $ python trime.py                       a demo of ten seconds
     $ python train.py --model trime
 """
-import contextlib, hashlib, json, math, random, re
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+import hashlib, inspect, json, math, random, re
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -60,6 +59,7 @@ def check_positive(config, names):
 
 
 MASKED = -1e30      # similarity to a memory that is masked: finite, so no row gives nan
+R = 512             # queries of a block of TrimeLoss
 VERSION = 1         # of tuned.json: to be raised with a change that makes other constants better
 
 
@@ -204,7 +204,7 @@ class SelfAttention(nn.Module):
         # softmax(q kᵀ / sqrt(D) + mask) v, where query i has the position first + i
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))                    # (B, H, t or s, D)
         mask = q.new_full((q.size(2), k.size(2)), -math.inf).triu(first + 1)    # (t, s)
-        if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and k.size(2) < 1024:
+        if q.is_cpu and q.dtype == torch.bfloat16 and k.size(2) < 1024:
             # on a CPU in bf16 the formula itself is faster than the fused kernel (torch 2.13)
             y = (q / q.size(3) ** 0.5 @ k.mT + mask).softmax(3) @ v
         elif first == 0:
@@ -240,8 +240,7 @@ class Block(nn.Module):
         y, past = self.attention(self.norm1(x), past)
         x = x + self.dropout(y)
         g = self.norm2(x)
-        x = x + self.dropout(self.mlp(g))
-        return x, g, past
+        return x + self.dropout(self.mlp(g)), g, past
 
 
 # --------------------------------------------------------------------------------------------------
@@ -255,11 +254,11 @@ class Embedding(nn.Module):
         P(w) = P_head(w)  or  P_head(a) P_a(w) in cluster a,    P_a(w) ∝ exp(table_a[w] · W_aᵀ f)"""
     def __init__(self, config):
         super().__init__()
-        C, V = config.n_embd, config.vocab_size
+        C = config.n_embd
 
         # the head has the ids below the first cutoff, cluster a those up to the next one
-        ends = re.findall('[0-9]+', f'{config.cutoffs},{V}')
-        self.ends = sorted({min(int(end), V) for end in ends})
+        ends = re.findall('[0-9]+', f'{config.cutoffs},{config.vocab_size}')
+        self.ends = sorted({min(int(end), config.vocab_size) for end in ends})
         self.tables = nn.ParameterList([torch.empty(self.ends[0] + len(self.ends) - 1, C)])
         self.tail_proj = nn.ModuleList()
         for a, size in enumerate(np.diff(self.ends), 1):
@@ -269,7 +268,7 @@ class Embedding(nn.Module):
 
     def clusters(self, ids):
         """For each cluster: its number a, its first id, and a mask of those of the ids in it"""
-        for a, (start, end) in enumerate(zip(self.ends, self.ends[1:]), 1):
+        for a, (start, end) in enumerate(pairwise(self.ends), 1):
             yield a, start, (ids >= start) & (ids < end)
 
     def forward(self, tokens):
@@ -293,7 +292,7 @@ class Embedding(nn.Module):
         for a, start, inside in self.clusters(w):
             row[inside] = self.ends[0] + a - 1
             # (Q, words) is too large to keep; the backward pass computes it again, by 256 rows
-            for queries in inside.nonzero()[:, 0].split(256):
+            for queries in torch.where(inside)[0].split(256):
                 log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
                 # an index, as gather would keep log_P
                 log_p[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
@@ -325,8 +324,8 @@ def memory_mask(memory, doc, config, rows):
         stop = 1                                                    # masked below
     elif memory == 'local':
         start = rows.start // T * T                                 # the first query's segment
-    elif memory != 'long':
-        stop = len(doc)                                             # ext: later segments, too
+    elif 'ext' in memory:
+        stop = len(doc)                                             # later segments, too
     memories = slice(start, stop)
 
     # memory i has the answer to query i, so a query has only memories before it
@@ -337,9 +336,9 @@ def memory_mask(memory, doc, config, rows):
     same_document = doc[i] == doc[j]
 
     # Eq. 2, §4.1: local memory, the earlier positions of the segment
-    mask = torch.zeros_like(earlier)
-    if memory in ('local', 'long', 'local,ext'):
-        mask = same_segment & earlier
+    mask = same_segment & earlier
+    if memory in ('none', 'ext'):
+        mask[:] = False
 
     # Eq. 3, §4.2: long memory, those of the m consecutive segments
     if memory == 'long':
@@ -350,7 +349,7 @@ def memory_mask(memory, doc, config, rows):
         mask |= long
 
     # §4.3: memory ext, all positions of other segments
-    if memory in ('ext', 'local,ext'):
+    if 'ext' in memory:
         ext = ~same_segment
         if config.same_document:
             ext &= ~same_document
@@ -362,7 +361,7 @@ def softmax(exponents):
     """The softmax P of (R, n) exponents, and log Σ exp of them (R, 1), which is max - log max P as
     P = exp(exponents) / Σ"""
     P = exponents.softmax(1)
-    return P, exponents.amax(1, keepdim=True) - P.amax(1, keepdim=True).log()
+    return P, (exponents.amax(1) - P.amax(1).log())[:, None]
 
 
 class TrimeLoss(torch.autograd.Function):
@@ -383,16 +382,14 @@ class TrimeLoss(torch.autograd.Function):
     and Σ_w the sum of the terms of w. Then P(w | c) = Σ_w / Σ, and
 
         d(-log P(w | c)) / dz  =  exp(z) / Σ  -  exp(z) / Σ_w, the latter for the terms of w"""
-    R = 512
-
     @staticmethod
     def forward(ctx, f, query, key, head, tail, head_row, targets, memories_of):
         n_scored = (targets >= 0).sum().clamp(min=1)
         scale = f.size(1) ** -0.5
         loss, memory_prob, word_loss = f.new_zeros(3)
         df, dquery, dkey, dhead, dtail = map(torch.zeros_like, (f, query, key, head, tail))
-        for start in range(0, len(f), TrimeLoss.R):
-            rows = slice(start, start + TrimeLoss.R)
+        for start in range(0, len(f), R):
+            rows = slice(start, start + R)
             memories, mask = memories_of(rows)
             w, value = targets[rows, None], targets[memories]       # (R, 1), x_j (M,)
             weight = (w >= 0).to(f) / n_scored                      # (R, 1) of a query in the mean
@@ -514,9 +511,14 @@ def interpolate(P, log_factor, sim, columns, tau, lam):
     """
     sim = sim[:, columns]
     lam = torch.where((sim > MASKED).any(1, keepdim=True), lam, 0.0)            # (Q, 1)
-    P = (1 - lam) * P
+    P *= 1 - lam
     P[:, columns] += lam * (sim / tau).softmax(1)
     return P, log_factor + torch.log1p(-lam)
+
+
+def to_numpy(x):
+    """A tensor as faiss needs it: an array of fp32"""
+    return x.float().cpu().numpy()
 
 
 def trained_index(model, text):
@@ -528,7 +530,7 @@ def trained_index(model, text):
     sample = [model.encode(part[:, :T])[1][0] for part in text.split(step, 1)]
     index = faiss.index_factory(model.config.n_embd, f'IVF{n_lists},SQfp16')
     index.by_residual = False
-    index.train(torch.cat(sample).float().cpu().numpy())
+    index.train(to_numpy(torch.cat(sample)))
     return index
 
 
@@ -549,16 +551,16 @@ class Datastore:
             raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
 
         # memory-mapped: a search reads from disk what it needs
-        flags = faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR
-        self.index = faiss.read_index(f'{folder}/keys.faiss', flags)
+        self.index = faiss.read_index(
+            f'{folder}/keys.faiss', faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
         self.nprobe = nprobe
 
-        # sim(q, k) = q · k / sqrt(C); of kNN-LM -|q - k|² / (2 sqrt(C)), see Inference
-        self.index.metric_type = faiss.METRIC_INNER_PRODUCT
-        self.scale = model.config.n_embd ** 0.5
-        if model.config.memory == 'none':
-            self.index.metric_type = faiss.METRIC_L2
-            self.scale *= -2
+        # kNN-LM: a search returns |q - k|²; sim(q, k) = -|q - k|² / (2 sqrt(C)), see Inference
+        self.scale = -2 * model.config.n_embd ** 0.5
+        if model.config.memory != 'none':
+            # TRIME: it returns q · k; sim(q, k) = q · k / sqrt(C)
+            self.index.metric_type = faiss.METRIC_INNER_PRODUCT
+            self.scale /= -2
 
     @torch.no_grad()
     def build(self, folder, model, progress):
@@ -577,7 +579,7 @@ class Datastore:
         shards, n_added = [], 0
         for _, g, _ in progress(model.windows(text), folder.name, 1 + n // model.stride):
             entries = n_added + np.arange(g.size(1))
-            index.add_with_ids(g[0].float().cpu().numpy(), entries)
+            index.add_with_ids(to_numpy(g[0]), entries)
             n_added += len(entries)
             if index.ntotal * size >= self.SHARD or n_added == n:
                 shards.append(f'{folder}/shard-{len(shards)}')
@@ -596,7 +598,7 @@ class Datastore:
         if nprobe is None:
             nprobe = self.nprobe
         self.index.nprobe = nprobe or self.index.nlist
-        sim, j = map(torch.from_numpy, self.index.search(query.float().cpu().numpy(), K))
+        sim, j = map(torch.from_numpy, self.index.search(to_numpy(query), K))
         return (sim / self.scale).clamp(MASKED).to(query), j
 
 
@@ -681,7 +683,7 @@ class TRIME(nn.Module):
         # Eq. 5, in fp32: bf16 has steps of 0.125 near 20
         key = g if self.config.memory_grad else g.detach()
         targets = batch.targets.flatten()
-        memories_of = partial(memory_mask, memory, batch.doc, self.config)
+        memories_of = lambda rows: memory_mask(memory, batch.doc, self.config, rows)
         with torch.autocast(g.device.type, enabled=False):
             head_row, tail = self.embedding.head_and_tail(f, targets.clamp(min=0))
             loss, memory_prob, word_loss = TrimeLoss.apply(
@@ -696,8 +698,9 @@ class TRIME(nn.Module):
         T = self.config.block_size
         kept = T + self.inference.long
         if state is None:
-            none = self.norm.weight.new_zeros(len(tokens), 0, self.config.n_embd)
-            state = State(tokens[:, :0], none, none, None)
+            text = tokens[:, :0]                                    # (B, 0)
+            none = self.embedding(text)                             # (B, 0, C)
+            state = State(text, none, none, None)
         text, keys, window, past = state
         while tokens.numel():
             # a full window: the next one begins with the end of this one
@@ -750,8 +753,8 @@ class TRIME(nn.Module):
                 n_ext = self.store.index.ntotal
                 j = (j + n_ext // 2) % n_ext
             sim = append(sim, sim_ext)
-            value = append(value, self.store.text[j.to(g.device) + 1])
-        return sim, value, slice(start - first, L - 1 - first)
+            value = append(value, self.store.text[j + 1])
+        return sim, value, slice(start - first, key.size(1))
 
     def read(self, tokens, state=None):
         """The state that `stream` returns, without its predictions."""
@@ -785,7 +788,6 @@ class TRIME(nn.Module):
             return dict(off=off)
         return dict(on=on, shuffled=dict(on, shuffle=True), off=off)
 
-    @torch.no_grad()
     def trace(self, tokens, t, state=None):
         """The memories behind the prediction of token t + 1 of a document (n,), the most probable
         first: (its part of P(value), ids, start, end), where ids[start:end] ends with that value.
@@ -840,17 +842,17 @@ class TRIME(nn.Module):
                 print(f'{folder}: recall {recall(self, corpus.val):.1%}')
 
         # τ, λ, K and the tokens of long memory
-        facts = [VERSION, about, corpus.fingerprint, inference, args.nprobe]
-        self.inference = tuned(self, corpus.val, inference, facts, path, progress)
+        key = repr([VERSION, about, corpus.fingerprint, inference, args.nprobe])
+        self.inference = tuned(self, corpus.val, inference, key, path, progress)
         print(f'{path}: {self.inference}, tuned on val')
 
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
-TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65,
-        0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
-LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9]
-LONG = [256 * 2 ** n for n in range(20)]            # tokens
+# values that `tune` tries
+TAUS = [*map(float, '.005 .007 .01 .015 .02 .03 .045 .065 .1 .15 .2 .3 .4 .5 .65 .8 1 1.2 1.5 2 3 '
+                    '5 10'.split())]
+LAMBDAS = [*map(float, '0 .02 .05 .1 .15 .2 .25 .3 .35 .4 .45 .5 .6 .7 .8 .9'.split())]
 
 
 def memory_names(trained, args):
@@ -866,28 +868,29 @@ def memory_names(trained, args):
     return trained
 
 
-@torch.no_grad()
 def recall(model, split):
     """The share of the 1,024 most similar entries that a search of nprobe lists returns"""
-    text = model.on_device(split.tokens[None, :8192])
-    query = torch.cat([g[0, ::32] for _, g, _ in model.windows(text)])
-    sim, best = (model.store.search(query, 1024, nprobe)[0] for nprobe in (None, 0))
+    windows = model.windows(model.on_device(split.tokens[None, :8192]))
+    query = torch.cat([g[0, ::32] for _, g, _ in windows])
+    sim, _ = model.store.search(query, 1024)
+    best, _ = model.store.search(query, 1024, 0)
     return (sim >= best[:, -1:]).float().mean()
 
 
-def tuned(model, split, inference, facts, path, progress):
+def tuned(model, split, inference, key, path, progress):
     """`inference` with the constants that tuned.json, in the folder of the checkpoint `path`, has
-    for these facts, else with those of `tune`"""
+    for this key (all that they depend on), else with those of `tune`"""
     file = path.with_name('tuned.json')
-    key = repr(facts)
     try:
         known = json.loads(file.read_text())
     except (OSError, ValueError):                           # there is none, or it is torn
         known = {}
     if key not in known:
-        known[key] = asdict(tune(collect(model, split, inference, progress), inference))
-        with contextlib.suppress(OSError):                  # the folder may be read-only
+        known[key] = vars(tune(collect(model, split, inference, progress), inference))
+        try:
             file.write_text(json.dumps(known, indent=1))
+        except OSError:                                     # the folder may be read-only
+            pass
     return Inference(**known[key])
 
 
@@ -918,17 +921,21 @@ def collect(model, split, inference, progress):
 def tune(windows, inference):
     """An Inference of high likelihood, by coordinate ascent: the best tau, the best long up to
     inference.long and so on in turn, until none is better. It starts with K = 1: from K = 1,024 it
-    ended at constants with which ext was worse than no ext (p = 0)"""
+    ended at constants with which ext was worse than no ext (p = 0). `inference` is changed."""
     def score(candidate):
         return sum(candidate.log_p(*window).sum().item() for window in windows)
 
+    # sizes of long memory: 256, 512, ... tokens, at most inference.long
+    long = {min(256 * 2 ** n, inference.long) for n in range(20)}
+    grids = dict(tau=TAUS, long=sorted(long))
+
     # a λ of 0 is no start, as its τ would have no effect
-    grids = dict(tau=TAUS, long=sorted({min(n, inference.long) for n in LONG}))
     if inference.linear and inference.local:
-        inference = replace(inference, lam=0.25)
+        inference.lam = 0.25
         grids['lam'] = LAMBDAS
     if inference.n_neighbors:
-        inference = replace(inference, lam_ext=0.25, n_neighbors=1)
+        inference.lam_ext = 0.25
+        inference.n_neighbors = 1
         grids.update(tau_ext=TAUS, lam_ext=LAMBDAS, n_neighbors=[1, 8, 64, 512, 1024])
 
     # coordinate ascent
@@ -941,35 +948,31 @@ def tune(windows, inference):
     return inference
 
 
+# --------------------------------------------------------------------------------------------------
+# a demo
+def demo():
+    """The source of TRIMEConfig, from tokens to the loss; memories of one. With assets/trime.pt"""
+    import tiktoken
+    file = torch.load(Path(__file__).parent / 'assets/trime.pt', weights_only=True)
+    model = TRIME(TRIMEConfig(**file['config'])).eval()
+    model.load_state_dict(file['model'])
+    ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}
+    tokenizer = tiktoken.Encoding('demo', pat_str=file['tokenizer']['pattern'],
+                                  mergeable_ranks=ranks, special_tokens={})
+
+    ids = tokenizer.encode(inspect.getsource(TRIMEConfig))[:360]
+    tokens = torch.tensor([ids])
+    log_p, state = model.stream(tokens)
+    print(f"""tokens                    (B, T)     {tuple(tokens.shape)}
+g of their contexts       (B, T, C)  {tuple(state.window.shape)}
+similarities to memories  (Q, M)     {tuple(model.memories(state.window, state)[0].shape)}
+log P of the next token   (B, T, V)  {tuple(log_p.shape)}
+loss of all tokens but the first     {F.nll_loss(log_p[0, :-1], tokens[0, 1:]):.3f}
+To predict what follows {tokenizer.decode(ids[340:])!r},
+these contexts, each with the token after it, have the largest parts of the probability:""")
+    for part, _, start, end in model.trace(tokens[0], 359)[:5]:
+        print(f'{part:.3f}  {tokenizer.decode(ids[start:end])!r}')
+
+
 if __name__ == '__main__':
-    # the trained weights if they are there
-    file = Path(__file__).parent / 'assets/trime.pt'
-    model = TRIME(TRIMEConfig())
-    if file.exists():
-        saved = torch.load(file, weights_only=True)
-        model = TRIME(TRIMEConfig(**saved['config']))
-        model.load_state_dict(saved['model'])
-    model.eval()
-
-    # from the tokens to the loss; ids 0 to 255 are the bytes
-    text = 'self.height = height; self.width = width; self.depth = depth'
-    ids = torch.tensor([*text.encode()])
-    tokens = ids[None, :-1]                                         # (1, T)
-    f, g, state = next(model.windows(tokens))                       # (1, T, C)
-    sim, _, _ = model.memories(g, state)                            # (T, M)
-    batch = SimpleNamespace(tokens=tokens, targets=ids[None, 1:], doc=0 * tokens, seed=0)
-    loss, log = model(batch, 1.0)
-    print(f"""weights           {file if file.exists() else "untrained"}
-text              {text}
-tokens (1, T)     {tuple(tokens.shape)}, a byte each
-f, g (1, T, C)    {tuple(f.shape)}, f is compared with the words, g with the memories
-sim (T, M)        {tuple(sim.shape)}, similarities of g; memories that are not earlier are masked
-loss              {loss:.3f} nats per token; without memory {log["loss_without_memory"]:.3f}""")
-
-    # what is behind one prediction
-    t = text.index('width;')
-    print(f'''
-P(next token) after {text[:t + 1]!r} is a sum over words and memories. Largest memories:
-part    c_j, its last tokens    x_j''')
-    for part, _, start, end in model.trace(ids, t)[:5]:
-        print(f'{part:.3f}   {text[start:end - 1]!r:24}{text[end - 1]!r}')
+    demo()

@@ -1,5 +1,6 @@
 """TRIME against its definitions, by loops in fp64."""
-import dataclasses, itertools, math, re
+import itertools, math, re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import trime
+import train, trime
 from helpers import batch_of, close, learn, log_p, one_line
-from trime import PRESETS, TRIME, Datastore, EvalConfig, Inference, TRIMEConfig, TrimeLoss
+from trime import TRIME, Datastore, EvalConfig, Inference, TRIMEConfig, TrimeLoss
 
 torch.set_num_threads(1)                            # the models are tiny
 V, T, B, C = 23, 8, 4, 16
@@ -35,14 +36,13 @@ def small(memory='local', **settings):
 
 
 def random_tokens(*shape, seed=0, vocab=V):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab, shape, generator=generator)
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def random_batch(b=B, seed=0):
+def random_batch(seed=0):
     """Documents of 11 tokens end within segments of 8, whose last tokens have no target."""
-    doc = torch.arange(b * T).view(b, T) // 11
-    return batch_of(random_tokens(b, T), doc, seed)
+    doc = torch.arange(B * T).view(B, T) // 11
+    return batch_of(random_tokens(B, T), doc, seed)
 
 
 def no_progress(items, *_, **__):
@@ -51,15 +51,22 @@ def no_progress(items, *_, **__):
 
 # --------------------------------------------------------------------------------------------------
 # training
+def word_vectors(embedding):
+    """Of the words of the head, then of each cluster, by its projection"""
+    head, *tables = embedding.tables
+    vectors = [head[:len(head) - len(tables)]]
+    for table, proj in zip(tables, embedding.tail_proj):
+        vectors.append(table @ proj.weight.T)
+    return vectors
+
+
 def word_logits(embedding, f):
     """Eq. 1; with clusters, log of P_head(w) or P_head(cluster) P_cluster(w), times the sum."""
-    head, *tables = embedding.tables
-    n_words = len(head) - len(tables)
-    rows = (f @ head.T).T
-    logits = [rows[:n_words].T]
-    for row, table, proj in zip(rows[n_words:], tables, embedding.tail_proj):
-        vectors = table @ proj.weight.T
-        logits.append(row[:, None] + (f @ vectors.T).log_softmax(1))
+    words, *clusters = word_vectors(embedding)
+    rows = embedding.tables[0][len(words):]
+    logits = [f @ words.T]
+    for row, vectors in zip(rows, clusters):
+        logits.append((f @ row)[:, None] + (f @ vectors.T).log_softmax(1))
     return torch.cat(logits, 1)
 
 
@@ -81,7 +88,8 @@ def eq5(model, batch, mode, **settings):
     doc = batch.doc.flatten().tolist()
     N = range(len(doc))
     mask = [[has_memory(mode, i, j, doc, **settings) for j in N] for i in N]
-    mask = torch.tensor(mask) & (w >= 0)
+    scored = w >= 0
+    mask = torch.tensor(mask) & scored
 
     # the exponents of Eq. 5
     key = g if model.config.memory_grad else g.detach()
@@ -93,10 +101,10 @@ def eq5(model, batch, mode, **settings):
     # the sums of all terms, and of the terms of w
     log_total = torch.cat([logits, sim], 1).logsumexp(1)
     log_w = torch.cat([logit, match], 1).logsumexp(1)
-    loss = (log_total - log_w)[w >= 0].mean()
+    loss = (log_total - log_w)[scored].mean()
     memory_prob = (sim - log_total[:, None]).exp().sum(1)
     word_loss = F.cross_entropy(logits, w, ignore_index=-1)
-    return loss, memory_prob[w >= 0].mean(), word_loss
+    return loss, memory_prob[scored].mean(), word_loss
 
 
 @pytest.mark.parametrize('training', [True, False])
@@ -113,7 +121,7 @@ def eq5(model, batch, mode, **settings):
     ('ext', dict(p=1.0, same_document=False))])
 def test_forward_is_eq5(mode, settings, sizes, R, training, monkeypatch):
     """The loss and its gradient. In eval mode ext is causal: it has local memory alone."""
-    monkeypatch.setattr(TrimeLoss, 'R', R)
+    monkeypatch.setattr(trime, 'R', R)
     model = small(mode, **settings, **sizes).train(training)
     batch = random_batch()
     local = settings.get('p') != 1.0
@@ -170,13 +178,10 @@ def test_extreme_similarities():
 
 @pytest.mark.parametrize('sizes', [{}, ADAPTIVE])
 def test_the_embedding(sizes):
-    """Vectors of the head, and of clusters by their projections; no log P of 9 words is kept."""
+    """No log P of 9 words is kept for the backward pass."""
     embedding = small(**sizes).embedding
-    head, *tables = embedding.tables
-    words = [head[:len(head) - len(tables)]]
-    for table, proj in zip(tables, embedding.tail_proj):
-        words.append(table @ proj.weight.T)
-    close(embedding(torch.arange(V)[None])[0], torch.cat(words))
+    words = torch.cat(word_vectors(embedding))
+    close(embedding(torch.arange(V)[None])[0], words)
 
     shapes = []
     def keep(x):
@@ -184,7 +189,7 @@ def test_the_embedding(sizes):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, keep):
-        embedding.head_and_tail(torch.cat(words)[:T], torch.arange(V)[-T:])
+        embedding.head_and_tail(words[:T], torch.arange(V)[-T:])
     assert all(9 not in shape for shape in shapes)
 
 
@@ -201,15 +206,15 @@ def test_f_and_g():
     close(g.norm(dim=2), torch.full((2, T), 128 ** 0.25), 0.05)
 
 
-def losses(model, seeds, b=B):
-    return [model(random_batch(b, seed), 1.0)[0].item() for seed in seeds]
+def losses(model, seeds):
+    return [model(random_batch(seed), 1.0)[0].item() for seed in seeds]
 
 
 def test_local_memory_is_disabled_at_random():
     """§4.3: in 0.9 of the micro-batches of ext, all tokens of one alike, by its seed"""
-    [off], [on] = (losses(small('ext', p=p), [0], 2) for p in (1.0, 0.0))
-    mixed = losses(small('ext'), range(300), 2)
-    assert mixed == losses(small('ext'), range(300), 2)
+    [off], [on] = (losses(small('ext', p=p), [0]) for p in (1.0, 0.0))
+    mixed = losses(small('ext'), range(300))
+    assert mixed == losses(small('ext'), range(300))
     assert {*mixed} == {off, on}
     standard_error = (0.9 * 0.1 / 300) ** 0.5
     assert abs(mixed.count(off) / 300 - 0.9) < 4 * standard_error
@@ -226,10 +231,10 @@ def test_dropout_comes_from_the_seed():
 # evaluation
 INFERENCES = dict(
     off=Inference(),
-    local=Inference(local=True, tau=1.3),
-    long=Inference(local=True, long=10, tau=0.8),
+    local=Inference(True, tau=1.3),
+    long=Inference(True, 10, tau=0.8),
     ext=Inference(n_neighbors=6),
-    all=Inference(True, 10, n_neighbors=6, tau=1.2, tau_ext=0.5, lam_ext=0.4),
+    all=Inference(True, 10, 6, tau=1.2, tau_ext=0.5, lam_ext=0.4),
     cache=Inference(True, 10, linear=True, tau=0.7, lam=0.3),
     knn_lm=Inference(True, 0, 6, linear=True, tau=0.7, lam=0.3, tau_ext=2.0, lam_ext=0.25))
 TOKENS = random_tokens(6 * T + 3)
@@ -247,7 +252,7 @@ def contexts(model, tokens):
 
 def memories_of_each(model, tokens):
     """For each token E_w · f (V,), then (similarity, value, j) of memories of the text, of TEXT"""
-    x, new, result = model.inference, [], []
+    x, new = model.inference, []
     for t, (start, f, g) in enumerate(contexts(model, tokens)):
         new.append(g[-1])                                           # g as it was when t was new
         past, ext = [], []
@@ -261,8 +266,7 @@ def memories_of_each(model, tokens):
                 sims = -(model.keys - g[-1]).pow(2).sum(1) / 2
             for j in sims.topk(x.n_neighbors).indices.tolist():
                 ext.append((sims[j], TEXT[j + 1], j))
-        result.append((word_logits(model.embedding, f[-1:])[0], past, ext))
-    return result
+        yield word_logits(model.embedding, f[-1:])[0], past, ext
 
 
 def terms(memories, tau):
@@ -278,9 +282,9 @@ def equations_6_to_9(x, logits, past, ext):
     P = logits.exp()                                                # Eq. 1
     parts = [(past, x.tau, x.lam), (ext, x.tau_ext, x.lam_ext)]     # continuous cache, kNN-LM
     if not x.linear:
-        P = P + terms(past + ext, x.tau)                            # Eq. 6
+        P += terms(past + ext, x.tau)                               # Eq. 6
         parts = [(past + ext, x.tau_ext, x.lam_ext)]
-    P = P / P.sum()
+    P /= P.sum()
     for memories, tau, lam in parts:
         if memories and lam > 0:
             P_memory = terms(memories, tau)                         # Eq. 8
@@ -299,11 +303,14 @@ def keys_of(model, text):
 def stores(tmp_path_factory):
     """A datastore of 2,000 entries in 2 lists, moved after it was built, then opened twice"""
     folder = tmp_path_factory.mktemp('store')
-    Datastore(folder / 'a', small(**ADAPTIVE), TEXT, {'a': 1}, no_progress, 16)
+
+    def store(name, memory, progress=None):
+        return Datastore(folder / name, small(memory, **ADAPTIVE), TEXT, 'about', progress, 16)
+
+    store('a', 'local', no_progress)
     (folder / 'a').rename(folder / 'b')
-    inner, l2 = (Datastore(folder / 'b', small(memory, **ADAPTIVE), TEXT, {'a': 1}, None, 16)
-                 for memory in ('local', 'none'))
-    return SimpleNamespace(inner=inner, l2=l2, keys=keys_of(small(**ADAPTIVE), TEXT))
+    return SimpleNamespace(inner=store('b', 'local'), l2=store('b', 'none'),
+                           keys=keys_of(small(**ADAPTIVE), TEXT))
 
 
 def with_memories(name, stores, stride=3):
@@ -324,8 +331,12 @@ def by_definition(model, tokens):
     return torch.stack([equations_6_to_9(model.inference, *memories) for memories in each])
 
 
-@pytest.mark.parametrize('stride', [3, T])
-@pytest.mark.parametrize('name', INFERENCES)
+EACH = pytest.mark.parametrize('name', INFERENCES)
+STRIDES = pytest.mark.parametrize('stride', [3, T])
+
+
+@STRIDES
+@EACH
 def test_probabilities_at_test_time(name, stride, stores):
     """Several windows, each token in memory once"""
     model = with_memories(name, stores, stride)
@@ -335,8 +346,8 @@ def test_probabilities_at_test_time(name, stride, stores):
 
 
 @pytest.mark.parametrize('cuts', ['0' + 51 * ' 1', '5 1 16 3 26', '8 2 41', '19 32'])
-@pytest.mark.parametrize('stride', [3, T])
-@pytest.mark.parametrize('name', INFERENCES)
+@STRIDES
+@EACH
 def test_streaming_equals_log_probs(name, stride, cuts, stores):
     """Read, then stream, in any pieces; the state does not grow."""
     model = with_memories(name, stores, stride)
@@ -359,7 +370,7 @@ def test_what_sizes_are_tuned_on(name, n, stores):
     x = model.inference
     split = SimpleNamespace(tokens=tokens.numpy(), offsets=[0, n])
     windows = trime.collect(model, split, x, no_progress)
-    x = dataclasses.replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
+    x = replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
     scored = torch.cat([x.log_p(*window) for window in windows])
 
     model.inference = x
@@ -369,7 +380,7 @@ def test_what_sizes_are_tuned_on(name, n, stores):
 
 
 @pytest.mark.parametrize('shuffle', [False, True])
-@pytest.mark.parametrize('name', INFERENCES)
+@EACH
 def test_causality(name, shuffle, stores):
     """Changing token t changes no probability before it, and it changes those at t."""
     model, a = with_memories(name, stores), TOKENS[:3 * T]
@@ -398,7 +409,7 @@ def test_trace(name, t, stores):
     close(P, by_definition(model, TOKENS)[t], FAISS)
 
     # which they are, the most probable first
-    _, past, ext = memories_of_each(model, TOKENS)[t]
+    _, past, ext = [*memories_of_each(model, TOKENS)][t]
     expected = {(True, j) for *_, j in past} | {(False, j) for *_, j in ext}
     assert expected == {(ids is TOKENS, end - 2) for _, ids, _, end in rows}
     weights = [row[0] for row in rows]
@@ -430,8 +441,7 @@ def build(tmp_path, monkeypatch):
     """A function that opens a store of 94 entries, or builds it of three shards"""
     monkeypatch.setattr(Datastore, 'SHARD', 40 * (2 * C + 8))
 
-    def build(memory='local', progress=no_progress, weights=1):
-        about = {'weights': weights}
+    def build(memory='local', progress=no_progress, about='weights'):
         return Datastore(tmp_path, small(memory), TEXT[:95], about, progress, 16)
     return build
 
@@ -447,7 +457,7 @@ def test_an_interrupted_build_begins_again(stop, build, tmp_path):
         build(progress=interrupted)
     assert build().index.ntotal == 94
     assert len([*tmp_path.iterdir()]) == 3                          # no shard is left
-    assert 'delete it' in one_line(build, weights=2)
+    assert 'delete it' in one_line(build, about='other weights')
 
 
 @torch.no_grad()
@@ -464,7 +474,7 @@ def test_the_search_is_exact(memory, build):
     sim, j = sim[:, :94], j[:, :94]
     assert all(sorted(row) == [*range(94)] for row in j.tolist())
     close(sim, expected.gather(1, j) / C ** 0.5, FAISS)
-    assert (sim.diff(dim=1) <= 0).all()
+    assert (sim.diff() <= 0).all()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -473,7 +483,7 @@ def phrases(seed):
     """Documents of phrases, each one of 3 phrases of 6 words; the last document is empty."""
     order = random_tokens(48, seed=seed, vocab=3)
     tokens = random_tokens(3, 6)[order].flatten().numpy().astype(np.uint16)
-    return SimpleNamespace(tokens=tokens, offsets=np.array([0, 96, 192, 288, 288]))
+    return SimpleNamespace(tokens=tokens, offsets=[0, 96, 192, 288, 288])
 
 
 CORPUS = SimpleNamespace(folder=Path('a'), fingerprint='1', train=phrases(0), val=phrases(1))
@@ -506,7 +516,7 @@ def test_tuning(trained, names, tmp_path, monkeypatch, capsys):
     assert on < 0.98 * shuffled
     assert on < 0.9 * off
     for factor in (0.1, 10.0):
-        y = dataclasses.replace(x, tau=factor * x.tau, tau_ext=factor * x.tau_ext)
+        y = replace(x, tau=factor * x.tau, tau_ext=factor * x.tau_ext)
         assert on < perplexity(model, shuffle=False, inference=y), x
 
     # these memories, which are printed; the default is Table 1
@@ -531,7 +541,8 @@ def test_flags(tmp_path):
 
 def test_more_long_memory_is_better(tmp_path):
     """Figure 3"""
-    few, many = (prepared('long', tmp_path, long=n) for n in (0, 60))
+    few = prepared('long', tmp_path, long=0)
+    many = prepared('long', tmp_path)
     assert perplexity(many) < perplexity(few)
 
 
@@ -564,8 +575,7 @@ def test_recall(nprobe, percent, tmp_path, stores, monkeypatch, capsys):
     ('enwik8', 38, 'long', 'consecutive')])
 def test_presets(preset, millions, memory, kind):
     """Table 9, within 2%: there are no biases here."""
-    fields = vars(TRIMEConfig()).keys() & PRESETS[preset].keys()
-    config = TRIMEConfig(**{name: PRESETS[preset][name] for name in fields}, memory=memory)
+    _, config, _ = train.parse(['--preset', preset, '--memory', memory])
     with torch.device('meta'):
         n = sum(weight.numel() for weight in TRIME(config).parameters())
     assert n == pytest.approx(millions * 1e6, rel=0.02)
