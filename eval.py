@@ -15,9 +15,8 @@ evaluated in several ways. Each has a name and attributes of the model, which ar
     off             it retrieves nothing
     corpus, both    with --retrieve-from: it retrieves from that corpus; from corpus and text
 """
-import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP), then sleep
-os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '1000'} | os.environ
-import argparse, importlib, itertools, json, math, re, sys, time
+import train    # before torch: it sets how torch's idle threads wait
+import argparse, importlib, itertools, json, math, os, re, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import data, train
+import data
 
 # columns of the table: losses of tokens up to these positions in their document
 POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': sys.maxsize}
@@ -66,16 +65,16 @@ class Run:
     def __init__(self, name):
         self.name, self.scores = name, {}
         paths = Path(name, 'best.pt'), Path(name, 'ckpt.pt'), Path(name)
-        self.path = next((path for path in paths if path.is_file()), None)
+        self.path = next(filter(Path.is_file, paths), None)
         if self.path is None:
             raise SystemExit(f'no such run: {name}')
 
         # the model, from its checkpoint alone
         try:
-            checkpoint = torch.load(self.path, map_location='cpu', weights_only=True)
+            checkpoint = self.checkpoint = torch.load(self.path, 'cpu', weights_only=True)
             model = checkpoint['model_name']
             assert model in train.MODELS, model
-            module = importlib.import_module(model)
+            module = self.module = importlib.import_module(model)
             config = getattr(module, model.upper() + 'Config')(**checkpoint['config'])
             assert vars(config) == checkpoint['config'], 'of another version'
             self.model = getattr(module, model.upper())(config).eval()
@@ -84,7 +83,6 @@ class Run:
         except Exception as e:                      # a broken or hostile file can raise anything
             raise SystemExit(f'{self.path} is not a checkpoint of this version: {e!r:.200}')
         self.chunk = module.batches(config).get('chunk', 1)
-        self.module, self.checkpoint = module, checkpoint
 
     def prepare(self, args):
         """Loads the text and what the model needs for it; sets documents, ways and on"""
@@ -102,6 +100,8 @@ class Run:
         tokens = torch.tensor(split.tokens.astype(int), device=args.device)
         documents = tokens.tensor_split(split.offsets[1:-1].tolist())
         self.documents = [tokens for tokens in documents if len(tokens) > 1]
+        if not self.documents:
+            raise SystemExit(f'{name}: no {args.split} document has two tokens')
 
         # what the model retrieves from; TRIME tunes its temperatures, too
         model = self.model.to(args.device)
@@ -139,17 +139,16 @@ def load(path, device='cpu'):
 
 
 def score(pairs):
-    """Sets run.scores[way] for pairs (run, way) that have none yet. Yields after each of them. The
-    documents of all pairs are one list of jobs, so there is one progress with the minutes left."""
-    jobs = [(run, way, tokens)
-            for run, way in dict.fromkeys(pairs) if way not in run.scores
-            for tokens in run.documents]
-    jobs = data.progress(jobs, 'tokens scored', size=lambda job: len(job[2]))
-    for run, way, tokens in jobs:
-        log_p = run.scores.setdefault(way, [])
-        log_p.append(run.log_p(way, tokens))
-        if len(log_p) == len(run.documents):
-            yield
+    """Sets run.scores of pairs (run, way), and yields each pair when it is known. The way `off` is
+    scored first, as all are compared with it; there is one progress with the minutes left."""
+    documents = [tokens for run, _ in pairs for tokens in run.documents]
+    documents = data.progress(documents, 'tokens scored', size=len)
+    for run, way in pairs:
+        for name in ('off', way):
+            if name not in run.scores:
+                of_run = itertools.islice(documents, len(run.documents))
+                run.scores[name] = [run.log_p(name, tokens) for tokens in of_run]
+        yield run, way
 
 
 # --------------------------------------------------------------------------------------------------
@@ -170,16 +169,17 @@ def metrics(log_p, log_p_off, split):
     # losses, per token, byte and word
     N = len(log_p)
     n = np.array([len(x) for x in log_p])                                   # (N,)
+    total = n.sum()
     nats = -np.concatenate(log_p).sum()
-    loss = nats / n.sum()
+    loss = nats / total
     per_word = min(700, nats / max(1, split.n_words))                       # e^710 is infinite
 
     # the gain; its error is not known from a single document
     D = np.array([(x - off).sum() for x, off in zip(log_p, log_p_off)])     # (N,)
-    gain = D.sum() / n.sum()
+    gain = D.sum() / total
     error = None
     if N > 1:
-        error = math.sqrt(N / (N - 1) * ((D - gain * n) ** 2).sum()) / n.sum()
+        error = math.sqrt(N / (N - 1) * ((D - gain * n) ** 2).sum()) / total
 
     positions = zip(POSITIONS, by_position(log_p, [1, *POSITIONS.values()]))
     return {'loss': loss,
@@ -191,15 +191,13 @@ def metrics(log_p, log_p_off, split):
             '±': error}
 
 
-def cell(x, width=0):
-    """Numbers are aligned right, text left; what is None is -."""
+def cell(x):
+    """A value as the tables show it"""
     if isinstance(x, float):
-        return f'{x:{width},.0f}' if 1e4 <= x < 1e9 else f'{x:#{width}.5g}'
+        return f'{x:,.0f}' if 1e4 <= x < 1e9 else f'{x:#.5g}'
     if isinstance(x, int):
-        return f'{x:{width},}'
-    if x is None:
-        return f'{"-":>{width}}'
-    return f'{x:{width}}'
+        return f'{x:,}'
+    return '-' if x is None else x
 
 
 def print_table(rows):
@@ -208,31 +206,25 @@ def print_table(rows):
     printed = []
     for row in rows:
         if not printed:
-            widths, header = [], []
+            columns = []                                        # formats: text is aligned left
             for name, x in row.items():
                 width = max(15 if name == 'run' else 8, len(name), len(cell(x)))
-                widths.append(width)
-                header.append(f'{name:<{width}}' if isinstance(x, str) else f'{name:>{width}}')
-            print('\n' + ' '.join(header))
-        print(*map(cell, row.values(), widths), flush=True)
+                columns.append(f'<{width}' if isinstance(x, str) else f'>{width}')
+            print()
+            print(*map(format, row, columns))
+        print(*map(format, map(cell, row.values()), columns), flush=True)
         printed.append(row)
     return printed
 
 
 def table_rows(runs):
-    """A row for each run and way. `off` is scored first, as all are compared with it."""
-    scored = score([(run, way) for run in runs for way in ('off', *run.ways)])
-    for run in runs:
-        n_weights = sum(p.numel() for p in run.model.parameters())
-        next(scored, None)                                      # scores the way `off`
-        for way in run.ways:
-            if way != 'off':
-                next(scored, None)                              # scores this way
-            yield {'run': run.name,
-                   'way': way,
-                   'params': n_weights,
-                   'trained on': run.checkpoint['tokens'],
-                   **metrics(run.scores[way], run.scores['off'], run.split)}
+    """A row for each run and way"""
+    for run, way in score([(run, way) for run in runs for way in run.ways]):
+        yield {'run': run.name,
+               'way': way,
+               'params': sum(p.numel() for p in run.model.parameters()),
+               'trained on': run.checkpoint['tokens'],
+               **metrics(run.scores[way], run.scores['off'], run.split)}
 
 
 def table(runs, args):
@@ -258,7 +250,6 @@ def show(run, tokens, t, **facts):
     decode, retrieved, lines = run.tokenizer.decode, [], []
     for weight, where, start, end in run.model.trace(tokens, t)[:4]:
         ago = t + 2 - end if where is tokens else None          # tokens; None: in another text
-        row = dict(weight=weight, start=start, end=end, ago=ago)
         ids = where[start:end]
         text = decode(ids)
         shown = repr(text)
@@ -266,7 +257,8 @@ def show(run, tokens, t, **facts):
             shown = f'{decode(ids[:-1])!r} -> {decode(ids[-1:])!r}'
         elif len(text) > 100:
             shown = f'…{text[-100:]!r}'
-        retrieved.append(dict(row, text=text[-100:]))
+        row = dict(weight=weight, start=start, end=end, ago=ago, text=text[-100:])
+        retrieved.append(row)
         lines.append(dict(row, text=shown))
 
     # where the example is, then a table of them
@@ -304,11 +296,10 @@ def examples(runs, args, n=3):
             tokens = torch.tensor(ids, device=args.device)
             result.append(show(run, tokens, len(tokens) - 1))
         else:
-            gains = run.gains()
-            best = sorted(range(len(gains)), key=lambda d: -gains[d].max())
-            for d in best[:n]:
-                t = int(gains[d].argmax())                      # gains[d][t] is of token t + 1
-                gain = round(float(gains[d][t]), 4)
+            best = sorted(enumerate(run.gains()), key=lambda item: -item[1].max())
+            for d, gains in best[:n]:
+                t = int(gains.argmax())                         # gains[t] is of token t + 1
+                gain = round(float(gains[t]), 4)
                 result.append(show(run, run.documents[d], t,
                                    document=d, token=t + 1, gain=gain))
             page_gains = [gain[:PAGE_TOKENS].sum() for gain in runs[0].gains()]
@@ -326,8 +317,7 @@ def trace_text(run, tokens):
     """What a page shows of a run and a text (n,). losses: off and on, of all tokens but the first;
     traces: for each chunk but the first (TRIME: token), for each group of layers, what is retrieved
     to predict its tokens: [weight, start, end, []], the list has the tokens of another text"""
-    log_p = [run.log_p(way, tokens) for way in ('off', run.on)]
-    losses = [(-x).round(3).tolist() for x in log_p]
+    losses = [-run.log_p(way, tokens) for way in ('off', run.on)]
     traces, state = [], None
 
     # each chunk is read once; with groups, DRT's trace has their number as an argument
@@ -342,16 +332,16 @@ def trace_text(run, tokens):
                 other_text = [] if where is tokens else where[start:end].tolist()
                 reads.append([round(weight, 4), start, end, other_text])
             traces[-1].append(reads)
-    return dict(run=run.name, chunk=run.chunk, losses=losses, traces=traces,
-                tokens=tokens.tolist(), tokenizer=run.tokenizer.to_dict())
+    return dict(run=run.name, chunk=run.chunk, traces=traces,
+                tokens=tokens.tolist(), losses=np.round(losses, 3).tolist(),
+                tokenizer=run.tokenizer.to_dict())
 
 
 def write_page(path, pages):
     """assets/trace.html with the data of the runs in it"""
     script = json.dumps(pages).replace('<', '\\u003c')          # no text ends the script
     template = Path(__file__).with_name('assets') / 'trace.html'
-    page = template.read_text('utf-8').replace('{{runs}}', script)
-    Path(path).write_text(page, 'utf-8')
+    train.write(path, template.read_text('utf-8').replace('{{runs}}', script))
     print(f'\n{path}')
 
 
@@ -388,7 +378,7 @@ def generate(model, tokenizer, prompt='', n=200,
 
 
 def repeated(ids):
-    """The share of the 8-grams of ids, a list, that occur earlier in it"""
+    """The share of the 8-grams of ids (n,) that occur earlier in it"""
     grams = list(zip(*(ids[i:] for i in range(8))))
     return (len(grams) - len(set(grams))) / max(1, len(grams))
 
@@ -416,7 +406,7 @@ def samples(runs, args):
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
         for way, text in texts.items():
             ids = run.tokenizer.encode(text.replace('\ufffd', ''))
-            share = repeated(ids.tolist())
+            share = repeated(ids)
             print(f'\n[{way}: {share:.0%} of the 8-grams are repeated]\n{text}')
             rows.append(dict(run=run.name, way=way,
                              prompt=prompt, text=text, repeated=share))
@@ -425,25 +415,26 @@ def samples(runs, args):
 
 # --------------------------------------------------------------------------------------------------
 # pictures
-def draw(run, name, plot, *facts):
-    """Saves the figure that plot(figure, *facts) draws next to the checkpoint, if it is possible"""
+def draw(runs, name, plot, facts):
+    """Saves what plot(figure, facts) draws next to the first checkpoint, if it is possible"""
     try:
         from matplotlib.figure import Figure            # pyplot would need a screen
         figure = Figure(layout='constrained')
-        plot(figure, *facts)
-        path = run.path.with_name(name)
+        plot(figure, facts)
+        path = runs[0].path.with_name(name)
         figure.savefig(path, dpi=110, bbox_inches='tight')
         print(f'\n{path}')
-    except (ImportError, OSError, ValueError) as e:     # ValueError: the log has a torn line
+    except (ImportError, OSError) as e:
         print(f'no picture: {e}', file=sys.stderr)
 
 
 def plot_training(axes, run):
     """Training losses, if there are any, after the first tenth of the steps, at which they are too
     high for the axis: each is a mean over a thirtieth of the steps"""
-    path = run.path.with_name('log.jsonl')
-    if path.exists():
-        log = [json.loads(line) for line in path.open()]
+    log = run.path.with_name('log.jsonl')
+    lines = log.read_text().splitlines() if log.exists() else []
+    log = [json.loads(line) for line in lines if line.endswith('}')]        # others are torn
+    if log:
         n = 1 + len(log) // 30
         tokens = [x['tokens'] / 1e6 for x in log]
         losses = np.convolve([x['loss'] for x in log], np.ones(n) / n, 'valid')
@@ -454,11 +445,10 @@ def plot_positions(axes, run):
     """Losses by position in the document, from 64 on (DRT, Fig. 3b, c). Each point is the mean over
     1,000 tokens or more, from its position to that of the next point."""
     # positions with enough tokens between each and the next
-    lengths = np.array([len(tokens) for tokens in run.documents])
     edges = [64]
     for edge in np.geomspace(64, 2 ** 30, 97).astype(int):              # four in an octave
-        n_tokens = lengths.clip(edges[-1], edge) - edges[-1]            # of each document
-        if n_tokens.sum() >= 1000:
+        n_tokens = sum(len(tokens[edges[-1]:edge]) for tokens in run.documents)
+        if n_tokens >= 1000:
             edges.append(edge)
 
     # a line for each way, the gain between two of them
@@ -517,7 +507,7 @@ def training_seconds(model, tokens, kernel='auto'):
     loss.backward()
     seconds = clock(tokens) - began
     model.eval().zero_grad()
-    return max(seconds, 1e-9) / tokens.numel()
+    return seconds / tokens.numel()
 
 
 def training_rows(runs, device):
@@ -550,29 +540,27 @@ def training_rows(runs, device):
 
 def n_bytes(state):
     """The memory of all tensors in nested tuples and lists"""
-    if torch.is_tensor(state):
-        return state.nbytes
-    if isinstance(state, (tuple, list)):
+    if isinstance(state, tuple | list):
         return sum(map(n_bytes, state))
-    return 0
+    return getattr(state, 'nbytes', 0)
 
 
 def reading_rows(runs, args):
     """Seconds per token to read random tokens, then per token to predict the next ones; memory in
     use for what was read, that of the state (DRT, Table 3)"""
-    cases = itertools.product(runs, numbers('lengths', args.lengths).items())
+    cases = itertools.product(runs, numbers('lengths', args.lengths))
     for run, (name, length) in cases:
         shape = 1, length + 32
         tokens = torch.randint(run.model.config.vocab_size, shape, device=args.device)
-        times = [clock(tokens)]
+        began = clock(tokens)
         state = run.model.read(tokens[:, :length])
-        times.append(clock(tokens))
-        for token in tokens[:, length:].split(1, dim=1):
-            _, state = run.model.stream(token, state)
-        reading, generating = np.diff([*times, clock(tokens)])
+        end = clock(tokens)
+        for token in tokens[0, length:]:
+            _, state = run.model.stream(token[None, None], state)
+        generating = clock(tokens) - end
         yield {'run': run.name,
                'tokens': name,
-               'reading s/token': reading / length,
+               'reading s/token': (end - began) / length,
                'generating s/token': generating / 32,
                'state MB': n_bytes(state) / 2 ** 20}
 
@@ -585,19 +573,18 @@ def speed(runs, args):
 # --------------------------------------------------------------------------------------------------
 # needles in a haystack
 def numbers(flag, text):
-    """'1k,16k,2m' -> {'1k': 1024, '16k': 16384, '2m': 2097152}"""
-    if not re.fullmatch('([0-9]+[km]?(,|$))+', text):
+    """'1k,16k,2m' -> [('1k', 1024), ('16k', 16384), ('2m', 2097152)]"""
+    if not re.fullmatch('[0-9]+[km]?(,[0-9]+[km]?)*', text):
         raise SystemExit(f'eval.py: --{flag} {text}: it is like 0,16,1k,2m')
     names = text.split(',')
-    return {x: int(x.rstrip('km')) * UNITS.get(x[-1], 1) for x in names}
+    return [(x, int(x.rstrip('km')) * UNITS.get(x[-1], 1)) for x in names]
 
 
-def answers(run, needles, n_chunks, chunks, seed):
+def answers(run, needles, n_chunks, chunks, rng):
     """Hides a needle in each of `chunks` of a text of n_chunks. -> for each needle, whether greedy
     decoding answers its question: each token of the answer is the likeliest"""
     # a text of whole chunks, from a random position of the split on
     chunk, hops = needles.chunk, needles.hops
-    rng = np.random.default_rng(seed)
     first = rng.integers(len(run.split.tokens))
     ids = np.roll(run.split.tokens, -first).astype(int)
     ids = np.resize(ids, n_chunks * chunk)                  # a short text is repeated
@@ -625,8 +612,8 @@ def answers(run, needles, n_chunks, chunks, seed):
 
 def niah_rows(runs, args):
     """The share of right answers in 10 texts of each length, fewer above 400k tokens"""
-    depths = numbers('depths', args.depths)
-    cases = itertools.product(runs, numbers('lengths', args.lengths).items())
+    depths = dict(numbers('depths', args.depths))
+    cases = itertools.product(runs, numbers('lengths', args.lengths))
     for run, (name, length) in cases:
         # needles at these depths, in different chunks; the last chunks are for the questions
         chunk = run.chunk if run.chunk > 1 else 32
@@ -639,28 +626,29 @@ def niah_rows(runs, args):
         if not distinct or hops * len(chunks) > last or max(depths.values()) > 100:
             raise SystemExit(f'--lengths {name}, --depths {args.depths}: no chunk for each needle')
 
-        # right answers, (texts, depths)
+        # right answers
         right = []
         began = time.perf_counter()
         n_texts = max(1, min(10, 2 ** 22 // length))
         for i in data.progress(range(n_texts), f'{run.name}, texts of {name} tokens'):
-            seed = [args.seed, length, i]
-            right.append(answers(run, needles, n_chunks, chunks, seed))
+            rng = np.random.default_rng([args.seed, length, i])
+            right.append(answers(run, needles, n_chunks, chunks, rng))
         seconds = time.perf_counter() - began
-        by_depth = dict(zip([f'{depth}%' for depth in depths], np.mean(right, axis=0)))
+        right = np.array(right)                                 # (texts, depths)
+        by_depth = {f'{depth}%': share for depth, share in zip(depths, right.mean(0))}
         yield {'run': run.name,
                'tokens': name,
-               'needles': np.size(right),
-               'right': np.mean(right),
+               'needles': right.size,
+               'right': right.mean(),
                **by_depth,
-               's/needle': seconds / np.size(right)}
+               's/needle': seconds / right.size}
 
 
 def niah(runs, args):
     """Needles in a haystack (DRT, Table 2): right answers by length of the text and depth in it, as
     a table and as niah.png"""
     rows = print_table(niah_rows(runs, args))
-    draw(runs[0], 'niah.png', plot_needles, rows)
+    draw(runs, 'niah.png', plot_needles, rows)
     return rows
 
 
@@ -671,7 +659,7 @@ def report(runs, args):
     result = dict(table=table(runs, args),
                   examples=examples(runs, args, n=1),
                   samples=samples(runs, args))
-    draw(runs[0], 'loss.png', plot_losses, runs)
+    draw(runs, 'loss.png', plot_losses, runs)
     return result
 
 
@@ -683,7 +671,7 @@ TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples,
 def main(argv):
     names = itertools.takewhile(lambda x: not x.startswith('-'), argv)
     runs = list(map(Run, names))
-    modules = dict.fromkeys(run.module for run in runs)
+    modules = {run.module for run in runs}
 
     # flags: those of eval.py, and of the models
     parser = argparse.ArgumentParser(usage='eval.py RUN [RUN ...] [flags]', allow_abbrev=False)
@@ -701,19 +689,23 @@ def main(argv):
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
 
-    # the work; what it cannot write is an error now, not at the end
+    # what it cannot write is an error now, not at the end
+    for path in map(Path, filter(None, (args.json, args.html))):
+        taken = path.exists() and not path.is_file()            # by a folder or a device
+        if taken or not os.access(path.parent, os.W_OK):
+            parser.error(f'{str(path)!r} cannot be written')
+
+    # the work
     args.device = train.hardware(args.device)
     train.precision(args.device, 'fp32')                            # after training in a notebook
     try:
-        for path in filter(None, (args.json, args.html)):
-            open(path, 'a').close()
         for run in runs:
             run.prepare(args)
             if run.text != runs[0].text:
                 parser.error(f'different texts, {runs[0].text} and {run.text}: use --data')
         result = tasks[args.task](runs, args)
         if args.json:
-            Path(args.json).write_text(json.dumps(result, indent=1))
+            train.write(args.json, json.dumps(result, indent=1))
     except (OSError, KeyboardInterrupt) as e:
         parser.error(str(e) or 'stopped')
 
