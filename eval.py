@@ -15,9 +15,8 @@ evaluated in several ways. Each has a name and attributes of the model, which ar
     off             it retrieves nothing
     corpus, both    with --retrieve-from: it retrieves from that corpus; from corpus and text
 """
-import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP), then sleep
-os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '1000'} | os.environ
-import argparse, importlib, itertools, json, math, re, sys, time
+import train    # before torch: it sets how torch's idle threads wait
+import argparse, importlib, itertools, json, math, os, re, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,12 +25,31 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import data, train
+import data
 
 # columns of the table: losses of tokens up to these positions in their document
 POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': sys.maxsize}
-UNITS = {'k': 2 ** 10, 'm': 2 ** 20}
+UNITS = {'k': 1024, 'm': 1024 ** 2}
 PAGE_TOKENS = 8192              # tokens of a document that a page shows, at most
+
+
+# --------------------------------------------------------------------------------------------------
+# flags
+def numbers(text):
+    """The type of a flag: '1k,16k,2m' -> [('1k', 1024), ('16k', 16384), ('2m', 2097152)]"""
+    if not re.fullmatch('[0-9]+[km]?(,[0-9]+[km]?)*', text):
+        raise argparse.ArgumentTypeError(f'{text!r} is not like 0,16,1k,2m')
+    names = text.split(',')
+    return [(x, int(x.rstrip('km')) * UNITS.get(x[-1], 1)) for x in names]
+
+
+def output(text):
+    """The type of a flag: a path, at which train.write can write a file after the work"""
+    path = Path(text).resolve()                             # a link remains: its file is replaced
+    taken = path.exists() and not path.is_file()            # by a folder or a device
+    if taken or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f'{text!r} cannot be written')
+    return path
 
 
 @dataclass
@@ -41,15 +59,15 @@ class EvalConfig:
     retrieve_from: str = ''     # trime, drt: retrieve from the train split of this corpus
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split's
-    html: str = ''              # examples: a file for a page, a document and what is retrieved
+    html: output = None         # examples: a file for a page, a document and what is retrieved
     max_tokens: int = 200       # generate: new tokens, at most
     temperature: float = 0.8    # generate: 0 takes the likeliest token
     top_k: int = 0              # generate: from so many of the likeliest tokens; 0: from all
     top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
     seed: int = 0               # generate, niah, ranks: of the random draws
-    lengths: str = '1k,4k,16k'  # niah, speed: tokens of the text; k is 2^10, m is 2^20
-    depths: str = '0,25,50,75,100'                              # niah: places of the needles, in %
-    json: str = ''              # a file for the numbers and texts of the task
+    lengths: numbers = '1k,4k,16k'      # niah, speed: tokens of the text; k is 2^10, m is 2^20
+    depths: numbers = '0,25,50,75,100'  # niah: places of the needles, in %
+    json: output = None         # a file for the numbers and texts of the task
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
 
 
@@ -66,17 +84,17 @@ class Run:
     def __init__(self, name):
         self.name, self.scores = name, {}
         paths = Path(name, 'best.pt'), Path(name, 'ckpt.pt'), Path(name)
-        self.path = next((path for path in paths if path.is_file()), None)
+        self.path = next(filter(Path.is_file, paths), None)
         if self.path is None:
             raise SystemExit(f'no such run: {name}')
 
         # the model, from its checkpoint alone
         try:
-            checkpoint = torch.load(self.path, map_location='cpu', weights_only=True)
+            checkpoint = self.checkpoint = torch.load(self.path, 'cpu', weights_only=True)
             model = checkpoint['model_name']
             assert model in train.MODELS, model
-            module = importlib.import_module(model)
-            config = getattr(module, model.upper() + 'Config')(**checkpoint['config'])
+            module = self.module = importlib.import_module(model)
+            config = getattr(module, f'{model.upper()}Config')(**checkpoint['config'])
             assert vars(config) == checkpoint['config'], 'of another version'
             self.model = getattr(module, model.upper())(config).eval()
             self.model.load_state_dict(checkpoint['model'])
@@ -84,7 +102,6 @@ class Run:
         except Exception as e:                      # a broken or hostile file can raise anything
             raise SystemExit(f'{self.path} is not a checkpoint of this version: {e!r:.200}')
         self.chunk = module.batches(config).get('chunk', 1)
-        self.module, self.checkpoint = module, checkpoint
 
     def prepare(self, args):
         """Loads the text and what the model needs for it; sets documents, ways and on"""
@@ -102,6 +119,8 @@ class Run:
         tokens = torch.tensor(split.tokens.astype(int), device=args.device)
         documents = tokens.tensor_split(split.offsets[1:-1].tolist())
         self.documents = [tokens for tokens in documents if len(tokens) > 1]
+        if not self.documents:
+            raise SystemExit(f'{name}: no {args.split} document has two tokens')
 
         # what the model retrieves from; TRIME tunes its temperatures, too
         model = self.model.to(args.device)
@@ -121,35 +140,33 @@ class Run:
     def log_p(self, way, tokens):
         """log P of every token of a document but the first: tokens (n,) int64 -> (n - 1,) fp64"""
         self.set_way(way)
-        parts, state, size = [], None, self.model.PIECE         # tokens at once: bounded memory
-        for piece, targets in zip(tokens[:-1].split(size), tokens[1:].split(size)):
-            log_probs, state = self.model.stream(piece[None], state)
-            parts.append(log_probs[0].gather(1, targets[:, None])[:, 0])
-        return torch.cat(parts).cpu().double().numpy()
+        parts, state = [], None
+        for pairs in tokens.unfold(0, 2, 1).split(self.model.PIECE):    # (t, 2): token, next one
+            log_probs, state = self.model.stream(pairs[None, :, 0], state)
+            parts.append(log_probs[0].gather(1, pairs[:, 1:]))
+        return torch.cat(parts).flatten().cpu().double().numpy()
 
     def gains(self):
         """What retrieval gains, in nats, for each token of a document but the first, (n - 1,)"""
         return [on - off for on, off in zip(self.scores[self.on], self.scores['off'])]
 
 
-def load(path, device='cpu'):
+def load(path):
     """For a notebook: a run's folder or .pt file -> (model in eval mode, tokenizer)"""
     run = Run(path)
-    return run.model.to(device), run.tokenizer
+    return run.model, run.tokenizer
 
 
 def score(pairs):
-    """Sets run.scores[way] for pairs (run, way) that have none yet. Yields after each of them. The
-    documents of all pairs are one list of jobs, so there is one progress with the minutes left."""
-    jobs = [(run, way, tokens)
-            for run, way in dict.fromkeys(pairs) if way not in run.scores
-            for tokens in run.documents]
-    jobs = data.progress(jobs, 'tokens scored', size=lambda job: len(job[2]))
-    for run, way, tokens in jobs:
-        log_p = run.scores.setdefault(way, [])
-        log_p.append(run.log_p(way, tokens))
-        if len(log_p) == len(run.documents):
-            yield
+    """Sets run.scores of pairs (run, way), and yields each pair when it is known. The way `off` is
+    scored first, as all are compared with it; there is one progress with the minutes left."""
+    documents = data.progress([tokens for run, _ in pairs for tokens in run.documents],
+                              'tokens scored', size=len)
+    for run, way in pairs:
+        for name in 'off', way:
+            if name not in run.scores:
+                run.scores[name] = [run.log_p(name, next(documents)) for _ in run.documents]
+        yield run, way
 
 
 # --------------------------------------------------------------------------------------------------
@@ -170,69 +187,49 @@ def metrics(log_p, log_p_off, split):
     # losses, per token, byte and word
     N = len(log_p)
     n = np.array([len(x) for x in log_p])                                   # (N,)
+    total = n.sum()
     nats = -np.concatenate(log_p).sum()
-    loss = nats / n.sum()
-    per_word = min(700, nats / max(1, split.n_words))                       # e^710 is infinite
+    loss = nats / total
+    per_word = nats / max(1, split.n_words)
 
     # the gain; its error is not known from a single document
     D = np.array([(x - off).sum() for x, off in zip(log_p, log_p_off)])     # (N,)
-    gain = D.sum() / n.sum()
+    gain = D.sum() / total
     error = None
     if N > 1:
-        error = math.sqrt(N / (N - 1) * ((D - gain * n) ** 2).sum()) / n.sum()
+        error = math.sqrt(N / (N - 1) * ((D - gain * n) ** 2).sum()) / total
 
-    positions = zip(POSITIONS, by_position(log_p, [1, *POSITIONS.values()]))
+    losses = by_position(log_p, [1, *POSITIONS.values()])
     return {'loss': loss,
             'ppl': np.exp(loss),
             'bits/byte': nats / math.log(2) / split.n_bytes,
-            'word ppl': np.exp(per_word),
-            **dict(positions),
+            'word ppl': np.exp(min(700, per_word)),              # e^710 is infinite
+            **dict(zip(POSITIONS, losses)),
             'gain over off': gain,
             '±': error}
 
 
-def cell(x, width=0):
-    """Numbers are aligned right, text left; what is None is -."""
+def cell(x):
+    """A value as the tables show it"""
     if isinstance(x, float):
-        return f'{x:{width},.0f}' if 1e4 <= x < 1e9 else f'{x:#{width}.5g}'
+        return f'{x:,.0f}' if 1e4 <= x < 1e9 else f'{x:#.5g}'
     if isinstance(x, int):
-        return f'{x:{width},}'
-    if x is None:
-        return f'{"-":>{width}}'
-    return f'{x:{width}}'
+        return f'{x:,}'
+    return '-' if x is None else x
 
 
-def print_table(rows):
-    """Prints dicts with the same keys, each when it is known. Columns are as wide as the header and
-    the first row need, those for names of runs at least 15. -> the rows"""
-    printed = []
-    for row in rows:
-        if not printed:
-            widths, header = [], []
-            for name, x in row.items():
-                width = max(15 if name == 'run' else 8, len(name), len(cell(x)))
-                widths.append(width)
-                header.append(f'{name:<{width}}' if isinstance(x, str) else f'{name:>{width}}')
-            print('\n' + ' '.join(header))
-        print(*map(cell, row.values(), widths), flush=True)
-        printed.append(row)
-    return printed
-
-
-def table_rows(runs):
-    """A row for each run and way. `off` is scored first, as all are compared with it."""
-    scored = score([(run, way) for run in runs for way in ('off', *run.ways)])
-    for run in runs:
-        n_weights = sum(p.numel() for p in run.model.parameters())
-        next(scored, None)                                      # scores the way `off`
-        for way in run.ways:
-            if way != 'off':
-                next(scored, None)                              # scores this way
-            yield {'run': run.name,
-                   'way': way,
-                   'params': n_weights,
-                   'trained on': run.checkpoint['tokens'],
-                   **metrics(run.scores[way], run.scores['off'], run.split)}
+def add_row(rows, row):
+    """Appends a row to those of a table, dicts with the same keys, and prints it, the first with
+    the header. Columns are as wide as these need, those for names of runs at least 15."""
+    rows.append(row)
+    columns = []                                                # formats: text is aligned left
+    for name, x in rows[0].items():
+        width = max(15 if name == 'run' else 8, len(name), len(cell(x)))
+        columns.append(f'<{width}' if isinstance(x, str) else f'>{width}')
+    if len(rows) == 1:
+        print()
+        print(*map(format, row, columns))
+    print(*map(format, map(cell, row.values()), columns), flush=True)
 
 
 def table(runs, args):
@@ -240,8 +237,15 @@ def table(runs, args):
     documents = runs[0].documents
     N = len(documents)
     text = dict(runs[0].text, documents=N, scored=sum(map(len, documents)) - N)
-    print_table([text])
-    rows = print_table(table_rows(runs))
+    add_row([], text)
+    rows = []
+    for run, way in score([(run, way) for run in runs for way in run.ways]):
+        add_row(rows, {
+            'run': run.name,
+            'way': way,
+            'params': sum(map(torch.numel, run.model.parameters())),
+            'trained on': run.checkpoint['tokens'],
+            **metrics(run.scores[way], run.scores['off'], run.split)})
     print('shuffled: wrong memory; corpus, both: --retrieve-from; off: none; ±: standard error '
           f'of {N} documents')
     if N < 5:
@@ -253,31 +257,31 @@ def table(runs, args):
 # examples of retrieval
 def show(run, tokens, t, **facts):
     """Prints what is retrieved to predict token t + 1, 4 at most. -> the same as a dict"""
-    # the chunks or memories of largest weight
-    run.set_way(run.on)
+    # where it is
     decode, retrieved, lines = run.tokenizer.decode, [], []
-    for weight, where, start, end in run.model.trace(tokens, t)[:4]:
-        ago = t + 2 - end if where is tokens else None          # tokens; None: in another text
-        row = dict(weight=weight, start=start, end=end, ago=ago)
-        ids = where[start:end]
-        text = decode(ids)
-        shown = repr(text)
-        if run.chunk == 1:                                      # a memory
-            shown = f'{decode(ids[:-1])!r} -> {decode(ids[-1:])!r}'
-        elif len(text) > 100:
-            shown = f'…{text[-100:]!r}'
-        retrieved.append(dict(row, text=text[-100:]))
-        lines.append(dict(row, text=shown))
-
-    # where the example is, then a table of them
     print(f'\n{run.name} retrieves this to predict the token after `before`:')
     facts['before'] = decode(tokens[:t + 1][-32:])
     facts['text'] = decode(tokens[t + 1:][:16])
     for key, value in facts.items():
         if value != '':
             print(f'{key:9} {value!r}')
-    reason = f'nothing: among {t + 1} tokens is no chunk or memory that may be retrieved'
-    print_table(lines or [{'retrieved': reason}])
+
+    # the chunks or memories of largest weight
+    run.set_way(run.on)
+    for weight, where, start, end in run.model.trace(tokens, t)[:4]:
+        ago = t + 2 - end if where is tokens else None          # tokens; None: in another text
+        ids = where[start:end]
+        text = decode(ids)
+        shown = f'{text!r}'
+        if run.chunk == 1:                                      # a memory
+            shown = f'{decode(ids[:-1])!r} -> {decode(ids[-1:])!r}'
+        elif len(text) > 100:
+            shown = f'…{text[-100:]!r}'
+        row = dict(weight=weight, start=start, end=end, ago=ago, text=text[-100:])
+        retrieved.append(row)
+        add_row(lines, dict(row, text=shown))
+    if not lines:
+        print(f'\nnothing: among {t + 1} tokens is no chunk or memory that may be retrieved')
     return dict(run=run.name, **facts, retrieved=retrieved)
 
 
@@ -298,19 +302,16 @@ def examples(runs, args, n=3):
     # examples, and the data of a page for the same run
     for run in runs:
         if args.prompt:
-            ids = run.tokenizer.encode(args.prompt).tolist()
-            if len(ids) < 2:
+            tokens = torch.tensor(run.tokenizer.encode(args.prompt).tolist(), device=args.device)
+            if len(tokens) < 2:
                 raise SystemExit('eval.py: --prompt has fewer than two tokens')
-            tokens = torch.tensor(ids, device=args.device)
             result.append(show(run, tokens, len(tokens) - 1))
         else:
-            gains = run.gains()
-            best = sorted(range(len(gains)), key=lambda d: -gains[d].max())
-            for d in best[:n]:
-                t = int(gains[d].argmax())                      # gains[d][t] is of token t + 1
-                gain = round(float(gains[d][t]), 4)
-                result.append(show(run, run.documents[d], t,
-                                   document=d, token=t + 1, gain=gain))
+            best = sorted(enumerate(run.gains()), key=lambda item: -item[1].max())
+            for d, gains in best[:n]:
+                t = int(gains.argmax())                         # gains[t] is of token t + 1
+                result.append(show(run, run.documents[d], t, document=d, token=t + 1,
+                                   gain=round(float(gains[t]), 4)))
             page_gains = [gain[:PAGE_TOKENS].sum() for gain in runs[0].gains()]
             tokens = run.documents[np.argmax(page_gains)][:PAGE_TOKENS]
         if args.html:
@@ -326,69 +327,64 @@ def trace_text(run, tokens):
     """What a page shows of a run and a text (n,). losses: off and on, of all tokens but the first;
     traces: for each chunk but the first (TRIME: token), for each group of layers, what is retrieved
     to predict its tokens: [weight, start, end, []], the list has the tokens of another text"""
-    log_p = [run.log_p(way, tokens) for way in ('off', run.on)]
-    losses = [(-x).round(3).tolist() for x in log_p]
-    traces, state = [], None
+    losses = [-run.log_p(way, tokens) for way in ('off', run.on)]
+    chunk, traces, state = run.chunk, [], None
 
     # each chunk is read once; with groups, DRT's trace has their number as an argument
     groups = [[group] for group in range(getattr(run.model.config, 'groups', 0))] or [[]]
-    starts = range(run.chunk, len(tokens), run.chunk)
-    for t in data.progress(starts, f'{run.name}, chunks traced'):
-        state = run.model.read(tokens[None, t - run.chunk:t], state)
-        traces.append([])
+    for t in data.progress(range(chunk, len(tokens), chunk), f'{run.name}, chunks traced'):
+        state = run.model.read(tokens[None, t - chunk:t], state)
+        by_group = []
         for group in groups:
             reads = []
             for weight, where, start, end in run.model.trace(tokens, t, state, *group)[:8]:
                 other_text = [] if where is tokens else where[start:end].tolist()
                 reads.append([round(weight, 4), start, end, other_text])
-            traces[-1].append(reads)
-    return dict(run=run.name, chunk=run.chunk, losses=losses, traces=traces,
-                tokens=tokens.tolist(), tokenizer=run.tokenizer.to_dict())
+            by_group.append(reads)
+        traces.append(by_group)
+    return dict(run=run.name, chunk=chunk, traces=traces,
+                tokens=tokens.tolist(), losses=np.round(losses, 3).tolist(),
+                tokenizer=run.tokenizer.to_dict())
 
 
 def write_page(path, pages):
     """assets/trace.html with the data of the runs in it"""
     script = json.dumps(pages).replace('<', '\\u003c')          # no text ends the script
-    template = Path(__file__).with_name('assets') / 'trace.html'
-    page = template.read_text('utf-8').replace('{{runs}}', script)
-    Path(path).write_text(page, 'utf-8')
+    template = Path(__file__).parent / 'assets/trace.html'
+    train.write(path, template.read_text('utf-8').replace('{{runs}}', script))
     print(f'\n{path}')
 
 
 # --------------------------------------------------------------------------------------------------
 # samples
-def generate(model, tokenizer, prompt='', n=200,
-             temperature=0.8, top_k=0, top_p=0.95, seed=0):
-    """-> text that continues the prompt, to <|endoftext|> or n tokens; drawn from P^(1/temperature)
-    (0: the likeliest), among the top_k likeliest tokens (0: all), of these the fewest that have
-    top_p of the probability (Holtzman et al. 2020)"""
+def generate(model, tokenizer, prompt, args):
+    """-> text that continues the prompt, to <|endoftext|> or max_tokens; drawn from
+    P^(1/temperature) (0: the likeliest), among the top_k likeliest tokens (0: all), of these the
+    fewest that have top_p of the probability (Holtzman et al. 2020). args: as EvalConfig"""
     # all tokens of the prompt but the last are read, this one is the first to be continued
-    generator = torch.Generator().manual_seed(seed)
-    prompt = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
-    prompt = torch.tensor([prompt], device=next(model.parameters()).device)     # (1, t)
-    pending, new = prompt[:, -1:], []
+    generator = torch.Generator().manual_seed(args.seed)
+    ids = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
+    prompt = torch.tensor([ids], device=next(model.parameters()).device)        # (1, t)
     state = model.read(prompt[:, :-1])
 
-    for _ in data.progress(range(n), 'tokens generated'):
-        log_probs, state = model.stream(pending, state)
-        scores = log_probs[0, -1].cpu().double() / max(temperature, 1e-9)       # (V,)
+    for _ in data.progress(range(args.max_tokens), 'tokens generated'):
+        log_probs, state = model.stream(prompt.new_tensor([ids[-1:]]), state)
+        scores = log_probs[0, -1].cpu().double() / max(args.temperature, 1e-9)  # (V,)
         p, tokens = scores.softmax(-1).sort(descending=True)
 
-        # draw from the `kept` likeliest
-        kept = 1 + (p.cumsum(0)[:-1] < top_p).sum()             # fewer have less than top_p
-        if top_k > 0:
-            kept = min(kept, top_k)
-        p[kept:] = 0
+        # tokens after the first with a sum of top_p, or after the first top_k, are not drawn
+        p[p.cumsum(0) - p > args.top_p] = 0
+        if args.top_k > 0:
+            p[args.top_k:] = 0
         token = tokens[torch.multinomial(p, 1, generator=generator)].item()
         if token == tokenizer.eot:
             break
-        new.append(token)
-        pending = pending.new_tensor([[token]])
-    return tokenizer.decode(new)
+        ids.append(token)
+    return tokenizer.decode(ids[prompt.size(1):])
 
 
 def repeated(ids):
-    """The share of the 8-grams of ids, a list, that occur earlier in it"""
+    """The share of the 8-grams of ids (n,) that occur earlier in it"""
     grams = list(zip(*(ids[i:] for i in range(8))))
     return (len(grams) - len(set(grams))) / max(1, len(grams))
 
@@ -398,25 +394,22 @@ def samples(runs, args):
     rows = []
     # what comes before and after the middle of a document
     for run in runs:
-        prompt, texts, decode = args.prompt, {}, run.tokenizer.decode
+        prompt, texts = args.prompt, {}
         if not prompt:
             document = max(run.documents, key=len)
             before, after = document.tensor_split([len(document) // 2])
-            prompt = decode(before[-1024:]).strip('\ufffd')             # without cut characters
-            texts['the document'] = decode(after[:args.max_tokens])
+            prompt = run.tokenizer.decode(before[-1024:]).strip('\ufffd')       # cut characters
+            texts['the document'] = run.tokenizer.decode(after[:args.max_tokens])
 
         # continue it in both ways
         for way in dict.fromkeys((run.on, 'off')):
             run.set_way(way)
-            texts[way] = generate(
-                run.model, run.tokenizer, prompt, args.max_tokens,
-                args.temperature, args.top_k, args.top_p, args.seed)
+            texts[way] = generate(run.model, run.tokenizer, prompt, args)
 
         # next to the document itself
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
         for way, text in texts.items():
-            ids = run.tokenizer.encode(text.replace('\ufffd', ''))
-            share = repeated(ids.tolist())
+            share = repeated(run.tokenizer.encode(text.replace('\ufffd', '')))
             print(f'\n[{way}: {share:.0%} of the 8-grams are repeated]\n{text}')
             rows.append(dict(run=run.name, way=way,
                              prompt=prompt, text=text, repeated=share))
@@ -425,46 +418,34 @@ def samples(runs, args):
 
 # --------------------------------------------------------------------------------------------------
 # pictures
-def draw(run, name, plot, *facts):
-    """Saves the figure that plot(figure, *facts) draws next to the checkpoint, if it is possible"""
+def draw(runs, name, plot, facts):
+    """Saves what plot(figure, facts) draws next to the first checkpoint, if it is possible"""
     try:
         from matplotlib.figure import Figure            # pyplot would need a screen
         figure = Figure(layout='constrained')
-        plot(figure, *facts)
-        path = run.path.with_name(name)
-        figure.savefig(path, dpi=110, bbox_inches='tight')
+        plot(figure, facts)
+        path = runs[0].path.with_name(name)
+        figure.savefig(path, bbox_inches='tight')
         print(f'\n{path}')
-    except (ImportError, OSError, ValueError) as e:     # ValueError: the log has a torn line
+    except (ImportError, OSError, ValueError) as e:     # ValueError: a log of another program
         print(f'no picture: {e}', file=sys.stderr)
-
-
-def plot_training(axes, run):
-    """Training losses, if there are any, after the first tenth of the steps, at which they are too
-    high for the axis: each is a mean over a thirtieth of the steps"""
-    path = run.path.with_name('log.jsonl')
-    if path.exists():
-        log = [json.loads(line) for line in path.open()]
-        n = 1 + len(log) // 30
-        tokens = [x['tokens'] / 1e6 for x in log]
-        losses = np.convolve([x['loss'] for x in log], np.ones(n) / n, 'valid')
-        axes.plot(tokens[3 * n:], losses[2 * n + 1:], label=run.name)
 
 
 def plot_positions(axes, run):
     """Losses by position in the document, from 64 on (DRT, Fig. 3b, c). Each point is the mean over
     1,000 tokens or more, from its position to that of the next point."""
     # positions with enough tokens between each and the next
-    lengths = np.array([len(tokens) for tokens in run.documents])
     edges = [64]
     for edge in np.geomspace(64, 2 ** 30, 97).astype(int):              # four in an octave
-        n_tokens = lengths.clip(edges[-1], edge) - edges[-1]            # of each document
-        if n_tokens.sum() >= 1000:
+        n_tokens = sum(len(tokens[edges[-1]:edge]) for tokens in run.documents)
+        if n_tokens >= 1000:
             edges.append(edge)
 
     # a line for each way, the gain between two of them
     starts = edges[:-1]
-    losses = {way: by_position(run.scores[way], edges) for way in run.ways}
+    losses = {}
     for way in run.ways:
+        losses[way] = by_position(run.scores[way], edges)
         axes.plot(starts, losses[way], label=way)
     axes.fill_between(starts, losses[run.on], losses['off'], alpha=0.15, label='gain')
     axes.set(title=run.name, xlabel='position in the document (tokens)', xscale='log')
@@ -474,12 +455,23 @@ def plot_positions(axes, run):
 
 def plot_losses(figure, runs):
     """A panel for each run, then one for the training of all"""
-    figure.set_size_inches(4.5 * len(runs) + 4.5, 4)
+    n_panels = len(runs) + 1
+    figure.set_size_inches(4.5 * n_panels, 4)
     figure.supylabel('loss (nats per token)')
-    *panels, training = figure.subplots(1, len(runs) + 1, sharey=True)
+    *panels, training = figure.subplots(1, n_panels, sharey=True)
     for axes, run in zip(panels, runs):
         plot_positions(axes, run)
-        plot_training(training, run)
+
+        # means over n steps, a thirtieth; the first tenth of the losses is too high for the axis
+        path = run.path.with_name('log.jsonl')
+        if path.exists():
+            log = [json.loads(line) for line in path.open() if '}' in line]     # not a torn line
+            log = log[len(log) // 10:]
+            n = 1 + len(log) // 30
+            losses = [x['loss'] for x in log]
+            means = np.convolve(losses, np.ones(n) / n, 'valid')
+            tokens = [x['tokens'] / 1e6 for x in log[n - 1:]]
+            training.plot(tokens, means, label=run.name)
     training.set(title='training', xlabel='tokens (millions)')
     if training.lines:
         training.legend()
@@ -492,7 +484,7 @@ def plot_needles(figure, rows):
     axes = figure.subplots()
     depths = [name for name in rows[0] if name.endswith('%')]
     right = [[row[depth] for depth in depths] for row in rows]
-    figure.colorbar(axes.imshow(right, vmin=0, vmax=1, aspect='auto'))
+    figure.colorbar(axes.imshow(right, vmin=0, vmax=1))
     axes.set_xticks(range(len(depths)), depths)
     axes.set_yticks(range(len(rows)), [f'{row["run"]}, {row["tokens"]}' for row in rows])
     axes.set(title='share of right answers', xlabel='depth in the text', ylabel='tokens')
@@ -508,7 +500,7 @@ def clock(tokens):
 
 def training_seconds(model, tokens, kernel='auto'):
     """Seconds of a forward and a backward pass, per token of a micro-batch (B, T)"""
-    batch = data.Batch(tokens, tokens, torch.zeros_like(tokens), seed=0)
+    batch = data.Batch(tokens, tokens, torch.zeros_like(tokens), 0)
     _, autocast = train.precision(tokens.device, 'auto')
     model.train().kernel = kernel
     began = clock(tokens)
@@ -517,89 +509,75 @@ def training_seconds(model, tokens, kernel='auto'):
     loss.backward()
     seconds = clock(tokens) - began
     model.eval().zero_grad()
-    return max(seconds, 1e-9) / tokens.numel()
+    return seconds / tokens.numel()
 
 
-def training_rows(runs, device):
-    """Seconds (median of interleaved runs) and MACs of forward and backward, per token; of RPT
-    without the ranking loss. MACs are half of torch's FLOPs; they are counted with SDPA and GCA in
-    plain PyTorch, because torch does not count all fused kernels."""
+def training_speed(runs, device):
+    """Prints seconds (median of interleaved runs) and MACs of forward and backward, per token; of
+    RPT without the ranking loss. MACs are half of torch's FLOPs; they are counted with SDPA and GCA
+    in plain PyTorch, because torch does not count all fused kernels. -> the rows"""
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
     # a random micro-batch for each run, and the MACs of a token in it
-    texts, macs = [], []
+    rows, texts, macs = [], [], []
     for run in runs:
         config = run.model.config
-        shape = config.micro_batch, config.block_size
-        tokens = torch.randint(config.vocab_size, shape, device=device)
+        tokens = torch.randint(config.vocab_size, (config.micro_batch, config.block_size),
+                               device=device)
         texts.append(tokens)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             training_seconds(run.model, tokens, 'torch')
         macs.append(counter.get_total_flops() // 2 // tokens.numel())
 
-    times = [[training_seconds(run.model, tokens)
-              for run, tokens in zip(runs, texts)]
-             for _ in range(5)]
-    times = np.median(times, axis=0)                                # (runs,)
+    times = np.median([[training_seconds(run.model, tokens)
+                        for run, tokens in zip(runs, texts)]
+                       for _ in range(5)], axis=0)                  # (runs,)
     for run, n, seconds in zip(runs, macs, times):
-        yield {'run': run.name,
-               'MACs/token': n,
-               's/token': seconds,
-               'MACs ratio': n / macs[0],
-               'time ratio': seconds / times[0]}
+        add_row(rows, {'run': run.name,
+                       'MACs/token': n,
+                       's/token': seconds,
+                       'MACs ratio': n / macs[0],
+                       'time ratio': seconds / times[0]})
+    return rows
 
 
 def n_bytes(state):
     """The memory of all tensors in nested tuples and lists"""
-    if torch.is_tensor(state):
-        return state.nbytes
-    if isinstance(state, (tuple, list)):
+    if isinstance(state, tuple | list):
         return sum(map(n_bytes, state))
-    return 0
-
-
-def reading_rows(runs, args):
-    """Seconds per token to read random tokens, then per token to predict the next ones; memory in
-    use for what was read, that of the state (DRT, Table 3)"""
-    cases = itertools.product(runs, numbers('lengths', args.lengths).items())
-    for run, (name, length) in cases:
-        shape = 1, length + 32
-        tokens = torch.randint(run.model.config.vocab_size, shape, device=args.device)
-        times = [clock(tokens)]
-        state = run.model.read(tokens[:, :length])
-        times.append(clock(tokens))
-        for token in tokens[:, length:].split(1, dim=1):
-            _, state = run.model.stream(token, state)
-        reading, generating = np.diff([*times, clock(tokens)])
-        yield {'run': run.name,
-               'tokens': name,
-               'reading s/token': reading / length,
-               'generating s/token': generating / 32,
-               'state MB': n_bytes(state) / 2 ** 20}
+    return getattr(state, 'nbytes', 0)
 
 
 def speed(runs, args):
-    """A table of reading texts of --lengths, then one of training steps. -> the rows of both"""
-    return print_table(reading_rows(runs, args)) + print_table(training_rows(runs, args.device))
+    """Prints seconds per token to read random tokens, then per token to predict the next ones;
+    memory in use for what was read, that of the state (DRT, Table 3). Then the speed of training.
+    -> the rows of both"""
+    rows = []
+    for run, (name, length) in itertools.product(runs, args.lengths):
+        tokens = torch.randint(run.model.config.vocab_size, (1, length + 32),
+                               device=args.device)
+        began = clock(tokens)
+        state = run.model.read(tokens[:, :length])
+        end = clock(tokens)
+        for token in tokens[0, length:]:
+            _, state = run.model.stream(token[None, None], state)
+        generating = clock(tokens) - end
+        add_row(rows, {'run': run.name,
+                       'tokens': name,
+                       'reading s/token': (end - began) / length,
+                       'generating s/token': generating / 32,
+                       'state MB': n_bytes(state) / 2 ** 20})
+    return rows + training_speed(runs, args.device)
 
 
 # --------------------------------------------------------------------------------------------------
 # needles in a haystack
-def numbers(flag, text):
-    """'1k,16k,2m' -> {'1k': 1024, '16k': 16384, '2m': 2097152}"""
-    if not re.fullmatch('([0-9]+[km]?(,|$))+', text):
-        raise SystemExit(f'eval.py: --{flag} {text}: it is like 0,16,1k,2m')
-    names = text.split(',')
-    return {x: int(x.rstrip('km')) * UNITS.get(x[-1], 1) for x in names}
-
-
-def answers(run, needles, n_chunks, chunks, seed):
-    """Hides a needle in each of `chunks` of a text of n_chunks. -> for each needle, whether greedy
-    decoding answers its question: each token of the answer is the likeliest"""
+def answers(run, needles, n_chunks, chunks, rng):
+    """Hides a needle in each of `chunks` of a text of n_chunks. Yields for each needle whether
+    greedy decoding answers its question: each token of the answer is the likeliest."""
     # a text of whole chunks, from a random position of the split on
     chunk, hops = needles.chunk, needles.hops
-    rng = np.random.default_rng(seed)
-    first = rng.integers(len(run.split.tokens))
-    ids = np.roll(run.split.tokens, -first).astype(int)
+    tokens = run.split.tokens
+    ids = np.roll(tokens, -rng.integers(len(tokens))).astype(int)
     ids = np.resize(ids, n_chunks * chunk)                  # a short text is repeated
 
     # with two hops, the second sentences are in random chunks
@@ -612,55 +590,48 @@ def answers(run, needles, n_chunks, chunks, seed):
     # the text is read once; its last chunks, one for each hop, are overwritten by each question
     text, last = run.documents[0].new_tensor(ids).tensor_split([-hops * chunk])
     state = run.model.read(text[None])
-    right = []
     for names in chains:
         question, opens, answer, _ = map(last.new_tensor, needles.sentence(names))
         last.view(hops, chunk)[:, -len(question):] = question
         prompt = torch.cat([last, opens, answer[:-1]])
         log_probs, _ = run.model.stream(prompt[None], state)
         predicted = log_probs[0, -len(answer):].argmax(-1)
-        right.append(torch.equal(predicted, answer))
-    return right
+        yield torch.equal(predicted, answer)
 
 
-def niah_rows(runs, args):
-    """The share of right answers in 10 texts of each length, fewer above 400k tokens"""
-    depths = numbers('depths', args.depths)
-    cases = itertools.product(runs, numbers('lengths', args.lengths).items())
-    for run, (name, length) in cases:
+def niah(runs, args):
+    """Needles in a haystack (DRT, Table 2): the share of right answers by length of the text and
+    depth in it, as a table and as niah.png; 10 texts of each length, fewer above 400k tokens"""
+    rows, depths = [], dict(args.depths).values()
+    for run, (name, length) in itertools.product(runs, args.lengths):
         # needles at these depths, in different chunks; the last chunks are for the questions
         chunk = run.chunk if run.chunk > 1 else 32
         hops = run.corpus.hops or 1
         needles = data.Needles(run.split, run.tokenizer, hops, 8 * chunk, 1, 0, chunk)
         n_chunks = length // chunk
         last = n_chunks - 3
-        chunks = [depth * last // 100 for depth in depths.values()]
+        chunks = [depth * last // 100 for depth in depths]
         distinct = len(set(chunks)) == len(chunks)
-        if not distinct or hops * len(chunks) > last or max(depths.values()) > 100:
-            raise SystemExit(f'--lengths {name}, --depths {args.depths}: no chunk for each needle')
+        if not distinct or hops * len(chunks) > last or max(depths) > 100:
+            raise SystemExit(f'--lengths {name}, --depths {",".join(dict(args.depths))}: '
+                             'no chunk for each needle')
 
-        # right answers, (texts, depths)
+        # right answers
         right = []
         began = time.perf_counter()
         n_texts = max(1, min(10, 2 ** 22 // length))
         for i in data.progress(range(n_texts), f'{run.name}, texts of {name} tokens'):
-            seed = [args.seed, length, i]
-            right.append(answers(run, needles, n_chunks, chunks, seed))
-        seconds = time.perf_counter() - began
-        by_depth = dict(zip([f'{depth}%' for depth in depths], np.mean(right, axis=0)))
-        yield {'run': run.name,
-               'tokens': name,
-               'needles': np.size(right),
-               'right': np.mean(right),
-               **by_depth,
-               's/needle': seconds / np.size(right)}
-
-
-def niah(runs, args):
-    """Needles in a haystack (DRT, Table 2): right answers by length of the text and depth in it, as
-    a table and as niah.png"""
-    rows = print_table(niah_rows(runs, args))
-    draw(runs[0], 'niah.png', plot_needles, rows)
+            rng = np.random.default_rng([args.seed, length, i])
+            right.append(list(answers(run, needles, n_chunks, chunks, rng)))
+        right = np.array(right)                                 # (texts, depths)
+        add_row(rows, {
+            'run': run.name,
+            'tokens': name,
+            'needles': right.size,
+            'right': right.mean(),
+            **{f'{depth}%': share for depth, share in zip(depths, right.mean(0))},
+            's/needle': (time.perf_counter() - began) / right.size})
+    draw(runs, 'niah.png', plot_needles, rows)
     return rows
 
 
@@ -671,7 +642,7 @@ def report(runs, args):
     result = dict(table=table(runs, args),
                   examples=examples(runs, args, n=1),
                   samples=samples(runs, args))
-    draw(runs[0], 'loss.png', plot_losses, runs)
+    draw(runs, 'loss.png', plot_losses, runs)
     return result
 
 
@@ -681,9 +652,9 @@ TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples,
 
 @torch.no_grad()
 def main(argv):
-    names = itertools.takewhile(lambda x: not x.startswith('-'), argv)
-    runs = list(map(Run, names))
-    modules = dict.fromkeys(run.module for run in runs)
+    runs = [Run(name)
+            for name in itertools.takewhile(lambda x: not x.startswith('-'), argv)]
+    modules = {run.module for run in runs}
 
     # flags: those of eval.py, and of the models
     parser = argparse.ArgumentParser(usage='eval.py RUN [RUN ...] [flags]', allow_abbrev=False)
@@ -701,19 +672,17 @@ def main(argv):
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
 
-    # the work; what it cannot write is an error now, not at the end
+    # the work
     args.device = train.hardware(args.device)
     train.precision(args.device, 'fp32')                            # after training in a notebook
     try:
-        for path in filter(None, (args.json, args.html)):
-            open(path, 'a').close()
         for run in runs:
             run.prepare(args)
             if run.text != runs[0].text:
                 parser.error(f'different texts, {runs[0].text} and {run.text}: use --data')
         result = tasks[args.task](runs, args)
         if args.json:
-            Path(args.json).write_text(json.dumps(result, indent=1))
+            train.write(args.json, json.dumps(result, indent=1))
     except (OSError, KeyboardInterrupt) as e:
         parser.error(str(e) or 'stopped')
 
