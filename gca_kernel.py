@@ -564,32 +564,25 @@ def output_and_gradients(function, inputs, do, *args, **kwargs):
 
 def compare(dtype, S=64):
     """Prints the largest errors against fp64, relative to the largest value."""
-    sizes = dict(B=2, N=9, K=3, H=4, D=64)
-    q, k, v, do, w, idx = example(dtype, S=S, **sizes)
-    exact_inputs = [x.double() for x in (q, k, v, w)]
-    exact = output_and_gradients(gca_reference, exact_inputs, do, idx, S)
+    *inputs, do, w, idx = example(dtype, B=2, N=9, S=S, K=3, H=4, D=64)
+    inputs.append(w)                                            # q, k, v, w
+    exact = [x.double() for x in inputs]
+    exact = output_and_gradients(gca_reference, exact, do, idx, S)
     kernels = ['torch']
-    if not why_not_triton(q, S):
+    if not why_not_triton(inputs[0], S):
         kernels.append('triton')
 
     for kernel in kernels:
-        results = output_and_gradients(gca, (q, k, v, w), do, idx, S, kernel=kernel)
-        line = f'{kernel:7}{str(dtype)[6:]:9}'
-        for a, b in zip(results, exact):
-            error = (a - b).abs().max() / b.abs().max()
-            line += f'{error:10.1e}'
-        print(line)
+        results = output_and_gradients(gca, inputs, do, idx, S, kernel=kernel)
+        errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(results, exact)]
+        print(f'{kernel:7}{str(dtype)[6:]:9}', *(f'{error:9.1e}' for error in errors))
 
 
 def print_times(name, attention, inputs, do):
     """Prints the milliseconds that a function without arguments takes on a GPU."""
     from triton.testing import do_bench
-
-    def with_backward():
-        return torch.autograd.grad(attention(), inputs, do)
-
     forward = do_bench(attention)
-    both = do_bench(with_backward)
+    both = do_bench(lambda: torch.autograd.grad(attention(), inputs, do))
     print(f'{name:7} forward {forward:8.2f} ms, with backward {both:8.2f} ms')
 
 
@@ -599,15 +592,12 @@ def benchmark(**sizes):
     q, k, v = (x.requires_grad_() for x in inputs)
     heads = [x.transpose(1, 2) for x in inputs]                 # (B, H, T, D)
 
-    def grouped():
-        return gca(q, k, v, w, idx, sizes['S'])
-
     def full():
         o = F.scaled_dot_product_attention(*heads, is_causal=True)
         return o.transpose(1, 2)
 
     print(f'\n{torch.cuda.get_device_name()}, {sizes}, bfloat16')
-    print_times('gca', grouped, inputs, do)
+    print_times('gca', lambda: gca(q, k, v, w, idx, sizes['S']), inputs, do)
     print_times('sdpa', full, inputs, do)
 
 
