@@ -148,7 +148,7 @@ class Run:
 
     def gains(self):
         """What retrieval gains, in nats, for each token of a document but the first, (n - 1,)"""
-        return [on - off for on, off in zip(self.scores[self.on], self.scores['off'])]
+        return list(map(np.subtract, self.scores[self.on], self.scores['off']))
 
 
 def load(path):
@@ -484,7 +484,7 @@ def plot_needles(figure, rows):
     axes = figure.subplots()
     depths = [name for name in rows[0] if name.endswith('%')]
     right = [[row[depth] for depth in depths] for row in rows]
-    figure.colorbar(axes.imshow(right, vmin=0, vmax=1))
+    figure.colorbar(axes.imshow(right, vmin=0, vmax=1, aspect='auto'))
     axes.set_xticks(range(len(depths)), depths)
     axes.set_yticks(range(len(rows)), [f'{row["run"]}, {row["tokens"]}' for row in rows])
     axes.set(title='share of right answers', xlabel='depth in the text', ylabel='tokens')
