@@ -277,10 +277,10 @@ class SelfAttention(nn.Module):
     """Causal attention over a sliding window, with ALiBi (Press et al. 2022) for positions."""
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.window = config.n_head, config.window
-        self.slope = config.slope
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        C, self.n_head = config.n_embd, config.n_head
+        self.window, self.slope = config.window, config.slope
+        self.qkv = nn.Linear(C, 3 * C, bias=False)
+        self.proj = nn.Linear(C, C, bias=False)
 
     def forward(self, x, past):
         """x (B, L, C), past: keys and values (B, P, H, D) of the positions before, or None
@@ -545,8 +545,8 @@ class DRT(nn.Module):
                 mask[..., n:] = False
         if docs is not None and N > 0:                                  # only forward: N = M
             first, last = docs[:, :N * S:S], docs[:, S - 1::S]          # (B, N) of chunks
-            mask &= first[:, None] == last[:, :, None]                  # chunk k is wholly in it
-            mask &= first[:, None] >= 0                                 # and no padding
+            first = first[:, None]                                      # (B, 1, N)
+            mask &= (first == last[:, :, None]) & (first >= 0)          # wholly in it, no padding
         return mask
 
     def gather(self, w, idx, kv, docs, start, L):

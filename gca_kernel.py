@@ -546,7 +546,7 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
 
 # --------------------------------------------------------------------------------------------------
 # comparison and benchmark
-def example(dtype, B, N, S, K, H, D):
+def example(dtype, B, N, S, K, H=4, D=64):
     """Random q, k, v, dO, w and idx, of N chunks"""
     idx = torch.rand(B, N, N).topk(K).indices
     q, k, v, do = torch.randn(4, B, N * S, H, D, dtype=dtype)
@@ -564,18 +564,20 @@ def output_and_gradients(function, inputs, do, *args, **kwargs):
 
 def compare(dtype, S=64):
     """Prints the largest errors against fp64, relative to the largest value."""
-    *inputs, do, w, idx = example(dtype, B=2, N=9, S=S, K=3, H=4, D=64)
-    inputs.append(w)                                            # q, k, v, w
+    q, k, v, do, w, idx = example(dtype, B=2, N=9, S=S, K=3)
+    inputs = q, k, v, w
     exact = [x.double() for x in inputs]
     exact = output_and_gradients(gca_reference, exact, do, idx, S)
     kernels = ['torch']
-    if not why_not_triton(inputs[0], S):
+    if not why_not_triton(q, S):
         kernels.append('triton')
 
     for kernel in kernels:
         results = output_and_gradients(gca, inputs, do, idx, S, kernel=kernel)
-        errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(results, exact)]
-        print(f'{kernel:7}{str(dtype)[6:]:9}', *(f'{error:9.1e}' for error in errors))
+        line = f'{kernel:7}{str(dtype)[6:]:9}'
+        for a, b in zip(results, exact):
+            line += f'{(a - b).abs().max() / b.abs().max():10.1e}'
+        print(line)
 
 
 def print_times(name, attention, inputs, do):
