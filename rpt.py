@@ -446,8 +446,8 @@ class NeighborEncoder(nn.Module):
         rows = (chosen + 1).flatten(1)                                      # (B, N K), see Memory
 
         # not joined[b, rows]: on a CPU its gradient is a sum in any order
-        x = torch.stack([x.index_select(0, i) for x, i in zip(joined, rows)])
-        x = x.view(B * N, K, *x.shape[2:])                                  # (B N, K, 2m, C)
+        x = torch.cat([x.index_select(0, i) for x, i in zip(joined, rows)])
+        x = x.unflatten(0, (B * N, K))                                      # (B N, K, 2m, C)
         chunks = chunks.flatten(0, 1)                                       # (B N, m, C)
         x = x + self.cross(self.norm2(x), self.norm_query(chunks))
         return x.unflatten(0, (B, N))
@@ -460,7 +460,7 @@ class NeighborEncoder(nn.Module):
         ĉ is the mean of a neighbor's states, after attention to the means of neighbors of higher
         rank of the same chunk, and of all neighbors of the chunks before it, within a window.
         neighbors (B, n, K, 2m, C) of n chunks, chosen (B, n, K), -1: none -> (B, n, K)"""
-        B, n, K = chosen.shape
+        _, n, K = chosen.shape
         valid = chosen >= 0
         if not self.config.gate:
             return valid.to(neighbors.dtype)
@@ -469,7 +469,7 @@ class NeighborEncoder(nn.Module):
         # chunk with neighbors is at least a window into its document, so these are all of it
         chunk = torch.arange(n * K, device=chosen.device) // K              # (n K,)
         mask = (chunk > chunk[:, None] - self.config.window_chunks).tril()  # (n K, n K)
-        mask = mask & valid.view(B, 1, 1, n * K)                            # (B, 1, n K, n K)
+        mask = mask & valid.flatten(1)[:, None, None]                       # (B, 1, n K, n K)
         mean = neighbors.mean(3).flatten(1, 2)                              # (B, n K, C)
         y = self.norm3(mean)
         mean = mean + self.gate_attention(y, y, mask=mask)                  # ĉ (B, n K, C)
@@ -525,9 +525,14 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x))), past
 
 
+def rank_of(scores):
+    """0 for the highest of scores (..., n), 1 for the next, ...; the first of equals is higher"""
+    return scores.argsort(descending=True, stable=True).argsort()
+
+
 def differences(x):
     """x_l - x_j of all pairs: (B, N, N) -> (B, N, N, N), the last two l and j"""
-    return x[:, :, :, None] - x[:, :, None, :]
+    return x[..., :, None] - x[..., None, :]
 
 
 def ranking_loss(s_q, s_t, tau):
@@ -538,17 +543,16 @@ def ranking_loss(s_q, s_t, tau):
 
     s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret and NDCG@20 of each chunk, (B, N)"""
     # the terms of DCG: a positive has gain / log2(1 + r); IDCG is that of the order by s_t
-    gain = torch.exp2(s_t.relu()) - 1                                 # (B, N, N)
-    rank = 1 + s_q.argsort(descending=True, stable=True).argsort()
+    gain = torch.exp2(s_t.relu()) - 1                                       # (B, N, N)
+    rank = 1 + rank_of(s_q)
     discount = 1 / torch.log2(1 + rank)
     sorted_discount = discount.sort(descending=True).values
     ideal = gain.sort(descending=True).values * sorted_discount
 
     # λ_lj is 0 unless s_t(l) > s_t(j): a swap changes DCG by the gains' difference times that of
     # the discounts. The hinge is 0 for a j that is not permitted, whose s_q becomes -1e9
-    weight = differences(gain).relu()
-    weight = weight * differences(discount).abs()                           # λ_lj IDCG
-    hinge = (tau - differences(s_q.clamp(min=-1e9))).relu()           # (B, N, N, N)
+    weight = differences(gain).relu() * differences(discount).abs()         # λ_lj IDCG
+    hinge = (tau - differences(s_q.clamp(min=-1e9))).relu()                 # (B, N, N, N)
     loss = (weight * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
 
     # NDCG of the first 20
@@ -559,18 +563,19 @@ def ranking_loss(s_q, s_t, tau):
 
 # --------------------------------------------------------------------------------------------------
 # the model
-# Of a text with M whole chunks: what can be retrieved, and what the last n chunks, a window or more,
-# have retrieved
+# Memory of a text with M whole chunks: what can be retrieved, and what the last n chunks, a window
+# or more, have retrieved
 #     last       (B, 1, m, C)      states of the last chunk, which lacks its next one
 #     joined     (B, M, 2m, C)     row j + 1: of chunks j and j + 1; row 0: zeros
 #     keys       (B, M, C)         of all chunks; RETRO: (B, M, V)
 #     chosen     (B, n, K)         the numbers j of neighbors, -1: none
 #     neighbors  (B, n, K, 2m, C)  their states
 #     gates      (B, n, K)         their weights, not valid for the first of the n chunks
+# State: what a stream keeps of a text
+#     past       list              of each layer, keys and values of the last two blocks
+#     unfinished (B, < m)          tokens of the unfinished chunk
+#     memory     Memory
 Memory = namedtuple('Memory', 'last joined keys chosen neighbors gates')
-
-# What a stream keeps of a text: of each layer, keys and values of the last two blocks; the tokens
-# of the unfinished chunk (B, fewer than m); the memory
 State = namedtuple('State', 'past unfinished memory')
 
 
@@ -584,7 +589,8 @@ class RPT(nn.Module):
         seed = torch.randint(2 ** 48, (), device='cpu').item()              # see init_weights
 
         # the last n_cca of the upper layers cross-attend
-        n_upper = config.n_layer - config.n_layer // 2
+        n_lower = config.n_layer // 2
+        n_upper = config.n_layer - n_lower
         n_cca = config.n_cca or n_upper
         if config.retriever == 'none':
             n_cca = 0
@@ -593,15 +599,15 @@ class RPT(nn.Module):
         self.config = config
         self.retrieval = 'on' if n_cca else 'off'                           # see ways
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)     # also the output's
-        self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - n_upper))
+        self.lower = nn.ModuleList(Block(config) for _ in range(n_lower))
         self.upper = nn.ModuleList(Block(config, i >= n_upper - n_cca) for i in range(n_upper))
 
         # retrieval: learned, by BM25 with the idf of the corpus, or none
         self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
         self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
         self.norm = RMSNorm(config.n_embd)                                  # of the output
-        idf = torch.zeros(config.vocab_size) if config.retriever == 'bm25' else None
-        self.register_buffer('idf', idf)                                    # see setup
+        if config.retriever == 'bm25':
+            self.register_buffer('idf', torch.zeros(config.vocab_size))     # see setup
         self.init_weights(seed)
 
     def init_weights(self, seed):
@@ -676,8 +682,8 @@ class RPT(nn.Module):
         m = self.config.chunk_size
         G = chunk_doc.size(1) + 1                       # group 0 is of the chunk before these N
         states = memory.neighbors[:, -G:] * memory.gates[:, -G:, :, None, None]
-        valid = memory.chosen[:, -G:] >= 0                                  # (B, G, K)
-        mask = valid.repeat_interleave(2 * m, 2).flatten(0, 1)              # (B G, K 2m)
+        valid = (memory.chosen[:, -G:] >= 0).flatten(0, 1)                  # (B G, K)
+        mask = valid.repeat_interleave(2 * m, 1)                            # (B G, K 2m)
 
         # the first token of group 0 is that before these t
         group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, 1)        # (B, G m)
@@ -689,11 +695,12 @@ class RPT(nn.Module):
         documents, if several. teacher (B, N, K): chunks to retrieve in training, -1: none,
         NOT_TAUGHT: those with the highest s_q
         -> f (B, t, C), the new state, s_q (B, N, M) or None"""
-        n = tokens.size(1)
+        m = self.config.chunk_size
         if state is None:
             state = self.empty_state(tokens)
-        tokens = torch.cat([state.unfinished, tokens], 1)       # fewer than m tokens, then these n
-        past = list(state.past)
+        past, unfinished, memory = state
+        past = list(past)                               # another stream may read the same state
+        tokens = torch.cat([unfinished, tokens], 1)
 
         # the lower layers
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
@@ -701,22 +708,21 @@ class RPT(nn.Module):
             x, past[i] = block(x, past[i])
 
         # each whole chunk retrieves; the tokens after it attend to its neighbors
-        m, memory = self.config.chunk_size, state.memory
+        end = tokens.size(1) // m * m                                   # of the whole chunks
         neighbors = s_q = None
         if self.retrieval != 'off':
             if doc is None:
                 doc = torch.zeros_like(tokens)
             chunk_doc = doc_of_chunks(doc, m)                               # (B, N)
-            if chunk_doc.size(1) > 0:
+            if end > 0:
                 memory, s_q = self.retrieve(x, tokens, chunk_doc, teacher, memory)
             neighbors = self.for_groups(memory, doc, chunk_doc)
 
         # the upper layers
         for i, block in enumerate(self.upper, len(self.lower)):
             x, past[i] = block(x, past[i], neighbors)
-        end = tokens.size(1) // m * m                           # of the whole chunks
         state = State(past, tokens[:, end:], memory)
-        return self.norm(x[:, -n:]), state, s_q
+        return self.norm(x[:, unfinished.size(1):]), state, s_q
 
     def logits(self, f):
         """f (..., C) -> (..., V) fp32"""
@@ -779,13 +785,13 @@ class RPT(nn.Module):
     def read(self, tokens, state=None):
         """The new state of stream(tokens, state), without predictions"""
         for piece in tokens.split(self.PIECE, 1):
-            _, state, _ = self.encode(piece, state=state)
+            state = self.encode(piece, state=state)[1]
         return state
 
     def ways(self):
         """What eval.py compares: {name: attributes of the model to set}"""
-        names = ('on', 'shuffled', 'off') if self.neighbor_encoder else ('off',)
-        return {name: {'retrieval': name} for name in names}
+        names = 'on shuffled off' if self.neighbor_encoder else 'off'
+        return {name: {'retrieval': name} for name in names.split()}
 
     def trace(self, tokens, t, state=None):
         """What is retrieved to predict token t + 1 of tokens (n,): [(gate, tokens, start, end)],
@@ -827,8 +833,7 @@ def bm25_candidates(chunks, doc, window_chunks, J, idf):
     # the last chunk of a document has no target, so that it has no candidates
     has_target = F.pad(doc[1:] == doc[:-1], (0, 1))                         # (N,)
     mask = permitted(doc, window_chunks) & has_target[:, None] & (scores > 0)
-    order = scores.where(mask, 0).argsort(descending=True, stable=True)
-    rank = order.argsort()                                                  # r = 0, 1, ...
+    rank = rank_of(scores.where(mask, 0))                                   # r = 0, 1, ...
     return (1 - rank / J).relu().where(mask, 0)
 
 
@@ -841,8 +846,8 @@ def target_log_p(reference, prompts, m):
 
     f is the state that predicts w, f_u are those before it."""
     lam = reference.config.reference_cache                                  # λ
-    states, _, _ = reference.encode(prompts)                                # (n, 4m, C)
-    f = states[:, -m - 1:-1]                                   # (n, m, C)
+    states = reference.encode(prompts)[0]                                   # (n, 4m, C)
+    f = states[:, -m - 1:-1]                                                # (n, m, C)
     w = prompts[:, -m:, None]                                               # (n, m, 1)
 
     # P_cache; the first f is that of position 3m - 1
@@ -853,12 +858,11 @@ def target_log_p(reference, prompts, m):
     p_cache = p_u.where(follows, 0).sum(2)                                  # (n, m)
 
     # in logarithms, as P_LM can be 0 in fp32
-    log_lm = reference.logits(f).log_softmax(2).gather(2, w)[:, :, 0]
+    log_lm = reference.logits(f).log_softmax(2).gather(2, w).squeeze(2)
     log_p = torch.logaddexp(log_lm + math.log(1 - lam), (lam * p_cache).log())
     return log_p.mean(1)
 
 
-@torch.no_grad()
 def target_scores(reference, chunks, candidates):
     """§3.2: what candidate j of chunk i gains the reference LM when it predicts the target c_{i+1}:
 
@@ -876,7 +880,7 @@ def target_scores(reference, chunks, candidates):
     log_p = torch.zeros(N, N, device=chunks.device)
     for pairs in needed.nonzero().split(max(1, 1024 // m)):
         i, j = pairs.unbind(1)                                              # (n,)
-        prompts = chunks[torch.stack([j, j + 1, i, i + 1], dim=1)]          # (n, 4, m)
+        prompts = chunks[torch.stack([j, j + 1, i, i + 1], 1)]              # (n, 4, m)
         log_p[i, j] = target_log_p(reference, prompts.flatten(1), m)
 
     baseline = F.pad(log_p.diagonal(-2), (2, 0))                            # (N,)
@@ -965,8 +969,8 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     seed = train_config.seed if corpus.hops else 0                          # of the needles
     facts = [VERSION, corpus.fingerprint, corpus.hops, seed, train_config.dtype, m,
              config.window_chunks, config.n_candidates, config.score_every, config.reference_cache]
-    name = hashlib.sha256(repr(facts).encode() + weights).hexdigest()[:16]
-    folder = corpus.folder / f'scores-{name}'
+    digest = hashlib.sha256(repr(facts).encode() + weights)
+    folder = corpus.folder / f'scores-{digest.hexdigest()[:16]}'
     folder.mkdir(exist_ok=True)
     n = train_config.tokens_per_step // (batches.B * batches.T)             # micro-batches per step
     total = n * train_config.max_steps
@@ -1009,15 +1013,14 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
 # evaluation
 def ranking_measures(s_q, s_t):
     """Of the order by s_q (n, N, N): {name: mean over the chunks with positives, s_t > 0}"""
-    # the chunks in the order of s_q
-    order = s_q.argsort(descending=True, stable=True)
-    positive = (s_t > 0).gather(2, order)                                   # highest s_q first
+    rank = rank_of(s_q)                                                     # (n, N, N)
+    positive = s_t > 0
     n_positives = positive.sum(2)                                           # (n, N)
 
     # NDCG of one text at a time, as a text takes (N, N, N)
     ndcg = [ranking_loss(q[None], t[None], tau=1)[1] for q, t in zip(s_q, s_t)]
-    measures = {'precision@2': positive[:, :, :2].sum(2) / 2,               # (n, N) each
-                'recall@10': positive[:, :, :10].sum(2) / n_positives,
+    measures = {'precision@2': (positive & (rank < 2)).sum(2) / 2,          # (n, N) each
+                'recall@10': (positive & (rank < 10)).sum(2) / n_positives,
                 'ndcg@20': torch.cat(ndcg)}
     return {name: x[n_positives > 0].mean().item() for name, x in measures.items()}
 
@@ -1027,7 +1030,7 @@ def ranks(runs, args):
     """Table 3: are the chunks that help ranked first? By chance, recency, BM25 and each run but the
     last, which is the reference LM; its s_t is positive if a chunk helps."""
     *rankers, reference = runs
-    config, corpus = runs[0].model.config, runs[0].corpus
+    config = runs[0].model.config
     m = config.chunk_size
     N = config.block_size // m
     texts = torch.cat([in_chunks(x[None], N * m)[0] for x in runs[0].documents])
@@ -1052,13 +1055,13 @@ def ranks(runs, args):
     s_t = torch.stack([target_scores(reference.model, x, mask) for x in chunks])    # (n, N, N)
 
     # s_q by which the chunks are ranked
-    idf = corpus_idf(corpus, config)
+    idf = corpus_idf(runs[0].corpus, config)
     tf, keys = bm25_vectors(chunks, idf.to(s_t))
     torch.manual_seed(args.seed)
     rankings = {'chance': torch.rand_like(s_t), 'latest first': torch.arange(N).expand_as(s_t),
                 'BM25': tf @ keys.mT}
     for run in rankers:
-        rankings[run.name] = run.model.encode(texts)[2]                  # (n, N, N)
+        rankings[run.name] = run.model.encode(texts)[2]                     # (n, N, N)
 
     result = {}
     for name, s_q in rankings.items():
@@ -1074,7 +1077,7 @@ TASKS = {'ranks': ranks}
 # --------------------------------------------------------------------------------------------------
 # a demo
 def demo():
-    """The source of RPTConfig, from tokens to the loss; what a chunk retrieves. With assets/rpt.pt"""
+    """The source of RPTConfig, from tokens to the loss; what a chunk retrieves; of assets/rpt.pt"""
     import tiktoken
     file = torch.load(Path(__file__).parent / 'assets/rpt.pt', weights_only=True)
     model = RPT(RPTConfig(**file['config'])).eval()
@@ -1087,12 +1090,12 @@ def demo():
     tokens = torch.tensor([ids])
     f, state, s_q = model.encode(tokens[:, :-1])
     loss = cross_entropy(f, model.embedding.weight, tokens[:, 1:])
-    print(f"""512 tokens in chunks              (B, N, m)         {tuple(in_chunks(tokens, 32).shape)}
-s_q of each chunk with each one   (B, N, N)         {tuple(s_q.shape)}
-a window of none, then neighbors  (B, n, K, 2m, C)  {tuple(state.memory.neighbors.shape)}
-their gates                       (B, n, K)         {tuple(state.memory.gates.shape)}
-states that predict               (B, T, C)         {tuple(f.shape)}
-loss of the 512 next tokens                         {loss:.3f}
+    print(f"""512 tokens in chunks             (B, N, m)        {tuple(in_chunks(tokens, 32).shape)}
+s_q of each chunk with each one  (B, N, N)        {tuple(s_q.shape)}
+a window of none, then neighbors (B, n, K, 2m, C) {tuple(state.memory.neighbors.shape)}
+their gates                      (B, n, K)        {tuple(state.memory.gates.shape)}
+states that predict              (B, T, C)        {tuple(f.shape)}
+loss of the 512 next tokens                       {loss:.3f}
 To predict what follows {tokenizer.decode(ids[480:-1])!r:.70}, it reads:""")
     for gate, _, start, end in model.trace(tokens[0], 511):
         print(f'gate {gate:.3f}  {tokenizer.decode(ids[start:end])!r:.90}')
