@@ -38,11 +38,11 @@ Where we differ from the paper, and why
     $ python rpt.py                         a demo, on a CPU
     $ python train.py --model rpt           a reference LM, then RPT, which it teaches
 """
-import functools, hashlib, inspect, math, os, re, zlib
+import functools, hashlib, inspect, math, os, zlib
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -294,13 +294,13 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(C, C, bias=False)
 
     def forward(self, x, past):
-        """x (B, t, C), past: keys and values (B, P, H, D) of the P tokens before, None at the
+        """x (B, t, C), past: keys and values (B, P, 2, H, D) of the P tokens before, None at the
         beginning of a text -> (B, t, C), the past of the next piece"""
-        q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
+        qkv = self.qkv(x).unflatten(2, (3, self.n_head, -1))            # (B, t, 3, H, D)
+        q, kv = qkv[:, :, 0], qkv[:, :, 1:]
         if past is not None:
-            past_k, past_v = past
-            k = torch.cat([past_k, k], 1)                               # (B, P + t, H, D)
-            v = torch.cat([past_v, v], 1)
+            kv = torch.cat([past, kv], 1)                               # (B, P + t, 2, H, D)
+        k, v = kv.unbind(2)
 
         # position 0 is the first key, another one in the next piece: `past` is not rotated
         P = k.size(1) - x.size(1)
@@ -309,7 +309,7 @@ class SelfAttention(nn.Module):
         # the next piece needs the last two blocks, and encodes an unfinished chunk again
         end = k.size(1) // self.m * self.m
         start = max(0, end // self.block - 1) * self.block
-        return self.proj(y.flatten(2)), (k[:, start:end], v[:, start:end])
+        return self.proj(y.flatten(2)), kv[:, start:end]
 
 
 class Attention(nn.Module):
@@ -326,14 +326,15 @@ class Attention(nn.Module):
 
     def forward(self, x, y, first=0, mask=None):
         """x (n, a, t, C), `a` texts with positions first, first + 1, ...; y (n, b, s, C), b texts
-        with positions 0, 1, ...; mask (n, 1, a t, b s), True: x may attend to y -> as x"""
+        with positions 0, 1, ...; an axis of one text can be absent: x (n, t, C)
+        mask (n, 1, a t, b s), True: x may attend to y -> as x"""
         q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, a, t, H, D)
-        k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (n, b, s, H, D)
+        k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(-3)    # 2 x (n, b, s, H, D)
         if self.shift:
-            v = v.roll(-1, dims=2)                          # the last token has the first one's
-        q = rotate(q, first).flatten(1, 2)                                  # (n, a t, H, D)
-        k = rotate(k).flatten(1, 2)                                         # (n, b s, H, D)
-        v = v.flatten(1, 2)
+            v = v.roll(-1, -3)                              # the last token has the first one's
+        q = rotate(q, first).flatten(1, -3)                                 # (n, a t, H, D)
+        k = rotate(k).flatten(1, -3)                                        # (n, b s, H, D)
+        v = v.flatten(1, -3)
 
         # e^-1e9 is 0; not -inf, as softmax of a row of -inf is nan
         bias = None
@@ -351,9 +352,8 @@ def in_chunks(x, m):
 
 def doc_of_chunks(doc, m):
     """doc (B, T) of tokens -> (B, N) of whole chunks, -1: tokens of two documents, or padding"""
-    chunks = in_chunks(doc, m)                                              # (B, N, m)
-    first, last = chunks[:, :, 0], chunks[:, :, -1]
-    return first.where(first == last, -1)
+    low, high = in_chunks(doc, m).aminmax(dim=2)                            # 2 x (B, N)
+    return low.where(low == high, -1)
 
 
 class Retriever(nn.Module):
@@ -370,7 +370,7 @@ class Retriever(nn.Module):
 
     def forward(self, x):
         """Chunks x (B, N, m, C) -> states (B, N, m, C) to be retrieved, queries, keys (B, N, C)"""
-        y = self.norm(x).flatten(0, 1)[:, None]                             # (B N, 1, m, C)
+        y = self.norm(x).flatten(0, 1)                                      # (B N, m, C)
         x = x + self.attention(y, y).view_as(x)
         query = self.query(self.norm_q(x.mean(2)))
         key = self.key(self.norm_k(x.mean(2)))
@@ -386,13 +386,13 @@ def bm25_vectors(tokens, idf):
     return tf, (2 ** 10 * key).round() / 2 ** 10        # so sums are exact, and ties remain ties
 
 
-def permitted(doc, N, window_chunks):
-    """(..., N, M): may chunk i, one of the last N, retrieve chunk j? If j has left the window of i
-    and is of its document. doc (..., M) of all chunks, -1: of no document"""
+def permitted(doc, window_chunks, first=0):
+    """(..., N, M): may chunk i, one of the N from `first` on, retrieve chunk j? If j has left the
+    window of i and is of its document. doc (..., M) of all chunks, -1: of no document"""
     j = torch.arange(doc.size(-1), device=doc.device)                       # (M,)
-    i = j[-N:, None]                                                        # (N, 1)
+    i = j[first:, None]                                                     # (N, 1)
     has_left = j <= i - window_chunks
-    doc_i = doc[..., -N:, None]
+    doc_i = doc[..., first:, None]
     same_document = (doc[..., None, :] == doc_i) & (doc_i >= 0)
     return has_left & same_document
 
@@ -404,13 +404,13 @@ def top(scores, mask, K):
     return indices.masked_fill(values == -math.inf, -1)[..., :K]
 
 
-def pseudorandom(M, N, device):
-    """(N, M): scores as if at random of all M chunks j, for each of the last N chunks i. They are
+def pseudorandom(M, first, device):
+    """(N, M): scores as if at random of all M chunks j, for each chunk i from `first` on. They are
     functions of i and j, so that they are the same in pieces of any size. Cubes modulo a prime p
     look random, and those of 0 to p - 1 differ, as 3 does not divide p - 1."""
     p = 1_000_037
     j = torch.arange(M, device=device)
-    i = j[-N:, None]
+    i = j[first:, None]
     return ((7919 * i + j) % p) ** 3 % p
 
 
@@ -433,8 +433,8 @@ class NeighborEncoder(nn.Module):
 
     def join(self, x):
         """Each chunk of x (B, n, m, C) and the next one attend to each other: (B, n - 1, 2m, C)"""
-        x = torch.cat([x[:, :-1], x[:, 1:]], dim=2)
-        y = self.norm1(x).flatten(0, 1)[:, None]                            # (B (n - 1), 1, 2m, C)
+        x = torch.cat([x[:, :-1], x[:, 1:]], 2)
+        y = self.norm1(x).flatten(0, 1)                                     # (B (n - 1), 2m, C)
         return x + self.attention(y, y).view_as(x)
 
     def forward(self, joined, chosen, chunks):
@@ -444,9 +444,9 @@ class NeighborEncoder(nn.Module):
         rows = (chosen + 1).flatten(1)                                      # (B, N K), see Memory
 
         # not joined[b, rows]: on a CPU its gradient is a sum in any order
-        x = torch.stack([x.index_select(0, i) for x, i in zip(joined, rows)])
-        x = x.view(B * N, K, *x.shape[2:])                                  # (B N, K, 2m, C)
-        chunks = chunks.flatten(0, 1)[:, None]                              # (B N, 1, m, C)
+        x = torch.cat([x.index_select(0, i) for x, i in zip(joined, rows)])
+        x = x.unflatten(0, (B * N, K))                                      # (B N, K, 2m, C)
+        chunks = chunks.flatten(0, 1)                                       # (B N, m, C)
         x = x + self.cross(self.norm2(x), self.norm_query(chunks))
         return x.unflatten(0, (B, N))
 
@@ -458,34 +458,25 @@ class NeighborEncoder(nn.Module):
         ĉ is the mean of a neighbor's states, after attention to the means of neighbors of higher
         rank of the same chunk, and of all neighbors of the chunks before it, within a window.
         neighbors (B, n, K, 2m, C) of n chunks, chosen (B, n, K), -1: none -> (B, n, K)"""
-        B, n, K = chosen.shape
+        _, n, K = chosen.shape
         valid = chosen >= 0
         if not self.config.gate:
             return valid.to(neighbors.dtype)
 
-        # numbered by chunk, then by rank, they attend to themselves and to those before them. A
+        # sorted by chunk, then by rank, they attend to themselves and to those before them. A
         # chunk with neighbors is at least a window into its document, so these are all of it
-        order = torch.arange(n * K, device=chosen.device)
-        chunk = order // K
-        mask = order <= order[:, None]
-        mask = mask & (chunk > chunk[:, None] - self.config.window_chunks)  # (n K, n K)
-        mask = mask & valid.view(B, 1, 1, n * K)                            # (B, 1, n K, n K)
-        mean = neighbors.mean(3).view(B, 1, n * K, -1)
+        chunk = torch.arange(n * K, device=chosen.device) // K              # (n K,)
+        mask = (chunk > chunk[:, None] - self.config.window_chunks).tril()  # (n K, n K)
+        mask = mask & valid.flatten(1)[:, None, None]                       # (B, 1, n K, n K)
+        mean = neighbors.mean(3).flatten(1, 2)                              # (B, n K, C)
         y = self.norm3(mean)
-        mean = mean + self.gate_attention(y, y, mask=mask)                  # ĉ (B, 1, n K, C)
+        mean = mean + self.gate_attention(y, y, mask=mask)                  # ĉ (B, n K, C)
 
         # in fp32 under autocast too, as the logit is tiny
         with torch.autocast(mean.device.type, enabled=False):
             logit = self.gate(self.norm_gate(fp32(mean))) / self.config.n_embd
-        gates = logit.sigmoid().clamp(min=self.config.eta).view(B, n, K)
-        return gates.masked_fill(~valid, 0)
-
-
-class Neighbors(NamedTuple):
-    """What the upper layers attend to: each group of m tokens to the neighbors of a chunk"""
-    states: torch.Tensor        # (B, G, K, 2m, C), times their gates
-    mask: torch.Tensor          # (B, G, K 2m), False: the chunk has fewer neighbors
-    in_document: torch.Tensor   # (B, t), False: the token is of another document than the chunk
+        gates = logit.sigmoid().clamp(min=self.config.eta)
+        return gates.view_as(valid).where(valid, 0)
 
 
 class ChunkedCrossAttention(nn.Module):
@@ -498,20 +489,19 @@ class ChunkedCrossAttention(nn.Module):
         self.m = config.chunk_size
         self.attention = Attention(config, config.shift_values)
 
-    def forward(self, x, neighbors):
-        """x (B, t, C), its G groups of Neighbors -> (B, t, C)"""
+    def forward(self, x, states, mask, in_document):
+        """x (B, t, C) in G groups -> (B, t, C). For each group:
+
+        states (B G, K, 2m, C) of neighbors, times their gates
+        mask (B G, 1, 1, K 2m), False: the chunk has fewer neighbors
+        in_document (B, t, 1), False: the token is of another document than the chunk"""
         _, t, C = x.shape
-        m, G = self.m, neighbors.states.size(1)
 
         # a group begins with the last token of a chunk; there is no such token before the first one
-        early = 1
-        x = F.pad(x, (0, 0, early, G * m - early - t))                      # (B, G m, C)
-        groups = self.norm(x).view(-1, 1, m, C)                             # (B G, 1, m, C)
-        states = neighbors.states.flatten(0, 1)                             # (B G, K, 2m, C)
-        mask = neighbors.mask.flatten(0, 1)[:, None, None]                  # (B G, 1, 1, K 2m)
-        y = self.attention(groups, states, first=m - 1, mask=mask)
-        y = y.view_as(x)[:, early:early + t]                                # (B, t, C)
-        return y.masked_fill(~neighbors.in_document[:, :, None], 0)
+        x = F.pad(x, (0, 0, 1, -(1 + t) % self.m))                          # (B, G m, C)
+        groups = self.norm(x).view(-1, self.m, C)                           # (B G, m, C)
+        y = self.attention(groups, states, self.m - 1, mask).view_as(x)
+        return y[:, 1:1 + t].where(in_document, 0)                          # (B, t, C)
 
 
 class Block(nn.Module):
@@ -529,13 +519,18 @@ class Block(nn.Module):
         y, past = self.attention(self.norm1(x), past)
         x = x + self.dropout(y)
         if self.cca and neighbors:
-            x = x + self.dropout(self.cca(x, neighbors))
+            x = x + self.dropout(self.cca(x, *neighbors))
         return x + self.dropout(self.mlp(self.norm2(x))), past
+
+
+def rank_of(scores):
+    """0 for the highest of scores (..., n), 1 for the next, ...; the first of equals is higher"""
+    return scores.argsort(descending=True, stable=True).argsort()
 
 
 def differences(x):
     """x_l - x_j of all pairs: (B, N, N) -> (B, N, N, N), the last two l and j"""
-    return x[:, :, :, None] - x[:, :, None, :]
+    return x[..., :, None] - x[..., None, :]
 
 
 def ranking_loss(s_q, s_t, tau):
@@ -546,17 +541,16 @@ def ranking_loss(s_q, s_t, tau):
 
     s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret and NDCG@20 of each chunk, (B, N)"""
     # the terms of DCG: a positive has gain / log2(1 + r); IDCG is that of the order by s_t
-    gain = torch.exp2(s_t.clamp(min=0)) - 1                                 # (B, N, N)
-    rank = 1 + s_q.argsort(descending=True, stable=True).argsort()
+    gain = torch.exp2(s_t.relu()) - 1                                       # (B, N, N)
+    rank = 1 + rank_of(s_q)
     discount = 1 / torch.log2(1 + rank)
     sorted_discount = discount.sort(descending=True).values
     ideal = gain.sort(descending=True).values * sorted_discount
 
     # λ_lj is 0 unless s_t(l) > s_t(j): a swap changes DCG by the gains' difference times that of
     # the discounts. The hinge is 0 for a j that is not permitted, whose s_q becomes -1e9
-    weight = differences(gain).clamp(min=0)
-    weight = weight * differences(discount).abs()                           # λ_lj IDCG
-    hinge = (tau - differences(s_q.clamp(min=-1e9))).clamp(min=0)           # (B, N, N, N)
+    weight = differences(gain).relu() * differences(discount).abs()         # λ_lj IDCG
+    hinge = (tau - differences(s_q.clamp(min=-1e9))).relu()                 # (B, N, N, N)
     loss = (weight * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
 
     # NDCG of the first 20
@@ -567,22 +561,20 @@ def ranking_loss(s_q, s_t, tau):
 
 # --------------------------------------------------------------------------------------------------
 # the model
-class Memory(NamedTuple):
-    """Of a text with M whole chunks: what can be retrieved, and what the last n chunks, a window or
-    more, have retrieved"""
-    last: torch.Tensor          # (B, 1, m, C) states of the last chunk, which lacks its next one
-    joined: torch.Tensor        # (B, M, 2m, C) row j + 1: of chunks j and j + 1; row 0: zeros
-    keys: torch.Tensor          # (B, M, C) of all chunks; RETRO: (B, M, V)
-    chosen: torch.Tensor        # (B, n, K) the numbers j of neighbors, -1: none
-    neighbors: torch.Tensor     # (B, n, K, 2m, C) their states
-    gates: torch.Tensor         # (B, n, K) their weights, not valid for the first of the n chunks
-
-
-class State(NamedTuple):
-    """What a stream keeps of a text"""
-    past: list                  # of each layer, keys and values of the last two blocks
-    unfinished: torch.Tensor    # (B, fewer than m) tokens of the unfinished chunk
-    memory: Memory
+# Memory of a text with M whole chunks: what can be retrieved, and what the last n chunks, a window
+# or more, have retrieved
+#     last       (B, 1, m, C)      states of the last chunk, which lacks its next one
+#     joined     (B, M, 2m, C)     row j + 1: of chunks j and j + 1; row 0: zeros
+#     keys       (B, M, C)         of all chunks; RETRO: (B, M, V)
+#     chosen     (B, n, K)         the numbers j of neighbors, -1: none
+#     neighbors  (B, n, K, 2m, C)  their states
+#     gates      (B, n, K)         their weights, not valid for the first of the n chunks
+# State: what a stream keeps of a text
+#     past       list              of each layer, keys and values of the last two blocks
+#     unfinished (B, < m)          tokens of the unfinished chunk
+#     memory     Memory
+Memory = namedtuple('Memory', 'last joined keys chosen neighbors gates')
+State = namedtuple('State', 'past unfinished memory')
 
 
 class RPT(nn.Module):
@@ -595,7 +587,8 @@ class RPT(nn.Module):
         seed = torch.randint(2 ** 48, (), device='cpu').item()              # see init_weights
 
         # the last n_cca of the upper layers cross-attend
-        n_upper = config.n_layer - config.n_layer // 2
+        n_lower = config.n_layer // 2
+        n_upper = config.n_layer - n_lower
         n_cca = config.n_cca or n_upper
         if config.retriever == 'none':
             n_cca = 0
@@ -604,15 +597,15 @@ class RPT(nn.Module):
         self.config = config
         self.retrieval = 'on' if n_cca else 'off'                           # see ways
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)     # also the output's
-        self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - n_upper))
+        self.lower = nn.ModuleList(Block(config) for _ in range(n_lower))
         self.upper = nn.ModuleList(Block(config, i >= n_upper - n_cca) for i in range(n_upper))
 
         # retrieval: learned, by BM25 with the idf of the corpus, or none
         self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
         self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
         self.norm = RMSNorm(config.n_embd)                                  # of the output
-        idf = torch.zeros(config.vocab_size) if config.retriever == 'bm25' else None
-        self.register_buffer('idf', idf)                                    # see setup
+        if config.retriever == 'bm25':
+            self.register_buffer('idf', torch.zeros(config.vocab_size))     # see setup
         self.init_weights(seed)
 
     def init_weights(self, seed):
@@ -631,17 +624,17 @@ class RPT(nn.Module):
     def empty_state(self, tokens):
         """The state before the tokens (B, t) of new texts"""
         config, B = self.config, len(tokens)
-        n, m = config.window_chunks, config.chunk_size
-        K, C = config.n_neighbors, config.n_embd
+        m, C = config.chunk_size, config.n_embd
         key_size = config.vocab_size if config.retriever == 'bm25' else C
+        slots = B, config.window_chunks, config.n_neighbors     # (B, n, K)
         zeros = self.embedding.weight.new_zeros
         memory = Memory(
             zeros(B, 0, m, C),                          # last: of no chunk
             zeros(B, 1, 2 * m, C),                      # joined: row 0
             zeros(B, 0, key_size),                      # keys
-            zeros(B, n, K).long() - 1,                  # chosen: none
-            zeros(B, n, K, 2 * m, C),                   # neighbors
-            zeros(B, n, K))                             # gates
+            zeros(slots).long() - 1,                    # chosen: none
+            zeros(*slots, 2 * m, C),                    # neighbors
+            zeros(slots))                               # gates
         return State([None] * config.n_layer, tokens[:, :0], memory)
 
     def retrieve(self, x, tokens, doc, teacher, memory):
@@ -661,16 +654,15 @@ class RPT(nn.Module):
         keys = torch.cat([memory.keys, key], 1)                         # (B, M, C)
 
         # which K chunks each chunk retrieves
-        N = doc.size(1)
-        M = keys.size(1)
+        first = memory.keys.size(1)                     # the number of the first of these chunks
         s_q = product(query, keys) / query.size(2) ** 0.5                   # (B, N, M)
-        doc = F.pad(doc, (M - N, 0))                    # of a stream: its chunks have doc 0
-        mask = permitted(doc, N, window_chunks)
+        doc = F.pad(doc, (first, 0))                    # of a stream: its chunks have doc 0
+        mask = permitted(doc, window_chunks, first)
         if not self.retriever:
             mask = mask & (s_q > 0)                     # RETRO: only chunks with a common term
         scores = s_q
         if self.retrieval == 'shuffled':
-            scores = pseudorandom(M, N, x.device)
+            scores = pseudorandom(s_q.size(2), first, x.device)             # (N, M)
         chosen = top(scores, mask, self.config.n_neighbors)                 # (B, N, K)
         if teacher is not None:
             chosen = chosen.where(teacher == self.NOT_TAUGHT, teacher)
@@ -681,31 +673,32 @@ class RPT(nn.Module):
         chosen = torch.cat([memory.chosen[:, -window_chunks:], chosen], 1)
         gates = self.neighbor_encoder.gates(neighbors, chosen)
         memory = Memory(states[:, -1:], joined, keys, chosen, neighbors, gates)
-        return memory, s_q.masked_fill(~mask, -math.inf)
+        return memory, s_q.where(mask, -math.inf)
 
     def for_groups(self, memory, doc, chunk_doc):
-        """What the upper layers attend to, with doc (B, t) of tokens and chunk_doc (B, N)"""
-        m, t = self.config.chunk_size, doc.size(1)
+        """What ChunkedCrossAttention needs. doc (B, t) of tokens, chunk_doc (B, N)"""
+        m = self.config.chunk_size
         G = chunk_doc.size(1) + 1                       # group 0 is of the chunk before these N
         states = memory.neighbors[:, -G:] * memory.gates[:, -G:, :, None, None]
-        valid = memory.chosen[:, -G:] >= 0
-        mask = valid.repeat_interleave(2 * m, dim=2)                        # (B, G, K 2m)
+        valid = (memory.chosen[:, -G:] >= 0).flatten(0, 1)                  # (B G, K)
+        mask = valid.repeat_interleave(2 * m, 1)                            # (B G, K 2m)
 
-        # the last token of chunk 0 is the first of group 1
-        group = torch.arange(1, t + 1, device=doc.device) // m              # (t,)
-        group_doc = F.pad(chunk_doc, (1, 0))[:, group]                      # (B, t)
-        return Neighbors(states, mask, group_doc == doc)
+        # the first token of group 0 is that before these t
+        group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, 1)        # (B, G m)
+        in_document = group_doc[:, 1:1 + doc.size(1)] == doc                # (B, t)
+        return states.flatten(0, 1), mask[:, None, None], in_document[:, :, None]
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
         """Tokens (B, t) that continue the text of `state`, or begin a text. doc (B, t): their
         documents, if several. teacher (B, N, K): chunks to retrieve in training, -1: none,
         NOT_TAUGHT: those with the highest s_q
         -> f (B, t, C), the new state, s_q (B, N, M) or None"""
-        n = tokens.size(1)
+        m = self.config.chunk_size
         if state is None:
             state = self.empty_state(tokens)
-        tokens = torch.cat([state.unfinished, tokens], 1)       # fewer than m tokens, then these n
-        past = list(state.past)
+        past, unfinished, memory = state
+        past = list(past)                               # another stream may read the same state
+        tokens = torch.cat([unfinished, tokens], 1)
 
         # the lower layers
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
@@ -713,22 +706,21 @@ class RPT(nn.Module):
             x, past[i] = block(x, past[i])
 
         # each whole chunk retrieves; the tokens after it attend to its neighbors
-        m, memory = self.config.chunk_size, state.memory
-        neighbors, s_q = None, None
+        end = tokens.size(1) // m * m                                   # of the whole chunks
+        neighbors = s_q = None
         if self.retrieval != 'off':
             if doc is None:
                 doc = torch.zeros_like(tokens)
             chunk_doc = doc_of_chunks(doc, m)                               # (B, N)
-            if chunk_doc.size(1) > 0:
+            if end > 0:
                 memory, s_q = self.retrieve(x, tokens, chunk_doc, teacher, memory)
             neighbors = self.for_groups(memory, doc, chunk_doc)
 
         # the upper layers
         for i, block in enumerate(self.upper, len(self.lower)):
             x, past[i] = block(x, past[i], neighbors)
-        end = tokens.size(1) // m * m                           # of the whole chunks
         state = State(past, tokens[:, end:], memory)
-        return self.norm(x[:, -n:]), state, s_q
+        return self.norm(x[:, unfinished.size(1):]), state, s_q
 
     def logits(self, f):
         """f (..., C) -> (..., V) fp32"""
@@ -736,13 +728,14 @@ class RPT(nn.Module):
 
     def schedule(self, progress):
         """-> chance that the teacher chooses (§3.4); α and τ of L_ret (§3.3)"""
+        config = self.config
         chance = 0.5 * (1 + math.cos(math.pi * min(1, progress / 0.9)))
-        if self.config.teacher == 'always':
+        if config.teacher == 'always':
             chance = 1
-        if self.config.teacher == 'never':
+        if config.teacher == 'never':
             chance = 0
-        alpha = self.config.alpha * min(1, progress / 0.2)
-        tau = 1 + (self.config.tau - 1) * progress
+        alpha = config.alpha * min(1, progress / 0.2)
+        tau = 1 + (config.tau - 1) * progress
         return chance, alpha, tau
 
     def teacher_neighbors(self, s_t, chance):
@@ -758,7 +751,7 @@ class RPT(nn.Module):
         """A batch (target -1: not scored; in training a TaughtBatch), step / max_steps
         -> L_LM + α L_ret (), what to log"""
         chance, alpha, tau = self.schedule(progress)
-        s_t, teacher = None, None
+        s_t = teacher = None
         if self.training:
             torch.manual_seed(batch.seed)                   # for scheduled sampling, dropout
             s_t = getattr(batch, 'target_scores', None)                     # (B, N, N)
@@ -770,9 +763,8 @@ class RPT(nn.Module):
             return loss, {}
 
         # means over the chunks with a positive; `ranked` of them are in a micro-batch of the step
-        ret_loss, ndcg = ranking_loss(s_q, s_t, tau)                        # 2 x (B, N)
-        ret_loss = ret_loss.sum() / batch.ranked
-        ndcg = ndcg.sum() / batch.ranked
+        of_chunks = ranking_loss(s_q, s_t, tau)                             # 2 x (B, N)
+        ret_loss, ndcg = (x.sum() / batch.ranked for x in of_chunks)
         ranked = (s_t > 0).any(2).sum()
         log = dict(lm_loss=loss, ret_loss=ret_loss, ndcg=ndcg, ranked=ranked)
         return loss + alpha * ret_loss, log
@@ -790,14 +782,14 @@ class RPT(nn.Module):
     @torch.no_grad()
     def read(self, tokens, state=None):
         """The new state of stream(tokens, state), without predictions"""
-        for piece in tokens.split(self.PIECE, dim=1):
-            _, state, _ = self.encode(piece, state=state)
+        for piece in tokens.split(self.PIECE, 1):
+            state = self.encode(piece, state=state)[1]
         return state
 
     def ways(self):
         """What eval.py compares: {name: attributes of the model to set}"""
-        names = ('on', 'shuffled', 'off') if self.neighbor_encoder else ('off',)
-        return {name: {'retrieval': name} for name in names}
+        names = 'on shuffled off' if self.neighbor_encoder else 'off'
+        return {name: {'retrieval': name} for name in names.split()}
 
     def trace(self, tokens, t, state=None):
         """What is retrieved to predict token t + 1 of tokens (n,): [(gate, tokens, start, end)],
@@ -807,11 +799,9 @@ class RPT(nn.Module):
         memory = self.read(tokens[None, t:t + 1], state).memory
 
         # the last whole chunk has retrieved chunks j and j + 1
-        gates, chosen = memory.gates[0, -1], memory.chosen[0, -1]
-        m, retrieved = self.config.chunk_size, []
-        for gate, j in zip(gates.tolist(), chosen.tolist()):
-            if j >= 0:
-                retrieved.append((gate, tokens, j * m, (j + 2) * m))
+        m = self.config.chunk_size
+        pairs = zip(memory.gates[0, -1].tolist(), memory.chosen[0, -1].tolist())
+        retrieved = [(gate, tokens, j * m, (j + 2) * m) for gate, j in pairs if j >= 0]
         return sorted(retrieved, key=lambda item: -item[0])
 
 
@@ -820,10 +810,11 @@ class RPT(nn.Module):
 VERSION = 1     # of the scores on disk: raise it when a change of this section changes a score
 
 
-def corpus_idf(tokens, m, V):
+def corpus_idf(corpus, config):
     """idf (V,) of the chunks of a corpus, as in bm25.py"""
+    tokens, m = corpus.train.tokens, config.chunk_size
     n = len(tokens) // m
-    df = np.zeros(V)
+    df = np.zeros(config.vocab_size)
     for chunk in tokens[:n * m].reshape(n, m):
         df[chunk] += 1                                                      # a repeated id: once
     return torch.from_numpy(idf_lucene(n, df))
@@ -839,14 +830,13 @@ def bm25_candidates(chunks, doc, window_chunks, J, idf):
 
     # the last chunk of a document has no target, so that it has no candidates
     has_target = F.pad(doc[1:] == doc[:-1], (0, 1))                         # (N,)
-    mask = permitted(doc, len(doc), window_chunks) & has_target[:, None] & (scores > 0)
-    order = scores.masked_fill(~mask, 0).argsort(descending=True, stable=True)
-    rank = order.argsort()                                                  # r = 0, 1, ...
-    return (1 - rank / J).clamp(min=0).masked_fill(~mask, 0)
+    mask = permitted(doc, window_chunks) & has_target[:, None] & (scores > 0)
+    rank = rank_of(scores.where(mask, 0))                                   # r = 0, 1, ...
+    return (1 - rank / J).relu().where(mask, 0)
 
 
 def target_log_p(reference, prompts, m):
-    """Mean of log P of the last m tokens of prompts (n, t) -> (n,). As small LMs hardly copy from
+    """Mean of log P of the last m tokens of prompts (n, 4m) -> (n,). As small LMs hardly copy from
     their context, P is a mixture with a continuous cache (Grave et al. 2017):
 
         P(w) = (1 - λ) P_LM(w) + λ P_cache(w)
@@ -854,24 +844,23 @@ def target_log_p(reference, prompts, m):
 
     f is the state that predicts w, f_u are those before it."""
     lam = reference.config.reference_cache                                  # λ
-    states, _, _ = reference.encode(prompts)                                # (n, t, C)
-    f = states[:, -m - 1:-1].contiguous()                                   # (n, m, C)
+    states = reference.encode(prompts)[0]                                   # (n, 4m, C)
+    f = states[:, -m - 1:-1]                                                # (n, m, C)
     w = prompts[:, -m:, None]                                               # (n, m, 1)
 
-    # P_cache; the first f is that of position t - m - 1
-    scores = product(f, states[:, :-1]) / f.size(2) ** 0.5                  # (n, m, t - 1)
-    not_before = torch.full_like(scores, -math.inf).triu(prompts.size(1) - m - 1)
+    # P_cache; the first f is that of position 3m - 1
+    scores = product(f, states[:, :-1]) / f.size(2) ** 0.5                  # (n, m, 4m - 1)
+    not_before = torch.full_like(scores, -math.inf).triu(3 * m - 1)
     p_u = (scores + not_before).softmax(2)
-    follows = prompts[:, None, 1:] == w                                     # (n, m, t - 1)
-    p_cache = p_u.masked_fill(~follows, 0).sum(2)                           # (n, m)
+    follows = prompts[:, None, 1:] == w                                     # (n, m, 4m - 1)
+    p_cache = p_u.where(follows, 0).sum(2)                                  # (n, m)
 
     # in logarithms, as P_LM can be 0 in fp32
-    log_lm = reference.logits(f).log_softmax(2).gather(2, w)[:, :, 0]
+    log_lm = reference.logits(f).log_softmax(2).gather(2, w).squeeze(2)
     log_p = torch.logaddexp(log_lm + math.log(1 - lam), (lam * p_cache).log())
     return log_p.mean(1)
 
 
-@torch.no_grad()
 def target_scores(reference, chunks, candidates):
     """§3.2: what candidate j of chunk i gains the reference LM when it predicts the target c_{i+1}:
 
@@ -883,27 +872,25 @@ def target_scores(reference, chunks, candidates):
     candidates = candidates.to(chunks.device)
 
     # the second term is the first one of j = i - 2, which may be a candidate, too
-    needed = candidates.clone()
-    i = candidates.any(1).nonzero()[:, 0]
-    needed[i, i - 2] = True
+    needed = candidates | candidates[2:].any(1).diag(-2)
 
     # the first terms, of 4,096 tokens at once
     log_p = torch.zeros(N, N, device=chunks.device)
     for pairs in needed.nonzero().split(max(1, 1024 // m)):
         i, j = pairs.unbind(1)                                              # (n,)
-        prompts = chunks[torch.stack([j, j + 1, i, i + 1], dim=1)]          # (n, 4, m)
+        prompts = chunks[torch.stack([j, j + 1, i, i + 1], 1)]              # (n, 4, m)
         log_p[i, j] = target_log_p(reference, prompts.flatten(1), m)
 
     baseline = F.pad(log_p.diagonal(-2), (2, 0))                            # (N,)
-    return (log_p - baseline[:, None]).masked_fill(~candidates, 0)
+    return (log_p - baseline[:, None]).where(candidates, 0)
 
 
 def load_reference(config, train_config, corpus, train_reference):
     """The reference LM, of --reference or trained first; its window has the four chunks of s_t."""
     path, window = config.reference, 4 * config.chunk_size
     steps = min(config.reference_steps, train_config.max_steps)
-    source = path or f'{steps} steps'
-    print(f'stage 1 of 3: the reference LM, {source} (it tells which chunks help)')
+    print(f'stage 1 of 3: the reference LM, {path or f"{steps} steps"} '
+          '(it tells which chunks help)')
 
     # half as deep as RPT, without retrieval
     if not path:
@@ -918,9 +905,9 @@ def load_reference(config, train_config, corpus, train_reference):
     try:
         file = torch.load(path, map_location='cpu', weights_only=True)
         assert file['tokenizer'] == corpus.tokenizer.to_dict()
-        assert file['config']['window'] >= window and file['config']['retriever'] == 'none'
         reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
         reference.load_state_dict(file['model'])
+        assert reference.config.window >= window and reference.neighbor_encoder is None
     except Exception as e:                              # a broken file can raise anything
         raise SystemExit(f'--reference {path}: no RPT of retriever none with this tokenizer and '
                          f'window >= {window} ({e!r:.99})')
@@ -932,8 +919,7 @@ def print_gain_of_copy(reference, chunks):
     """A reference LM that does not copy cannot teach. Prints the mean s_t of candidate i of chunk
     i, whose prompt c_i, c_{i+1}, c_i contains the target; chunks (N, m)"""
     itself = torch.eye(len(chunks)) > 0
-    itself[:2] = False                                                      # they have no baseline
-    itself[-1] = False                                                      # it has no target
+    itself[[0, 1, -1]] = False                          # without a baseline, or a target
     gain = target_scores(reference, chunks, itself)[itself].mean()
     hint = ', too little to teach: see --reference-cache' if gain < 0.5 else ''
     print(f'a copy of the target is worth {gain:.3f} nats per token to the reference LM{hint}')
@@ -965,7 +951,7 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         return lambda batch, g: batch
 
     # the teacher: BM25, or a reference LM which scores the candidates of BM25
-    idf = corpus_idf(corpus.train.tokens, m, config.vocab_size)
+    idf = corpus_idf(corpus, config)
     if config.retriever == 'bm25':
         model.idf.copy_(idf)
     n_stages, reference, weights = 2, None, b''
@@ -977,14 +963,17 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         reference.encode = autocast()(reference.encode)                     # scores remain fp32
         print_gain_of_copy(reference, in_chunks(batches[0].tokens, m)[0])
 
-    # the folder of the scores
+    # the folder of the scores, and how many are computed
     seed = train_config.seed if corpus.hops else 0                          # of the needles
     facts = [VERSION, corpus.fingerprint, corpus.hops, seed, train_config.dtype, m,
              config.window_chunks, config.n_candidates, config.score_every, config.reference_cache]
-    name = hashlib.sha256(repr(facts).encode() + weights).hexdigest()[:16]
-    folder = corpus.folder / f'scores-{name}'
+    digest = hashlib.sha256(repr(facts).encode() + weights)
+    folder = corpus.folder / f'scores-{digest.hexdigest()[:16]}'
     folder.mkdir(exist_ok=True)
+    n = train_config.tokens_per_step // (batches.B * batches.T)             # micro-batches per step
+    total = n * train_config.max_steps
 
+    @functools.lru_cache(n)                     # attach needs all of a step, n times
     def scores_of(g):
         """s_t (B, N, N) of micro-batch g. That of a sequence is computed only once."""
         batch = batches[g]
@@ -1001,21 +990,16 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         return s_t
 
     # compute the scores
-    n = train_config.tokens_per_step // (batches.B * batches.T)             # micro-batches per step
-    total = n * train_config.max_steps
-    n_sequences = total * batches.B
-    print(f'stage {n_stages - 1} of {n_stages}: scores of {n_sequences} sequences in {folder}')
+    print(f'stage {n_stages - 1} of {n_stages}: scores of {total * batches.B} sequences '
+          f'in {folder}')
     rank = int(os.environ.get('RANK', 0))
     world = int(os.environ.get('WORLD_SIZE', 1))
     for g in progress(range(rank, total, world), 'scores', quiet=rank > 0):
         scores_of(g)
 
-    @functools.lru_cache(1)                     # a step's micro-batches need them one by one
-    def scores_of_step(step):
-        return [scores_of(step * n + i) for i in range(n)]
-
     def attach(batch, g):
-        scores = scores_of_step(g // n)
+        first = g // n * n                                                  # of the step
+        scores = [scores_of(first + i) for i in range(n)]
         ranked = sum((s_t > 0).any(2).sum().item() for s_t in scores)
         return TaughtBatch(*batch, scores[g % n], max(1, ranked) / n)
 
@@ -1025,29 +1009,16 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
-def check_ranks(runs, n_texts, T):
-    """SystemExit, unless the last run can be the reference LM of the others on these texts"""
-    *rankers, reference = runs
-    kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
-    retrieve = len(rankers) > 0 and all(run.model.neighbor_encoder for run in rankers)
-    is_lm = reference.model.neighbor_encoder is None
-    has_window = reference.model.config.window_chunks >= 4
-    if not (n_texts and retrieve and is_lm and has_window and len(kinds) == 1):
-        raise SystemExit(f'ranks: runs that retrieve, then their reference LM (window: 4 chunks), '
-                         f'of one tokenizer and chunk size; a document of {T} tokens or more')
-
-
 def ranking_measures(s_q, s_t):
     """Of the order by s_q (n, N, N): {name: mean over the chunks with positives, s_t > 0}"""
-    # the chunks in the order of s_q
-    order = s_q.argsort(descending=True, stable=True)
-    positive = (s_t > 0).gather(2, order)                                   # highest s_q first
+    rank = rank_of(s_q)                                                     # (n, N, N)
+    positive = s_t > 0
     n_positives = positive.sum(2)                                           # (n, N)
 
     # NDCG of one text at a time, as a text takes (N, N, N)
     ndcg = [ranking_loss(q[None], t[None], tau=1)[1] for q, t in zip(s_q, s_t)]
-    measures = {'precision@2': positive[:, :, :2].sum(2) / 2,               # (n, N) each
-                'recall@10': positive[:, :, :10].sum(2) / n_positives,
+    measures = {'precision@2': (positive & (rank < 2)).sum(2) / 2,          # (n, N) each
+                'recall@10': (positive & (rank < 10)).sum(2) / n_positives,
                 'ndcg@20': torch.cat(ndcg)}
     return {name: x[n_positives > 0].mean().item() for name, x in measures.items()}
 
@@ -1056,12 +1027,20 @@ def ranking_measures(s_q, s_t):
 def ranks(runs, args):
     """Table 3: are the chunks that help ranked first? By chance, recency, BM25 and each run but the
     last, which is the reference LM; its s_t is positive if a chunk helps."""
-    config, corpus = runs[0].model.config, runs[0].corpus
+    *rankers, reference = runs
+    config = runs[0].model.config
     m = config.chunk_size
     N = config.block_size // m
     texts = torch.cat([in_chunks(x[None], N * m)[0] for x in runs[0].documents])
-    check_ranks(runs, len(texts), N * m)
-    *rankers, reference = runs
+
+    # the last run must be able to score what the others retrieve
+    kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
+    retrieve = rankers and all(run.model.neighbor_encoder for run in rankers)
+    is_lm = reference.model.neighbor_encoder is None
+    has_window = reference.model.config.window_chunks >= 4
+    if not (len(texts) and retrieve and is_lm and has_window and len(kinds) == 1):
+        raise SystemExit('ranks: runs that retrieve, then their reference LM (window: 4 chunks), '
+                         f'of one tokenizer and chunk size; a document of {N * m} tokens or more')
 
     # at most 16 sequences, evenly spread
     texts = texts[::math.ceil(len(texts) / 16)]                             # (n, T)
@@ -1069,23 +1048,22 @@ def ranks(runs, args):
 
     # s_t of all chunks that each of the runs may retrieve
     window_chunks = max(run.model.config.window_chunks for run in rankers)
-    mask = permitted(texts.new_zeros(N), N, window_chunks)                  # (N, N)
+    mask = permitted(texts.new_zeros(N), window_chunks)                     # (N, N)
     mask[-1] = False                                                        # it has no target
     s_t = torch.stack([target_scores(reference.model, x, mask) for x in chunks])    # (n, N, N)
 
     # s_q by which the chunks are ranked
-    j = torch.arange(N, device=texts.device)
-    idf = corpus_idf(corpus.train.tokens, m, config.vocab_size)
+    idf = corpus_idf(runs[0].corpus, config)
     tf, keys = bm25_vectors(chunks, idf.to(s_t))
     torch.manual_seed(args.seed)
-    rankings = {'chance': torch.rand(s_t.shape), 'latest first': j.expand(s_t.shape),
+    rankings = {'chance': torch.rand_like(s_t), 'latest first': torch.arange(N).expand_as(s_t),
                 'BM25': tf @ keys.mT}
     for run in rankers:
-        _, _, rankings[run.name] = run.model.encode(texts)                  # (n, N, N)
+        rankings[run.name] = run.model.encode(texts)[2]                     # (n, N, N)
 
     result = {}
     for name, s_q in rankings.items():
-        s_q = s_q.to(s_t).masked_fill(~mask, -math.inf)
+        s_q = s_q.to(s_t).where(mask, -math.inf)
         result[name] = ranking_measures(s_q, s_t)
         print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
     return result
@@ -1097,7 +1075,7 @@ TASKS = {'ranks': ranks}
 # --------------------------------------------------------------------------------------------------
 # a demo
 def demo():
-    """The source of RPTConfig, from tokens to the loss; what a chunk retrieves. With assets/rpt.pt"""
+    """The source of RPTConfig, from tokens to the loss; what a chunk retrieves; of assets/rpt.pt"""
     import tiktoken
     file = torch.load(Path(__file__).parent / 'assets/rpt.pt', weights_only=True)
     model = RPT(RPTConfig(**file['config'])).eval()
@@ -1110,12 +1088,12 @@ def demo():
     tokens = torch.tensor([ids])
     f, state, s_q = model.encode(tokens[:, :-1])
     loss = cross_entropy(f, model.embedding.weight, tokens[:, 1:])
-    print(f"""512 tokens in chunks              (B, N, m)         {tuple(in_chunks(tokens, 32).shape)}
-s_q of each chunk with each one   (B, N, N)         {tuple(s_q.shape)}
-a window of none, then neighbors  (B, n, K, 2m, C)  {tuple(state.memory.neighbors.shape)}
-their gates                       (B, n, K)         {tuple(state.memory.gates.shape)}
-states that predict               (B, T, C)         {tuple(f.shape)}
-loss of the 512 next tokens                         {loss:.3f}
+    print(f"""512 tokens in chunks             (B, N, m)        {tuple(in_chunks(tokens, 32).shape)}
+s_q of each chunk with each one  (B, N, N)        {tuple(s_q.shape)}
+a window of none, then neighbors (B, n, K, 2m, C) {tuple(state.memory.neighbors.shape)}
+their gates                      (B, n, K)        {tuple(state.memory.gates.shape)}
+states that predict              (B, T, C)        {tuple(f.shape)}
+loss of the 512 next tokens                       {loss:.3f}
 To predict what follows {tokenizer.decode(ids[480:-1])!r:.70}, it reads:""")
     for gate, _, start, end in model.trace(tokens[0], 511):
         print(f'gate {gate:.3f}  {tokenizer.decode(ids[start:end])!r:.90}')

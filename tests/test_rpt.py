@@ -76,7 +76,7 @@ def corpus_idf(tokens, V):
 IDF = corpus_idf(tokens_of(9, 400)[0].tolist(), V)
 
 
-def taught(tokens, J=4, **more):
+def taught(tokens, J=4):
     """A batch with random scores of BM25's candidates; every third chunk has no positive."""
     chunks = tokens.unflatten(1, (-1, CHUNK))
     doc = torch.zeros(chunks.size(1))
@@ -86,7 +86,7 @@ def taught(tokens, J=4, **more):
     scores[:, 2::3] = -scores[:, 2::3].abs()
     scores = scores.where(candidates, 0)
     ranked = (scores > 0).any(2).sum().item()
-    return batch_of(tokens, target_scores=scores, ranked=ranked, **more)
+    return batch_of(tokens, target_scores=scores, ranked=ranked)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -99,9 +99,6 @@ def norm(module, x):
 def attention(module, x, y, x_positions=None, y_positions=None, mask=None):
     """Token a of x (t, C) attends to the tokens b of y (s, C) where mask[a][b]. Positions are
     0, 1, ... unless given."""
-    if x_positions is None:
-        x_positions = range(len(x))
-        y_positions = range(len(y))
     if hasattr(module, 'qkv'):
         weight = module.qkv.weight
     else:
@@ -114,8 +111,8 @@ def attention(module, x, y, x_positions=None, y_positions=None, mask=None):
 
     # softmax(q kᵀ / sqrt(D)) v in each head
     q, k, v = (z.unflatten(1, (module.n_head, -1)) for z in (q, k, v))  # (t or s, H, D)
-    q = rope(q, x_positions)
-    k = rope(k, y_positions)
+    q = rope(q, x_positions or range(len(q)))
+    k = rope(k, y_positions or range(len(k)))
     scores = torch.einsum('ahd,bhd->hab', q, k) / q.size(2) ** 0.5
     if mask is not None:
         scores = scores.masked_fill(~torch.tensor(mask), -math.inf)
@@ -175,7 +172,7 @@ def gates_of(model, neighbors, chunk_doc):
     """§3.1: max(η, σ(w_ng ĉ / C)) of each neighbor of each chunk. ĉ has attended to neighbors of
     higher rank of its chunk, and to those of the w - 1 chunks before it, of its document."""
     config, encoder = model.config, model.neighbor_encoder
-    w, K = config.window // config.chunk_size, config.n_neighbors
+    w, K = config.window_chunks, config.n_neighbors
     slots = [(i, rank) for i in range(len(neighbors)) for rank in range(len(neighbors[i]))]
     if not slots or not config.gate:
         return [[1.0] * len(x) for x in neighbors]
@@ -210,7 +207,7 @@ def cross_attention(cca, x, neighbors, chunk_doc, doc):
 def by_definition(model, tokens, doc):
     """tokens, doc (t,) -> log P (t, V); of each chunk, the chunks it retrieves and their gates"""
     config = model.config
-    m, w = config.chunk_size, config.window // config.chunk_size
+    m, w = config.chunk_size, config.window_chunks
     n = len(tokens) // m
 
     # the lower layers
@@ -222,11 +219,11 @@ def by_definition(model, tokens, doc):
 
     # chunk i retrieves from chunks 0 to i - w of its document
     docs = [set(doc[i * m:(i + 1) * m]) for i in range(n)]
-    chunk_doc = [min(docs[i]) if len(docs[i]) == 1 else -1 for i in range(n)]
+    chunk_doc = [min(x) if len(x) == 1 else -1 for x in docs]
     permitted = [[j for j in range(i - w + 1) if chunk_doc[i] == chunk_doc[j] >= 0]
                  for i in range(n)]
     states, order = rank_chunks(model, chunks, tokens, permitted)
-    retrieved = [order[i][:config.n_neighbors] for i in range(n)]
+    retrieved = [chosen[:config.n_neighbors] for chosen in order]
 
     # neighbors and their gates
     neighbors = []
@@ -257,24 +254,23 @@ def retrieved_by(model, tokens, doc=None):
 def streamed(model, tokens, cuts):
     """log P of tokens in pieces that end before these positions"""
     state, parts = None, []
-    for piece in tokens.tensor_split(cuts, dim=1):
+    for piece in tokens.tensor_split(cuts, 1):
         log_p, state = model.stream(piece, state)
         parts.append(log_p)
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize('more, doc', [(more, docs_of(T - 3)) for more in SETTINGS] + [
-    ({}, docs_of(40, padding=40)),
-    ({}, docs_of(14, 17, 1, 22, 18, 3, padding=5)),
-    (dict(retriever='bm25'), docs_of(14, 17, 1, 22, 18, 3, padding=5))])
+@pytest.mark.parametrize('doc', [docs_of(T - 3),
+                                 docs_of(14, 17, 1, 22, 18, 3, padding=25)])
+@pytest.mark.parametrize('more', SETTINGS)
 def test_the_model_is_the_papers(more, doc):
     """Chunks of two documents or padding are not retrieved; a group is of its chunk's document."""
     model = small(**more)
     tokens = tokens_of(t=doc.size(1), b=1)
     log_p, wanted, _ = by_definition(model, tokens[0], doc[0].tolist())
-    for i, chunks in enumerate(retrieved_by(model, tokens, doc)):
-        assert chunks == wanted[i], f'chunk {i} retrieves {chunks}, by the definition {wanted[i]}'
     assert any(wanted) == (model.config.retriever != 'none')
+    if any(wanted):
+        assert retrieved_by(model, tokens, doc) == wanted
     f = model.encode(tokens, doc)[0]
     close(model.logits(f)[0].log_softmax(-1), log_p)
 
@@ -305,12 +301,10 @@ def test_the_future_is_invisible(more, t=T - 3):
     """A row of a batch for each changed token: log P changes from this token on, not before."""
     model = small(**more)
     tokens = tokens_of(t=t, b=1)
-    changed = tokens.repeat(t, 1)
-    changed[range(t), range(t)] += 1
+    changed = tokens + torch.eye(t).long()
     difference = model.log_probs(changed % V) - model.log_probs(tokens)
     difference = difference.abs().amax(2)                               # (changed token, position)
-    for token, position in (difference.tril(-1) > EPS).nonzero().tolist():
-        pytest.fail(f'the prediction at position {position} depends on token {token}, a later one')
+    assert difference.tril(-1).max() < EPS
     assert difference.diag().min() > EPS
     if model.config.retriever == 'sem':                                 # it is felt later too
         assert difference.triu(START).max() > EPS
@@ -336,10 +330,10 @@ def test_without_neighbors_cross_attention_is_zero(retriever):
     """Exactly: chunks before chunk w, and all chunks with an empty choice of a teacher."""
     model = small(retriever=retriever)
     tokens = tokens_of()
-    on, _, _ = model.encode(tokens)
-    empty, _, _ = model.encode(tokens, teacher=torch.full((B, N, K), -1))
+    on = model.encode(tokens)[0]
+    empty = model.encode(tokens, teacher=torch.full((B, N, K), -1))[0]
     vars(model).update(model.ways()['off'])
-    off, _, _ = model.encode(tokens)
+    off = model.encode(tokens)[0]
     assert torch.equal(empty, off)
     assert torch.equal(on[:, :START], off[:, :START])
     assert (on - off)[:, START:].abs().max() > EPS
@@ -347,29 +341,19 @@ def test_without_neighbors_cross_attention_is_zero(retriever):
 
 @pytest.mark.parametrize('more', SETTINGS)
 def test_streaming_equals_the_full_pass(more, t=12 * CHUNK + 3):
-    """In pieces that end anywhere, over several windows."""
+    """In pieces that end anywhere; of a token; of a chunk, shifted; after a text read in pieces"""
     model = small(**more)
+    model.PIECE = 3 * CHUNK - 1
     tokens = tokens_of(t=t)
-    cuts = torch.randperm(t - 1, generator=generator(1))[:12].sort().values + 1
+    anywhere = torch.randperm(t - 1, generator=generator(1))[:12].sort().values + 1
+    first, second, rest = tokens.tensor_split([START + 3, 8 * CHUNK + 2], 1)
     for attributes in model.ways().values():
         vars(model).update(attributes)
-        close(streamed(model, tokens, cuts.tolist()), model.log_probs(tokens))
-
-
-@pytest.mark.parametrize('more', SETTINGS)
-def test_streaming_tokens_and_reading(more, t=12 * CHUNK + 3):
-    """In pieces of a token; of a chunk, shifted; after a text that was read in pieces"""
-    model = small(**more)
-    tokens = tokens_of(t=t)
-    full = model.log_probs(tokens)
-    for cuts in (range(1, t), range(CHUNK - 1, t, CHUNK)):
-        close(streamed(model, tokens, list(cuts)), full)
-    model.PIECE = 3 * CHUNK - 1
-    state = model.read(tokens[:, :0])
-    first, second, rest = tokens.tensor_split([START + 3, 8 * CHUNK + 2], dim=1)
-    state = model.read(second, model.read(first, state))
-    log_p, _ = model.stream(rest, state)
-    close(log_p, full[:, -rest.size(1):])
+        full = model.log_probs(tokens)
+        for cuts in (anywhere.tolist(), range(1, t), range(CHUNK - 1, t, CHUNK)):
+            close(streamed(model, tokens, list(cuts)), full)
+        state = model.read(second, model.read(first, model.read(tokens[:, :0])))
+        close(model.stream(rest, state)[0], full[:, -rest.size(1):])
 
 
 def test_far_positions_equal_near_ones():
@@ -378,12 +362,9 @@ def test_far_positions_equal_near_ones():
     model = small(n_layer=2)
     tokens = tokens_of(t=2 ** 14, b=1)
     vars(model).update(model.ways()['off'])
-    last = []
-    for text in (tokens, tokens[:, -1024:]):
-        _, state = model.stream(text[:, :-64])
-        log_p, _ = model.stream(text[:, -64:], state)
-        last.append(log_p)
-    close(*last, atol=1e-4)
+    far = streamed(model, tokens, [-64])
+    near = streamed(model, tokens[:, -1024:], [-64])
+    close(far[:, -64:], near[:, -64:], atol=1e-4)
 
 
 @pytest.mark.parametrize('retriever', ['sem', 'bm25'])
@@ -464,7 +445,7 @@ def ranking_by_loops(s_q, s_t, tau):
 
 @pytest.mark.parametrize('n, J, tau', [(9, 4, 4.0), (9, 20, 0.5), (28, 26, 2.0)])
 def test_ranking_loss(n, J, tau):
-    """Of each chunk, and its gradient."""
+    """Of each chunk, and its gradient; every third chunk has no positive."""
     s_t = taught(tokens_of(t=n * CHUNK), J).target_scores
     i = torch.arange(n)
     s_q = 2 * torch.randn(B, n, n, generator=generator(2))
@@ -472,22 +453,12 @@ def test_ranking_loss(n, J, tau):
     loss, ndcg = ranking_loss(s_q, s_t, tau)
     by_loops = [ranking_by_loops(s_q[b, i], s_t[b, i], tau) for b in range(B) for i in range(n)]
     wanted_loss, wanted_ndcg = zip(*by_loops)
-    wanted_loss = torch.stack(wanted_loss).view(B, n)
-    close(loss, wanted_loss)
-    close(ndcg, torch.tensor(wanted_ndcg).view(B, n))
+    wanted_loss = torch.stack(wanted_loss)
+    close(loss.flatten(), wanted_loss)
+    close(ndcg.flatten(), torch.tensor(wanted_ndcg))
     grad, = torch.autograd.grad(loss.sum(), s_q)
     close(grad, torch.autograd.grad(wanted_loss.sum(), s_q)[0])
     assert grad.any()
-
-
-def test_ranking_loss_without_positives(n=9):
-    s_t = taught(tokens_of(t=n * CHUNK)).target_scores
-    s_q = torch.randn(B, n, n, requires_grad=True)
-    for nothing in (-s_t.abs(), 0 * s_t):
-        loss, ndcg = ranking_loss(s_q, nothing, 2.0)
-        grad, = torch.autograd.grad(loss.sum(), s_q)
-        for x in (loss, ndcg, grad):
-            assert not x.any()
 
 
 def prompt_log_p(reference, chunks, j, i, cache):
@@ -516,7 +487,6 @@ def test_target_scores_by_reading_each_prompt(cache):
         wanted = prompt_log_p(reference, chunks, j, i, cache)
         wanted = wanted - prompt_log_p(reference, chunks, i - 2, i, cache)
         assert scores[i, j].item() == pytest.approx(wanted.item(), abs=EPS)
-    assert scores[5, 3].abs() < EPS
     assert candidates.sum() > 15
     assert not scores[~candidates].any()
     reference.norm.weight.data *= 1e5                                   # some P are 0 in fp64
@@ -592,7 +562,7 @@ def test_the_loss_in_training():
 
 def test_training_is_determined_by_the_seed():
     model = small(dropout=0.2).train()
-    batch = taught(tokens_of(), J=6)
+    batch = taught(tokens_of())
     losses = []
     for seed in (1, 1, 2):
         batch.seed = seed
@@ -602,14 +572,13 @@ def test_training_is_determined_by_the_seed():
 
 
 def test_what_models_share_begins_equal():
-    weights = {}
-    for retriever in ('sem', 'bm25', 'none'):
+    def parameters(retriever):
         torch.manual_seed(3)
-        weights[retriever] = RPT(RPTConfig(retriever=retriever)).state_dict()
-    del weights['bm25']['idf']
+        return RPT(RPTConfig(retriever=retriever)).named_parameters()
+    wanted = dict(parameters('sem'))
     for retriever in ('bm25', 'none'):
-        for name, x in weights[retriever].items():
-            assert torch.equal(x, weights['sem'][name]), name
+        for name, p in parameters(retriever):
+            assert torch.equal(p, wanted[name]), name
 
 
 # --------------------------------------------------------------------------------------------------
@@ -674,8 +643,8 @@ def test_setup_scores_the_candidates(start, capsys, retriever):
     # `ranked` is a mean over the two micro-batches of a step
     n_positive = [(batch.target_scores > 0).any(2).sum().item() for batch in taught]
     for g, batch in enumerate(taught[:8]):
-        step = g // 2
-        assert batch.ranked == sum(n_positive[2 * step:2 * step + 2]) / 2
+        first = g // 2 * 2
+        assert batch.ranked == sum(n_positive[first:first + 2]) / 2
     model.train()(batch, 0.5)[0].backward()
 
 
@@ -707,8 +676,8 @@ def test_scores_are_computed_once(count, monkeypatch, capsys):
     assert count(reference_cache=0.0) > 0
     assert 'too little' in capsys.readouterr().out                      # it hardly copies
     for more in (dict(score_every=3), dict(n_candidates=5), dict(window=6 * CHUNK),
-                 dict(shift=0.1), dict(reference_cache=0.5), dict(retriever='lex'),
-                 dict(block_size=44), dict(train_config=replace(CONFIG, dtype='bf16'))):
+                 dict(shift=0.1), dict(retriever='lex'), dict(block_size=44),
+                 dict(train_config=replace(CONFIG, dtype='bf16'))):
         assert count(**more) > 0, more
     monkeypatch.setattr(rpt, 'VERSION', 0)
     assert count() > 0
@@ -801,7 +770,7 @@ def test_retrieval_is_learned():
     def copies(n, seed=0):
         text = torch.randint(0, 16, (n, 12 * CHUNK), generator=random)
         noise = torch.randint(16, 24, (n, 3 * CHUNK), generator=random)
-        batch = batch_of(torch.cat([text, noise, text], dim=1), seed=seed, ranked=n * 12,
+        batch = batch_of(torch.cat([text, noise, text], 1), seed=seed, ranked=n * 12,
                          target_scores=s_t.expand(n, -1, -1))
         batch.targets[:, :16 * CHUNK - 1] = -1                          # the first asks for it
         return batch
