@@ -490,14 +490,14 @@ class ChunkedCrossAttention(nn.Module):
         self.attention = Attention(config, config.shift_values)
 
     def forward(self, x, states, mask, in_document):
-        """x (B, t, C) in G groups -> (B, t, C). For each group:
+        """x (B, t, C), in G groups -> (B, t, C)
 
-        states (B G, K, 2m, C) of neighbors, times their gates
+        states (B G, K, 2m, C) of the neighbors of each group, times their gates
         mask (B G, 1, 1, K 2m), False: the chunk has fewer neighbors
         in_document (B, t, 1), False: the token is of another document than the chunk"""
         _, t, C = x.shape
 
-        # a group begins with the last token of a chunk; there is no such token before the first one
+        # a group begins with the last token of a chunk; zeros precede the first chunk
         x = F.pad(x, (0, 0, 1, -(1 + t) % self.m))                          # (B, G m, C)
         groups = self.norm(x).view(-1, self.m, C)                           # (B G, m, C)
         y = self.attention(groups, states, self.m - 1, mask).view_as(x)
@@ -676,7 +676,8 @@ class RPT(nn.Module):
         return memory, s_q.where(mask, -math.inf)
 
     def for_groups(self, memory, doc, chunk_doc):
-        """What ChunkedCrossAttention needs. doc (B, t) of tokens, chunk_doc (B, N)"""
+        """What ChunkedCrossAttention needs: states, mask, in_document. doc (B, t) of tokens,
+        chunk_doc (B, N)"""
         m = self.config.chunk_size
         G = chunk_doc.size(1) + 1                       # group 0 is of the chunk before these N
         states = memory.neighbors[:, -G:] * memory.gates[:, -G:, :, None, None]
@@ -697,7 +698,7 @@ class RPT(nn.Module):
         if state is None:
             state = self.empty_state(tokens)
         past, unfinished, memory = state
-        past = list(past)                               # another stream may read the same state
+        past = list(past)                               # a state can be continued more than once
         tokens = torch.cat([unfinished, tokens], 1)
 
         # the lower layers
@@ -973,7 +974,7 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     n = train_config.tokens_per_step // (batches.B * batches.T)             # micro-batches per step
     total = n * train_config.max_steps
 
-    @functools.lru_cache(n)                     # attach needs all of a step, n times
+    @functools.lru_cache(n)                     # for attach, which needs all n of a step each time
     def scores_of(g):
         """s_t (B, N, N) of micro-batch g. That of a sequence is computed only once."""
         batch = batches[g]
@@ -1033,7 +1034,7 @@ def ranks(runs, args):
     N = config.block_size // m
     texts = torch.cat([in_chunks(x[None], N * m)[0] for x in runs[0].documents])
 
-    # the last run must be able to score what the others retrieve
+    # the last run must be able to score what each of the others retrieves
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
     retrieve = rankers and all(run.model.neighbor_encoder for run in rankers)
     is_lm = reference.model.neighbor_encoder is None
