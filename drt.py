@@ -379,7 +379,7 @@ class ChunkEncoder(nn.Module):
         y = self.norm(y).view(x.shape)                                  # C_k
         k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)
         if self.shift:
-            v = v.roll(-1, dims=2)          # of the next token; the last token has the landmark's
+            v = v.roll(-1, 2)          # of the next token; the last token has the landmark's
         return y, torch.stack([k, v])
 
 
