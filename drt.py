@@ -688,8 +688,8 @@ class DRT(nn.Module):
         on = dict(retriever=self.config.retriever, source='text')
         ways = {'on': on}
         if self.corpus:                                                 # Table 4
-            ways['corpus'] = dict(on, source='corpus')
-            ways['both'] = dict(on, source='both')
+            for source in ('corpus', 'both'):
+                ways[source] = dict(on, source=source)
         ways['shuffled'] = dict(on, retriever='random')
         ways['off'] = dict(on, retriever='off')
         return ways
@@ -747,7 +747,7 @@ def demo():
 
     ids = tokenizer.encode(inspect.getsource(DRTConfig))[:401]
     tokens = torch.tensor([ids])
-    x = model.insert(tokens[:, :-1], value=model.config.vocab_size)
+    x = model.insert(tokens[:, :-1], model.config.vocab_size)
     f, chunks, state = model.encode(x, model.empty_state(1))
     log_p = model.log_probs(tokens[:, :-1]).gather(2, tokens[:, 1:, None])
     print(f"""400 tokens and landmarks   (B, L)        {tuple(x.shape)}

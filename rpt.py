@@ -97,7 +97,7 @@ class RPTConfig:
             raise ValueError('window: a multiple of 2 chunk_size')
         if self.n_candidates < self.n_neighbors:
             raise ValueError('n_candidates: at least n_neighbors')
-        if self.retriever != 'none' and self.block_size < self.window + 2 * self.chunk_size:
+        if self.block_size < self.window + 2 * self.chunk_size and self.retriever != 'none':
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
         if self.reference and self.retriever != 'sem':
             raise ValueError('a reference is for retriever sem')
@@ -616,7 +616,7 @@ class RPT(nn.Module):
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
                 std = 0.02 * math.sqrt(768 / self.config.n_embd)
                 if name.endswith('proj.weight'):            # of what layers add to x
-                    std = std / math.sqrt(2 * self.config.n_layer)
+                    std /= math.sqrt(2 * self.config.n_layer)
                 nn.init.normal_(p, std=std)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
@@ -873,7 +873,9 @@ def target_scores(reference, chunks, candidates):
     candidates = candidates.to(chunks.device)
 
     # the second term is the first one of j = i - 2, which may be a candidate, too
-    needed = candidates | candidates[2:].any(1).diag(-2)
+    i = torch.arange(2, N)
+    needed = candidates.clone()
+    needed[i, i - 2] |= candidates[i].any(1)
 
     # the first terms, of 4,096 tokens at once
     log_p = torch.zeros(N, N, device=chunks.device)
@@ -906,7 +908,8 @@ def load_reference(config, train_config, corpus, train_reference):
     try:
         file = torch.load(path, map_location='cpu', weights_only=True)
         assert file['tokenizer'] == corpus.tokenizer.to_dict()
-        reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
+        reference = RPT(RPTConfig(**file['config'])).eval()
+        reference.requires_grad_(False)
         reference.load_state_dict(file['model'])
         assert reference.config.window >= window and reference.neighbor_encoder is None
     except Exception as e:                              # a broken file can raise anything

@@ -515,7 +515,7 @@ def test_answers_follow_from_the_needles(name, hops, grow):
             assert scored.mean() < 0.35
             opens = hidden(tokenizer, row)
             n_answers = check_answers(tokenizer, row, opens, scored, hops)
-            assert 0 < n_answers <= len(opens) // hops
+            assert 0 < n_answers <= len(opens) // hops, 'answers that begin a chunk'
 
 
 def test_names_differ_and_are_not_in_the_text():

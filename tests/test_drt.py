@@ -25,8 +25,7 @@ def small(**settings):
 
 
 def random_tokens(seed=0, t=T, b=B):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(V, (b, t), generator=generator)
+    return torch.randint(V, (b, t), generator=torch.Generator().manual_seed(seed))
 
 
 def changed(tokens, t):
@@ -37,7 +36,7 @@ def changed(tokens, t):
 
 
 def positions_that_differ(a, b):
-    """a, b (B, T, n) -> list of T bools: is any number at this position different?"""
+    """a, b (B, T, n) -> (T,) bool: is any number at this position different?"""
     return (a != b).any(2).any(0)
 
 
@@ -247,8 +246,7 @@ def f_of_tokens(model, batch):
     return states[0][:, ids[0] < V]
 
 
-def two_documents():
-    return (torch.arange(T) >= 16).long().expand(B, T)
+TWO_DOCUMENTS = (torch.arange(T) >= 16).long().expand(B, T)
 
 
 def test_documents_are_respected():
@@ -256,14 +254,14 @@ def test_documents_are_respected():
     model = small(window=2, n_neighbors=9)
     a = random_tokens()
     b = torch.cat([random_tokens(1)[:, :16], a[:, 16:]], dim=1)
-    f, g = (f_of_tokens(model, batch_of(x, two_documents())) for x in (a, b))
+    f, g = (f_of_tokens(model, batch_of(x, TWO_DOCUMENTS)) for x in (a, b))
     assert torch.equal(f[:, 21:], g[:, 21:])                            # 4 layers, window 2
 
 
 def test_which_tokens_read_in_two_documents():
     """Those of a chunk whose landmark before is of their document, and has a chunk before it"""
     model = small(window=2, n_neighbors=9)
-    batch = batch_of(random_tokens(), two_documents())
+    batch = batch_of(random_tokens(), TWO_DOCUMENTS)
     for block in model.upper:                   # without self-attention, tokens show what they read
         block.attention.proj.weight.data.zero_()
     on = f_of_tokens(model, batch)
@@ -371,21 +369,15 @@ def test_what_a_corpus_must_be():
 CORPUS = random_tokens(1, t=40)[0]              # 13 chunks and a token
 
 
-def with_corpus(monkeypatch, **settings):
-    """A model that has read CORPUS in pieces of 16 positions"""
-    model = small(**settings)
-    monkeypatch.setattr(DRT, 'PIECE', 1)
-    prepare(model, CORPUS)
-    monkeypatch.setattr(DRT, 'PIECE', 20)
-    return model
-
-
 @pytest.mark.parametrize('way', ['on', 'corpus', 'both'])
 @pytest.mark.parametrize('settings', [{}, dict(n_neighbors=30), dict(encoder='tokens'),
                                       dict(next_chunk=False)], ids=str)
 def test_retrieval_from_a_corpus(settings, way, monkeypatch):
     """Table 4: a corpus is a text before, outside of the window. trace has what Eq. 1 retrieves."""
-    model = with_corpus(monkeypatch, **settings)
+    model = small(**settings)
+    monkeypatch.setattr(DRT, 'PIECE', 1)            # the corpus in pieces of 16 positions
+    prepare(model, CORPUS)
+    monkeypatch.setattr(DRT, 'PIECE', 20)
     text = random_tokens(b=1)[0]
     assert list(model.ways()) == ['on', 'corpus', 'both', 'shuffled', 'off']
     vars(model).update(model.ways()[way])
@@ -409,9 +401,8 @@ def test_retrieval_from_a_corpus(settings, way, monkeypatch):
 
 
 def test_without_retrieval_there_is_nothing_to_trace():
-    text = random_tokens()[0]
     for settings in (dict(groups=0), dict(retriever='off')):
-        assert small(**settings).trace(text, T - 1) == []
+        assert small(**settings).trace(random_tokens()[0], T - 1) == []
 
 
 # --------------------------------------------------------------------------------------------------

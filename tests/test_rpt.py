@@ -270,7 +270,8 @@ def test_the_model_is_the_papers(more, doc):
     log_p, wanted, _ = by_definition(model, tokens[0], doc[0].tolist())
     assert any(wanted) == (model.config.retriever != 'none')
     if any(wanted):
-        assert retrieved_by(model, tokens, doc) == wanted
+        chosen = retrieved_by(model, tokens, doc)
+        assert chosen == wanted, 'what each chunk retrieves, by the model and by the definition'
     f = model.encode(tokens, doc)[0]
     close(model.logits(f)[0].log_softmax(-1), log_p)
 
@@ -304,7 +305,8 @@ def test_the_future_is_invisible(more, t=T - 3):
     changed = tokens + torch.eye(t).long()
     difference = model.log_probs(changed % V) - model.log_probs(tokens)
     difference = difference.abs().amax(2)                               # (changed token, position)
-    assert difference.tril(-1).max() < EPS
+    too_early = (difference.tril(-1) > EPS).nonzero().tolist()
+    assert too_early == [], '[[token, the position of an earlier prediction that depends on it]]'
     assert difference.diag().min() > EPS
     if model.config.retriever == 'sem':                                 # it is felt later too
         assert difference.triu(START).max() > EPS

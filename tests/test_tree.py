@@ -74,17 +74,6 @@ def is_packed(node):
     return False
 
 
-def lines_of_kernels(tree):
-    """Signatures and launches of Triton kernels: they have many arguments."""
-    lines = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name.endswith('_kernel'):
-            lines.update(range(node.lineno, node.body[0].lineno))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-            lines.update(range(node.lineno, node.end_lineno + 1))
-    return lines
-
-
 def size(name):
     return sum(tokens_per_line(read(name)).values())
 
@@ -105,8 +94,7 @@ def test_lines_are_not_dense(name):
     assert max(map(len, text.splitlines())) <= 100
     share = sum(n > 20 for n in counts.values()) / len(counts)
     assert share <= (0.20 if name in TESTS else 0.12)
-    exceptions = lines_of_kernels(ast.parse(text))
-    assert [line for line, n in counts.items() if n > 36 and line not in exceptions] == []
+    assert [line for line, n in counts.items() if n > 36] == []
 
 
 @pytest.mark.parametrize('name', [*BUDGET, *TESTS])
