@@ -8,11 +8,11 @@ BM25: which documents share the most, and the rarest, terms with a query? Nothin
     weight(t, d) = idf(t) · tf / (tf + k1 · (1 - b + b · len(d) / mean len))
     idf(t)       = log(1 + (N - df + 0.5) / (df + 0.5))
 
-Document d has the term t tf times; df of the N documents have it. A search multiplies counts (Q, V)
-by weights (V, N). The weights of the H terms that many documents have are a dense matrix, for BLAS;
-other terms have postings: a list of (document, weight). P counts the pairs (text, term) of a list
-of texts. Sums are in fp64 and rounded to fp32 at the end, so that their order changes no rank. Of
-equal scores, the lower id comes first.
+Document d has the term t tf times; df of the N documents have it; there are V terms. The search of
+Q queries is a product of their counts (Q, V) and the weights (V, N). The weights of the H terms
+that many documents have are a dense matrix, for BLAS. Other terms have postings: a list of
+(document, weight). P counts the pairs (text, term) of a list of texts. Sums are in fp64 and rounded
+to fp32 at the end, so that their order changes no rank. Of equal scores, the lower id comes first.
 
     $ python bm25.py        segments of the .py files in Python's lib folder search each other
 """
@@ -26,25 +26,49 @@ BLOCK = 256             # queries in one product of matrices
 
 
 def idf_lucene(N, df):
+    """idf (V,) of terms that df (V,) of N documents have"""
     return np.log(1 + (N - df + 0.5) / (df + 0.5))
 
 
 def count(texts):
-    """How often each text has each term.
+    """The terms of each text, and tf, the number of times that each occurs in it.
     texts: arrays (len,) of token ids -> (3, P): text, term, tf, sorted by text, then by term"""
-    found = [np.array(np.unique(text, return_counts=True)) for text in texts]   # (2, its terms)
-    assert all(x.dtype.kind == 'i' or not x.size for x in found), 'ids are integers'
-    text = np.repeat(np.arange(len(texts)), [x.shape[1] for x in found])
-    return np.vstack([text, np.hstack([np.zeros((2, 0)), *found])]).astype(int)
+    pairs = [np.zeros((3, 0), int)]                                 # if all texts are empty
+    for i, text in enumerate(texts):
+        if len(text):
+            terms, tf = np.unique(text, return_counts=True)
+            pairs.append([np.full(len(terms), i), terms, tf])
+    return np.hstack(pairs)
+
+
+def join_ranges(first, size):
+    """All ranges first[i], ..., first[i] + size[i] - 1 in one array.
+
+    >>> join_ranges(np.array([5, 20]), np.array([2, 3]))
+    array([ 5,  6, 20, 21, 22])"""
+    # range i begins at position begin[i] of the result: a number is first[i] + position - begin[i]
+    begin = size.cumsum() - size
+    return np.repeat(first - begin, size) + np.arange(size.sum())
+
+
+def best_documents(scores, k):
+    """The ids (n,) of the k highest scores (N,), best first; fewer if fewer are above 0"""
+    ids = np.flatnonzero(scores > 0)
+    if k < len(ids):
+        kth = np.partition(scores, -k)[-k]                          # the k-th best score
+        ids = np.flatnonzero(scores >= kth)                         # all that equal it, too
+    order = np.argsort(-scores[ids], kind='stable')                 # of equal scores by id
+    return ids[order[:k]]
 
 
 class BM25:
     """An index of N documents, arrays (len,) of token ids.
     idf: (V,) by token id, of another corpus; terms beyond it count 0. None: of these documents."""
     def __init__(self, docs, k1=1.2, b=0.75, idf=None):
+        # the weight of each pair (document, term)
         N = self.N = len(docs)
         doc, term, tf = count(docs)                                 # (P,)
-        df = np.bincount(term)                                      # (V,)
+        df = self.df = np.bincount(term)                            # (V,)
         if idf is None:
             idf = idf_lucene(N, df)
         idf = np.pad(idf, (0, len(df)))
@@ -52,78 +76,95 @@ class BM25:
         norm = k1 * (1 - b + b * length * N / max(1, length.sum()))
         weight = idf[term] * tf / (tf + norm[doc])                  # (P,)
 
+        # the dense matrix of frequent terms
         frequent = df > FREQUENT * N                                # (V,)
-        self.row = np.where(frequent, frequent.cumsum() - 1, -1)    # (V,) in the dense part, or -1
-        dense = frequent[term]                                      # (P,)
+        self.row = np.where(frequent, frequent.cumsum() - 1, -1)    # (V,) of the matrix, or -1
         self.dense = np.zeros((frequent.sum(), N))                  # (H, N)
-        self.dense[self.row[term[dense]], doc[dense]] = weight[dense]
-        order = term.argsort(kind='stable')                         # by term, then by document
-        self.doc, self.weight = doc[order], weight[order]           # postings, frequent terms too
-        self.first, self.df = df.cumsum() - df, df                  # (V,) where they begin
+        in_matrix = frequent[term]                                  # (P,)
+        self.dense[self.row[term[in_matrix]], doc[in_matrix]] = weight[in_matrix]
+
+        # postings, of frequent terms, too: documents and weights by term, then by document. Those
+        # of term t are at first[t], ..., first[t] + df[t] - 1
+        order = term.argsort(kind='stable')
+        self.doc, self.weight = doc[order], weight[order]
+        self.first = df.cumsum() - df                               # (V,)
 
     def search(self, query, k):
         """The k documents that score highest, fewer if fewer share a term with the query.
         query (len,) -> ids (n,), scores (n,) fp32, best first"""
-        (ids,), (scores,) = self.search_many([query], k)
-        return ids[ids >= 0], scores[ids >= 0]
+        ids, scores = self.search_many([query], k)
+        valid = ids >= 0
+        return ids[valid], scores[valid]
 
     def search_many(self, queries, k, limit=None):
         """The same for Q queries. limit (Q,): query i searches documents 0 to limit[i] - 1 only.
         -> ids (Q, k), scores (Q, k) fp32; where a row has fewer than k documents, -1 and -inf"""
-        Q, top = len(queries), min(k, self.N)
-        ids, scores = np.full((Q, k), -1), np.full((Q, k), -np.inf, np.float32)
-        for i in range(0, Q if top else 0, BLOCK):
-            for q, s in enumerate(self.scores(queries[i:i + BLOCK]), i):        # s (N,)
+        ids = np.full((len(queries), k), -1)
+        scores = np.full(ids.shape, -np.inf, np.float32)
+        for start in range(0, len(queries), BLOCK):
+            for i, s in enumerate(self.scores(queries[start:start + BLOCK]), start):    # s (N,)
                 if limit is not None:
-                    s[limit[q]:] = 0
-                kth = np.partition(s, -top)[-top]                   # the k-th best score
-                best = np.flatnonzero((s >= kth) & (s > 0))         # by id, with all equal to kth
-                best = best[np.argsort(-s[best], kind='stable')][:k]
-                ids[q, :len(best)] = best
-                scores[q, :len(best)] = s[best]
+                    s[limit[i]:] = 0
+                best = best_documents(s, k)
+                ids[i, :len(best)] = best
+                scores[i, :len(best)] = s[best]
         return ids, scores
 
     def scores(self, queries):
         """The scores of all documents, (Q, N) fp32; 0 where no term is shared."""
         pairs = count(queries)                                      # (3, P)
         pairs = pairs[:, pairs[1] < len(self.row)]                  # of known terms
-        rare = self.row[pairs[1]] < 0
-        query, term, tf = pairs[:, ~rare]
+        frequent = self.row[pairs[1]] >= 0
+
+        # frequent terms: a product of matrices
+        query, term, tf = pairs[:, frequent]
         counts = np.zeros((len(queries), len(self.dense)))          # (Q, H)
         counts[query, self.row[term]] = tf
         scores = counts @ self.dense                                # (Q, N)
 
-        query, term, tf = pairs[:, rare]
-        for i in np.unique(query):
-            own = slice(*np.searchsorted(query, [i, i + 1]))        # the terms of query i
-            n, first = self.df[term[own]], self.first[term[own]]
-            at = np.repeat(first - n.cumsum() + n, n) + np.arange(n.sum())  # of their postings
-            weight = self.weight[at] * np.repeat(tf[own], n)
-            scores[i] += np.bincount(self.doc[at], weight, self.N)
+        # rare terms: for each query, the postings of its terms
+        rare = pairs[:, ~frequent]
+        bounds = np.searchsorted(rare[0], range(1, len(queries)))
+        for i, (_, term, tf) in enumerate(np.split(rare, bounds, axis=1)):
+            df = self.df[term]
+            postings = join_ranges(self.first[term], df)
+            weight = self.weight[postings] * np.repeat(tf, df)
+            scores[i] += np.bincount(self.doc[postings], weight, self.N)
         return scores.astype(np.float32)
 
 
+def library_segments():
+    """The words of Python's lib folder, numbered, in some 2,300 segments -> (n, 3072)"""
+    number, tokens = {}, []
+    for path in sorted(Path(sysconfig.get_path('stdlib')).rglob('*.py')):
+        for word in re.findall(r'\w+|[^\w\s]', path.read_text('utf-8', 'replace')):
+            tokens.append(number.setdefault(word, len(number)))
+        if len(tokens) > 2300 * 3072:
+            break
+    n = len(tokens) // 3072
+    return np.array(tokens[:n * 3072]).reshape(n, 3072)
+
+
 def benchmark():
-    """Each segment of the words of Python's lib folder searches its 20 nearest; bm25s too."""
+    """Each segment searches its 20 nearest, here and with bm25s."""
     try:
         import bm25s
     except ImportError:
         raise SystemExit('bm25.py is compared with bm25s: pip install bm25s')
-    number, tokens = {}, []
-    for path in sorted(Path(sysconfig.get_path('stdlib')).rglob('*.py')):
-        words = re.findall(r'\w+|[^\w\s]', path.read_text('utf-8', 'replace'))
-        tokens += [number.setdefault(word, len(number)) for word in words]
-        if len(tokens) > 2300 * 3072:
-            break
-    docs = np.array(tokens[:len(tokens) // 3072 * 3072]).reshape(-1, 3072)
-    lists, start = docs.tolist(), time.perf_counter()
+    docs = library_segments()
+    lists = docs.tolist()
+    vocabulary = {t: t for t in range(docs.max() + 1)}
+
+    start = time.perf_counter()
     ids, _ = BM25(docs).search_many(docs, 20)
     done = time.perf_counter()
-    other = bm25s.BM25(method='lucene', k1=1.2, b=0.75, backend='numpy')
-    other.index((lists, {t: t for t in range(len(number))}), show_progress=False)
-    other_ids, _ = other.retrieve(lists, k=20, show_progress=False)
-    print(f'{len(docs):,} segments: {done - start:.2f} s, bm25s {time.perf_counter() - done:.2f}'
-          f' s, {(ids == other_ids).mean():.2%} of the ids are equal')
+    library = bm25s.BM25(method='lucene', k1=1.2, b=0.75, backend='numpy')
+    library.index((lists, vocabulary), show_progress=False)
+    library_ids, _ = library.retrieve(lists, k=20, show_progress=False)
+    library_done = time.perf_counter()
+
+    print(f'{len(docs):,} segments, each searches its 20 nearest: {done - start:.2f} s, bm25s '
+          f'{library_done - done:.2f} s; {(ids == library_ids).mean():.2%} of the ids are equal')
 
 
 if __name__ == '__main__':

@@ -11,8 +11,11 @@ A corpus is a folder that `load` makes on first use:
 Its name ends with a hash of its source files (paths, sizes, times): if one changes, another folder
 is made. Every document ends with <|endoftext|>, except with `word`. A batch is a pure function of
 (split, arguments of Batches, number): a run resumes from its step alone.
+
+Letters: a micro-batch has B rows of T tokens; g is the number of a micro-batch, r that of a row.
+A row of niah has N chunks of S tokens.
 """
-import contextlib, functools, hashlib, heapq, json, os, re, shutil, sys, sysconfig, time
+import contextlib, functools, hashlib, heapq, json, math, os, re, shutil, sys, sysconfig, time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import filterfalse, pairwise
@@ -30,23 +33,35 @@ SPLITS = 'train', 'val', 'test'
 
 
 def digest(*values):
+    """A hash of values that JSON can hold, 64 hexadecimal digits"""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
-def progress(items, desc, total=None, quiet=False):
-    """Yields the items; every ten seconds it prints how many are done."""
-    total, printed = total or len(items), time.time()
-    for n, item in enumerate(items):
-        if not quiet and time.time() - printed > 10:
-            print(f'{desc}: {n:,} of {total:,}', file=sys.stderr)
-            printed = time.time()
+def progress(items, desc, total=None, quiet=False, size=lambda item: 1):
+    """Yields the items. Between items it prints to stderr, when ten seconds have passed, what is
+    done and the time left at this speed: `desc: 1,234 of 5,678, 2.1 min left`.
+
+    size(item): the item's part of the total, about proportional to its time.
+    total: None: the sum over the items, which then cannot be an iterator."""
+    if total is None:
+        total = sum(map(size, items))
+    start = printed = time.monotonic()
+    done = 0
+    for item in items:
+        clock = time.monotonic()
+        if done and not quiet and clock - printed > 10:
+            minutes = (clock - start) / 60 / done * (total - done)
+            print(f'{desc}: {done:,} of {total:,}, {minutes:.1f} min left', file=sys.stderr)
+            printed = clock
         yield item
+        done += size(item)
 
 
 # --------------------------------------------------------------------------------------------------
 # tokenizers
 # GPT-2's words for bpe: contractions, letters, numbers, punctuation, blanks
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+BYTES = tuple(map(chr, range(256)))         # a token of bytes is a str, one character per byte
 
 
 def words_of(text):
@@ -55,36 +70,70 @@ def words_of(text):
 
 
 def learn_bpe(counts, n_merges):
-    """Byte-pair encoding: n_merges times, the most frequent pair of adjacent tokens becomes a
-    token; ties go to smaller ids. counts: {word, as one character per byte: its frequency}"""
-    tokens = [chr(i) for i in range(256)]
-    words, frequency = list(counts), list(counts.values())      # character i is token i
-    total = Counter()                                           # frequency of each pair
-    where = defaultdict(set)                                    # words that have it, or had it
+    """Byte-pair encoding (Sennrich et al. 2016): n_merges times, the most frequent pair of adjacent
+    tokens becomes a token; of equally frequent ones that of smaller ids.
 
-    def add(w, sign):
+    counts: {word, as one character per byte: its frequency} -> tokens, str by id"""
+    # In words and pairs, the character chr(i) is the token with id i. Word number w is words[w].
+    tokens = list(BYTES)
+    words = list(counts)
+    frequency = list(counts.values())
+    total = Counter()                           # {pair: its frequency in all words}
+    words_with = defaultdict(set)               # {pair: numbers of the words that have or had it}
+
+    def count_pairs(w, sign):
         for pair in pairwise(words[w]):
             total[pair] += sign * frequency[w]
-            where[pair].add(w)
+            words_with[pair].add(w)
 
+    # count the pairs of all words
     for w in range(len(words)):
-        add(w, 1)
+        count_pairs(w, 1)
     heap = sorted((-n, pair) for pair, n in total.items())      # a sorted list is a heap
-    for new in progress(range(256, 256 + n_merges), 'learning bpe'):
-        while heap and -heap[0][0] != total[pair := heap[0][1]]:    # it has become rarer
-            heapq.heapreplace(heap, (-total[pair], pair))
-        if not heap or heap[0][0] == 0:
+
+    # the most frequent pair (a, b) becomes token i
+    for i in progress(range(256, 256 + n_merges), 'learning bpe'):
+        pair = pop_most_frequent(heap, total)
+        if pair is None:
             break
-        a, b = heapq.heappop(heap)[1]
+        a, b = pair
         tokens.append(tokens[ord(a)] + tokens[ord(b)])
-        changed = where.pop((a, b))
+
+        # only the words that have the pair are changed and counted again
+        changed = words_with.pop(pair)
         for w in changed:
-            add(w, -1)
-            words[w] = words[w].replace(a + b, chr(new))
-            add(w, 1)
-        for pair in {pair for w in changed for pair in pairwise(words[w]) if chr(new) in pair}:
+            count_pairs(w, -1)
+            words[w] = words[w].replace(a + b, chr(i))
+            count_pairs(w, 1)
+
+        # pairs with token i are new; the others are at most as frequent as before
+        new_pairs = {pair for w in changed for pair in pairwise(words[w]) if chr(i) in pair}
+        for pair in new_pairs:
             heapq.heappush(heap, (-total[pair], pair))
     return tokens
+
+
+def pop_most_frequent(heap, total):
+    """Removes the most frequent pair from a heap of (-frequency, pair). Some frequencies there are
+    out of date, too high; total: {pair: frequency} -> the pair, or None from an empty heap"""
+    while heap:
+        n, pair = heapq.heappop(heap)
+        if -n == total[pair]:
+            return pair
+        if total[pair] > 0:
+            heapq.heappush(heap, (-total[pair], pair))
+
+
+def gpt2_tokens():
+    """GPT-2's tokens but <|endoftext|>, str by id, one character per byte; and its pattern"""
+    try:
+        gpt2 = tiktoken.get_encoding('gpt2')
+    except Exception:                           # of several packages
+        raise SystemExit('gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its vocab.bpe, '
+                         'named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and its encoder.json, '
+                         'named 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
+    tokens = [gpt2.decode_single_token_bytes(i).decode('latin-1') for i in range(gpt2.eot_token)]
+    return tokens, gpt2._pat_str
 
 
 class Tokenizer:
@@ -92,45 +141,43 @@ class Tokenizer:
     bpe     the 256 bytes, tokens learned from the corpus, and <|endoftext|>
     gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads; TIKTOKEN_CACHE_DIR keeps them
     word    WikiText's: words between blanks, <eos> for each line end, <unk>; most frequent first
+
     tokens: str by id, one character per byte (not for word). eot: id of <|endoftext|>, or None"""
-    def __init__(self, name, tokens=(), pattern=PATTERN):
+    def __init__(self, name, tokens=BYTES, pattern=PATTERN):
         self.name, self.pattern, self.eot = name, pattern, None
-        self.tokens = tokens = list(tokens) or [chr(i) for i in range(256)]
+        self.tokens = tokens = list(tokens)
         self.ids = {token: i for i, token in enumerate(tokens)}
         if name != 'word':
-            ranks = {token.encode('latin-1'): i for token, i in self.ids.items()}
+            ranks = {token.encode('latin-1'): i for i, token in enumerate(tokens)}
             self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
                                          special_tokens={})
             self.eot = len(tokens)
             tokens.append('<|endoftext|>')
         self.n_vocab = len(tokens)
-        self.dtype = np.uint16 if self.n_vocab <= 1 << 16 else np.uint32    # on disk
+        self.dtype = np.uint16 if self.n_vocab <= 2 ** 16 else np.uint32    # on disk
 
     @classmethod
     def train(cls, name, texts=(), vocab_size=4096):
         """A tokenizer made from texts, an iterable of str; bytes and gpt2 need none."""
-        if name == 'bytes': return cls(name)
+        if name == 'bytes':
+            return cls(name)
         if name == 'gpt2':
-            try:
-                gpt2 = tiktoken.get_encoding('gpt2')
-            except Exception:                                   # of several packages
-                raise SystemExit(
-                    'gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its vocab.bpe, named '
-                    '6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and its encoder.json, named '
-                    '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
-            tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
-            return cls(name, [token.decode('latin-1') for token in tokens], gpt2._pat_str)
-        counts, n = Counter(), 0
+            return cls(name, *gpt2_tokens())
+
+        # word and bpe: count the words
+        counts, n_characters = Counter(), 0
         for text in texts:
             counts.update(words_of(text) if name == 'word' else regex.findall(PATTERN, text))
-            n += len(text)
-            if name == 'bpe' and n > 1 << 26: break                 # characters, enough
+            n_characters += len(text)
+            if name == 'bpe' and n_characters > 2 ** 26:        # enough to learn from
+                break
         if name == 'word':
             words = counts.keys() | {'<unk>', '<eos>'}
             return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
+
         # the first 128 bytes of a long word are enough, and faster
         counts = {word.encode()[:128].decode('latin-1'): n for word, n in counts.items()}
-        return cls(name, learn_bpe(counts, vocab_size - 257))
+        return cls(name, learn_bpe(counts, vocab_size - 257))   # bytes, <|endoftext|> are in it
 
     def encode(self, text):
         """str -> (n,) uint32. <|endoftext|> within the text is ordinary text."""
@@ -148,24 +195,27 @@ class Tokenizer:
         return ''.join(tokens).encode('latin-1').decode(errors='replace')
 
     def to_dict(self):
+        """The arguments of Tokenizer, for JSON and checkpoints"""
         return dict(name=self.name, tokens=self.tokens[:self.eot], pattern=self.pattern)
 
 
 # --------------------------------------------------------------------------------------------------
-# corpora: their files, splits and documents; on disk
+# source files: downloads, splits, documents
 GITHUB = 'https://raw.githubusercontent.com/'
-WIKITEXT2 = GITHUB + 'pytorch/examples/main/word_language_model/data/wikitext-2/'
+WIKITEXT2 = f'{GITHUB}pytorch/examples/main/word_language_model/data/wikitext-2/'
 DOWNLOADS = {                                   # {URL: begin of its sha256, where it is known}
-    'shakespeare': {GITHUB + 'karpathy/char-rnn/master/data/tinyshakespeare/input.txt': '86c4e6aa'},
-    'wikitext2': {WIKITEXT2 + 'train.txt': '9e9fa1ad', WIKITEXT2 + 'valid.txt': 'f0737ed3',
-                  WIKITEXT2 + 'test.txt': 'd790b833'},
+    'shakespeare': {f'{GITHUB}karpathy/char-rnn/master/data/tinyshakespeare/input.txt': '86c4e6aa'},
+    'wikitext2': {f'{WIKITEXT2}train.txt': '9e9fa1ad', f'{WIKITEXT2}valid.txt': 'f0737ed3',
+                  f'{WIKITEXT2}test.txt': 'd790b833'},
     'wikitext103': {'https://wikitext.smerity.com/wikitext-103-v1.zip': ''},
     'enwik8': {'http://mattmahoney.net/dc/enwik8.zip': ''},
     'pg19': {'gs://deepmind-gutenberg/': ''},   # never downloads: the error names the folder
 }
-HIDDEN = '[.].*|.*[.]zip|corpora|out'          # names of files and folders that are omitted
-NOT_CODE = (HIDDEN + '|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
+HOPS = {'niah': 1, 'niah2': 2}                  # --data: needles in a haystack, see Needles
+HIDDEN = '[.].*|.*[.]zip|corpora|out'           # names of files and folders that are omitted
+NOT_CODE = (f'{HIDDEN}|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
             'config-.*|_sysconfigdata.*')       # the last two are written by installers
+# a file or folder of one split: train.txt, wiki.valid.tokens, test-00-of-01.txt, not train.py
 SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:[.].*|[-_]\d.*)?')
 # where an article of WikiText begins: ' = Title = ' between blank lines, after some text
 ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n *$)(?<=\S\s*\n *\n)')
@@ -173,90 +223,136 @@ ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n *$)(?<=\S\s*\n *\n)')
 
 def fetch(name, folder):
     """Downloads the files of a named corpus into a folder."""
-    part = folder.with_suffix('.part')
-    part.mkdir(parents=True, exist_ok=True)
+    incomplete = folder.with_suffix('.part')
+    incomplete.mkdir(parents=True, exist_ok=True)
     for url, sha256 in DOWNLOADS[name].items():
-        file = part / Path(url).name
+        file = incomplete / Path(url).name
         try:
             torch.hub.download_url_to_file(url, file, sha256)
-        except Exception as error:                              # of several packages
+        except Exception as error:              # of several packages
             raise SystemExit(f'{url}: {error!r}; put its files, unpacked, into {folder}')
         if file.suffix == '.zip':
-            shutil.unpack_archive(file, part)
-            for path in part.glob('*/*'):
-                path.replace(part / path.name)
-    part.rename(folder)
+            shutil.unpack_archive(file, incomplete)
+            for path in incomplete.glob('*/*'):                 # out of the archive's folders
+                path.replace(incomplete / path.name)
+    incomplete.rename(folder)
 
 
-def list_files(where, code):
-    """The files of a folder, or one file, none of them empty -> {name: path}, sorted"""
-    if where.is_file():
-        return {where.name: where}
-    omit, files = re.compile(NOT_CODE if code else HIDDEN).fullmatch, {}
-    for folder, folders, names in os.walk(where, followlinks=not code):
-        folders[:] = filterfalse(omit, folders)
-        for name in filterfalse(omit, names):
-            path = Path(folder, name)
-            if path.is_file() and path.stat().st_size and (path.suffix == '.py' or not code):
-                files[path.relative_to(where).as_posix()] = path
+def list_files(path, code):
+    """The files of a folder, none of them empty, or one file -> {name: path}, sorted by name.
+    code: only .py files, none that NOT_CODE omits"""
+    if path.is_file():
+        return {path.name: path}
+    omitted = re.compile(NOT_CODE if code else HIDDEN).fullmatch
+    files = {}
+    for folder, folders, names in os.walk(path, followlinks=not code):
+        folders[:] = filterfalse(omitted, folders)              # os.walk visits those that remain
+        for name in filterfalse(omitted, names):
+            file = Path(folder, name)
+            if code and file.suffix != '.py':
+                continue
+            if file.is_file() and file.stat().st_size:
+                files[file.relative_to(path).as_posix()] = file
     return dict(sorted(files.items()))
 
 
+def split_by_hash(sizes):
+    """{name: bytes} -> {name: split}. In order of sha256(name) each goes to val, else to test,
+    while that has at most 5% of all bytes, else to train. None if val has less than 2.5%."""
+    total = sizes.total()
+    limit = total // 20
+    room = dict(val=limit, test=limit, train=total)
+    split_of = {}
+    for name in sorted(sizes, key=lambda name: hashlib.sha256(os.fsencode(name)).digest()):
+        split = next(split for split in room if sizes[name] <= room[split])
+        split_of[name] = split
+        room[split] -= sizes[name]
+    if room['val'] > limit // 2:
+        return None
+    return split_of
+
+
 def split_files(files, code):
-    """{name: path} -> {split: [(paths, part)]}, of a file or all files of a package of `code`. If a
-    file or folder is named train, only those named train, val, test are used. Else they go, by
-    sha256(name), to val, else test, at most 5% each, else train; if val has < 2.5%, all are cut."""
-    groups, sizes = defaultdict(list), Counter()
+    """{name: path} -> {split: [(paths, part)]}; paths: of a file, or all of a package of `code`.
+
+    If a file or top folder is named train, only those named train, val, test are read. Else all are
+    split by hash; if val has too little then, each is cut: part is its split, else 'all'."""
+    # the paths and bytes of each document, by its name: that of its file or package
+    paths_of = defaultdict(list)
+    sizes = Counter()
+    split_of = {}
     for name, path in files.items():
+        top = name.split('/')[0]
+        if match := SPLIT_NAME.fullmatch(top):
+            split_of[name] = match[1]           # a file that is skipped counts as named, too
         text = path.read_bytes()
         if text.decode(errors='ignore').encode() != text:
             print(f'skipped, not UTF-8: {str(path)!a}')
             continue
-        name = name.split('/')[0] if code else name
-        groups[name].append(path)
+        if code:
+            name = top
+        paths_of[name].append(path)
         sizes[name] += len(text)
-    split_of = {name: match[1] for name in files                # those that were skipped too
-                if (match := SPLIT_NAME.fullmatch(name.split('/')[0]))}
+
+    # the split of each name
     if 'train' not in split_of.values():
-        n_bytes = sizes.total()
-        room = dict(val=n_bytes // 20, test=n_bytes // 20, train=n_bytes)
-        for name in sorted(groups, key=lambda name: hashlib.sha256(os.fsencode(name)).hexdigest()):
-            split_of[name] = next(split for split in room if sizes[name] <= room[split])
-            room[split_of[name]] -= sizes[name]
-        if room['val'] > n_bytes // 40:                         # val has less than 2.5%
-            return {split: [(paths, split) for paths in groups.values()] for split in SPLITS}
-    return {split: [(groups[name], 'all') for name in groups if split_of.get(name) == split]
-            for split in SPLITS}
+        split_of = split_by_hash(sizes)
+    sources = {split: [] for split in SPLITS}
+    for name, paths in paths_of.items():
+        if split_of is None:
+            for split in SPLITS:
+                sources[split].append((paths, split))
+        elif name in split_of:
+            sources[split_of[name]].append((paths, 'all'))
+    return sources
+
+
+def cut(text, part, end):
+    """A part of a text: train is about its first 90%, val ends at 95%, test is the rest.
+    end: a pattern; train and val end with the first match of it from these points on"""
+    def stop(percent):
+        return end.search(text + b'\n', len(text) * percent // 100 - 1).end()
+
+    if part == 'train':
+        return text[:stop(90)]
+    if part == 'val':
+        return text[stop(90):stop(95)]
+    return text[stop(95):]
 
 
 def documents(paths, part):
-    """The text of files -> its documents: lines of a .jsonl, articles of WikiText, or all as one.
-    part: all; train: past blanks (.jsonl: a line end) at 90%; val: then to 95%; test: the rest"""
-    *first, last = (path.read_bytes() for path in paths)
-    text = b'\n'.join([*(text.removesuffix(b'\n') for text in first), last])
+    """Yields the documents of files, str: lines of a .jsonl, articles of WikiText, or all as one.
+    part: all, or train, val or test (see cut), which end with a line of a .jsonl, else at blanks"""
+    text = b''
+    for path in paths:
+        if text and not text.endswith(b'\n'):
+            text += b'\n'
+        text += path.read_bytes()
+    is_jsonl = paths[0].suffix == '.jsonl'
     if part != 'all':
-        n, end = len(text), re.compile(rb'\n' if paths[0].suffix == '.jsonl' else rb'\s+')
-        a, b = (end.search(text + b'\n', n * percent // 100 - 1).end() for percent in (90, 95))
-        text = dict(train=text[:a], val=text[a:b], test=text[b:])[part]
-    if paths[0].suffix == '.jsonl':
-        for line in filter(bytes.strip, text.split(b'\n')):
-            try:
-                yield json.loads(line)['text'].encode('utf-8', 'replace').decode()
-            except Exception:
-                raise SystemExit(f'{paths[0]}: {line[:60]!r} is not {{"text": "..."}}')
-    else:
+        text = cut(text, part, re.compile(rb'\n' if is_jsonl else rb'\s+'))
+
+    if not is_jsonl:
         yield from ARTICLE.split(text.decode())
+        return
+    for line in filter(bytes.strip, text.split(b'\n')):
+        try:
+            yield json.loads(line)['text'].encode('utf-8', 'replace').decode()
+        except Exception:
+            raise SystemExit(f'{paths[0]}: {line[:60]!r} is not {{"text": "..."}}')
 
 
-def pieces(text, size=1 << 14):
-    """A text in pieces of about `size` characters, cut where every tokenizer cuts"""
+def pieces(text):
+    """A text in pieces of about 16,384 characters, cut where every tokenizer cuts"""
     start = 0
-    while cut := regex.search(r'(?<=\S)\n(?=\S)', text, pos=start + size):
-        yield text[start:cut.end()]
-        start = cut.end()
+    while line_end := regex.search(r'(?<=\S)\n(?=\S)', text, pos=start + 2 ** 14):
+        yield text[start:line_end.end()]
+        start = line_end.end()
     yield text[start:]
 
 
+# --------------------------------------------------------------------------------------------------
+# corpora on disk
 class Split(NamedTuple):
     """Documents, one after the other. n_bytes and n_words (between blanks) count their text."""
     name: str
@@ -266,8 +362,8 @@ class Split(NamedTuple):
     n_words: int = 0
 
     def doc_of(self, positions):
-        """Positions of tokens -> numbers of their documents"""
-        return np.searchsorted(self.offsets, positions, side='right') - 1
+        """Positions of tokens -> numbers of their documents, of the same shape"""
+        return np.searchsorted(self.offsets, positions, 'right') - 1
 
 
 class Corpus:
@@ -280,96 +376,134 @@ class Corpus:
         try:
             meta = json.loads((folder / 'meta.json').read_text())
             self.tokenizer = Tokenizer(**meta['tokenizer'])
-            for split, m in meta['splits'].items():
+
+            # the files of each split, and whether they fit together
+            for split, counts in meta['splits'].items():
                 tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
                 offsets = np.fromfile(folder / f'{split}.idx', np.int64)
-                assert len(tokens) == offsets[-1] == m['tokens'], f'the size of {split}.bin'
+                assert len(tokens) == offsets[-1] == counts['tokens'], f'the size of {split}.bin'
                 assert np.diff(offsets).min() > 0, f'{split}.idx'
-                assert tokens[:1 << 26].max() < self.tokenizer.n_vocab, f'an id of {split}.bin'
-                setattr(self, split, Split(split, tokens, offsets, m['bytes'], m['words']))
+                # the maximum takes time: of the first 67M tokens only
+                assert tokens[:2 ** 26].max() < self.tokenizer.n_vocab, f'an id of {split}.bin'
+                setattr(self, split,
+                        Split(split, tokens, offsets, counts['bytes'], counts['words']))
         except Exception as error:
             raise SystemExit(f'{folder} is damaged ({error}): delete it to prepare it again')
-        text = digest([m['sha256'] for m in meta['splits'].values()])
+        text = digest([counts['sha256'] for counts in meta['splits'].values()])
         self.fingerprint = f'{text[:8]}-{digest(meta["tokenizer"])[:8]}'
 
-    def batches(self, split, chunk=32, grow=0, **how):
-        """Of a split, see Batches; with hops see Needles"""
+    def batches(self, split, chunk=32, grow=0, **options):
+        """Batches of a split, or Needles if the corpus has hops; options: arguments of Batches"""
         if self.hops:
-            return Needles(split, self.tokenizer, self.hops, chunk=chunk, grow=grow, **how)
+            return Needles(split, self.tokenizer, self.hops, chunk=chunk, grow=grow, **options)
         if grow:
             raise SystemExit('--grow-context is for --data niah or niah2')
-        return Batches(split, **how)
+        return Batches(split, **options)
 
 
 def write_split(path, sources, tokenizer):
-    """Encodes a split into path.bin and path.idx -> its part of meta.json"""
+    """Encodes a split into path.bin and path.idx -> its counts in meta.json. Threads encode the
+    pieces of a document; tiktoken works outside Python's lock."""
     offsets, n_bytes, n_words, sha = [0], 0, 0, hashlib.sha256()
     eot = [] if tokenizer.eot is None else [tokenizer.eot]
-    with open(f'{path}.bin', 'wb') as f, ThreadPoolExecutor() as pool:
+
+    # one document after the other: its ids and <|endoftext|>, its bytes and words
+    with open(f'{path}.bin', 'wb') as file, ThreadPoolExecutor() as pool:
         for paths, part in progress(sources, f'encoding {path.name}'):
             for text in filter(None, documents(paths, part)):
-                ids = [*pool.map(tokenizer.encode, pieces(text)), eot]
-                ids = np.concatenate(ids).astype(tokenizer.dtype)
-                f.write(ids)
+                encoded = pool.map(tokenizer.encode, pieces(text))
+                ids = np.concatenate([*encoded, eot]).astype(tokenizer.dtype)
+                file.write(ids)
                 offsets.append(offsets[-1] + len(ids))
-                n_bytes += len(text.encode())
+                utf8 = text.encode()
+                n_bytes += len(utf8)
                 n_words += len(text.split())
-                sha.update(text.encode() + b'\0')
-    np.unique(offsets).tofile(f'{path}.idx')                    # without documents that are empty
+                sha.update(utf8 + b'\0')
+    np.unique(offsets).tofile(f'{path}.idx')                    # without documents of no token
     return dict(tokens=offsets[-1], bytes=n_bytes, words=n_words, sha256=sha.hexdigest())
 
 
 def prepare(folder, sources, tokenizer, vocab_size):
     """Writes a corpus to a temporary folder and renames it: an incomplete one is never opened."""
-    if not isinstance(tokenizer, Tokenizer):
-        texts = (piece for source in sources['train'] for text in documents(*source)
+    if isinstance(tokenizer, str):
+        texts = (piece for paths, part in sources['train'] for text in documents(paths, part)
                  for piece in pieces(text))
         tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
-    new = folder.with_name(f'{folder.name}-{os.getpid()}')
-    new.mkdir(parents=True, exist_ok=True)
+
+    # only a complete folder gets the name
+    temporary = folder.with_name(f'{folder.name}-{os.getpid()}')
+    temporary.mkdir(parents=True, exist_ok=True)
     try:
-        splits = {split: write_split(new / split, sources[split], tokenizer) for split in SPLITS}
-        splits = {split: m for split, m in splits.items() if m['tokens']}
+        splits = {}
+        for split in SPLITS:
+            counts = write_split(temporary / split, sources[split], tokenizer)
+            if counts['tokens']:
+                splits[split] = counts
         meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
-        (new / 'meta.json').write_text(json.dumps(meta))
+        (temporary / 'meta.json').write_text(json.dumps(meta))
         with contextlib.suppress(OSError):                      # if another process was faster
-            new.rename(folder)
+            temporary.rename(folder)
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def corpus_folder(root, name, files, tokenizer, vocab_size):
+    """Where the corpus of these files and this tokenizer (a name or a Tokenizer) is or will be. The
+    hash is of the files; of the tokens too, if the Tokenizer was trained on different files."""
+    trained = isinstance(tokenizer, Tokenizer)
+    kind = tokenizer
+    if trained:
+        kind, vocab_size = tokenizer.name, tokenizer.n_vocab
+    if kind == 'bpe':
+        kind = f'bpe{vocab_size}'
+    stamp = []
+    for path in files.values():
+        stat = path.stat()
+        stamp.append((str(path.resolve()), stat.st_size, stat.st_mtime_ns))
+    folder = root / f'{name}-{kind}-{digest(stamp)[:8]}'
+
+    # this folder is for the tokenizer that is trained on these files
+    if trained and not (folder.exists() and Corpus(name, folder).tokenizer.ids == tokenizer.ids):
+        folder = root / f'{name}-{kind}-{digest(stamp, tokenizer.tokens)[:8]}'
+    return folder
 
 
 def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):
     """The corpus `data` (code, the name of a download, a file or a folder), prepared on first use.
     niah, niah2, niah:books/, ...: needles with one or two hops in `code` or in books/.
     tokenizer: a name or a Tokenizer, for example of a checkpoint"""
-    root, given = Path(root), isinstance(tokenizer, Tokenizer)
-    task, _, text = str(data).partition(':')
-    hops = {'niah': 1, 'niah2': 2}.get(task, 0)
-    data = (text or 'code') if hops else str(data)
-    kind = tokenizer.name if given else tokenizer
+    # the text of needles
+    root = Path(root)
+    data, hops = str(data), 0
+    task, _, text = data.partition(':')
+    if task in HOPS:
+        data, hops = text or 'code', HOPS[task]
+
+    # the source files
     code = data == 'code'
-    where = Path(sysconfig.get_path('stdlib') if code else data)
+    path = Path(sysconfig.get_path('stdlib') if code else data)
     if data in DOWNLOADS:
-        where = root / 'downloads' / data
-        if not where.exists(): fetch(data, where)
-    name = data if code else where.resolve().stem
-    files = list_files(where, code) if data else {}
-    stamp = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files.values()]
-    if kind == 'bpe': kind += str(tokenizer.n_vocab if given else vocab_size)
-    folder = root / f'{name}-{kind}-{digest(stamp)[:8]}'
-    if given and not (folder.exists() and Corpus(name, folder).tokenizer.ids == tokenizer.ids):
-        folder = root / f'{name}-{kind}-{digest(stamp, tokenizer.tokens)[:8]}'
+        path = root / 'downloads' / data
+        if not path.exists():
+            fetch(data, path)
+    name = data if code else path.resolve().stem
+    files = list_files(path, code) if data else {}              # '' is not the current folder
+
+    # the folder that is made of them
+    folder = corpus_folder(root, name, files, tokenizer, vocab_size)
     if not folder.exists():
         sources = split_files(files, code)
         if not sources['train']:
-            raise SystemExit(f'no text in {where}: --data is a path, code, {", ".join(DOWNLOADS)}')
+            raise SystemExit(f'no text in {path}: --data is a path, code, {", ".join(DOWNLOADS)}')
         prepare(folder, sources, tokenizer, vocab_size)
     corpus = Corpus(name, folder, hops)
+
     if not quiet:
-        splits = [split for split in (corpus.train, corpus.val, corpus.test) if split]
-        print(f'{folder}: {sum(len(s.offsets) - 1 for s in splits)} documents,',
-              ', '.join(f'{s.name} {len(s.tokens):,}' for s in splits),
-              f'tokens, fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
+        splits = list(filter(None, (corpus.train, corpus.val, corpus.test)))
+        n_documents = sum(len(split.offsets) - 1 for split in splits)
+        sizes = ', '.join(f'{split.name} {len(split.tokens):,}' for split in splits)
+        print(f'{folder}: {n_documents} documents, {sizes} tokens, '
+              f'fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
     return corpus
 
 
@@ -378,48 +512,67 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
 class Batch(NamedTuple):
     tokens: torch.Tensor    # (B, T) int64; 0 at padding
     targets: torch.Tensor   # (B, T) int64, the next tokens; -1 where there is none to predict
-    doc: torch.Tensor       # (B, T) int64, each token's document (niah: sequence); -1 at padding
+    doc: torch.Tensor       # (B, T) int64, each token's document (niah: row); -1 at padding
     seed: int               # different for each batch: the only source of the model's randomness
 
 
-def pack(split, T, same_document, seed, k=20):
-    """Orders segments (TRIME, Algorithm 1): next comes the first that is not yet taken, of the k
-    most similar to the last by BM25, else a random one. same_document: of other documents (§4.3)"""
-    starts = np.arange(0, len(split.tokens) - 1, T)
-    segments, n = np.split(split.tokens[:-1], starts[1:]), len(starts)
-    first = last = np.arange(n)                                 # (n,) documents of each segment
-    if same_document:
-        first = split.doc_of(starts)
-        last = split.doc_of(starts + T - 1)
-    low = np.searchsorted(last, first)                          # low to high - 1 share a document
-    high = np.searchsorted(first, last, side='right')           # with the segment
-    if (high - low).min() == n > 1:
-        raise SystemExit('all segments are of one document: --no-same-document packs them')
+def nearest_segments(segments, low, high, k=20):
+    """The numbers of up to k segments that are most similar to segment i by BM25, best first, none
+    of low[i] to high[i] - 1. segments: n arrays of ids; low, high (n,) -> n lists"""
     index, neighbors = BM25(segments), []
-    for i in progress(range(0, n, 256), 'packing by BM25'):
-        a, b = low[i:i + 256, None], high[i:i + 256, None]
-        ids, _ = index.search_many(segments[i:i + 256], k + (b - a).max())
-        allowed = (ids >= 0) & ((ids < a) | (ids >= b))
-        neighbors += [row[ok][:k].tolist() for row, ok in zip(ids, allowed)]    # best first
-    order = {}                                                  # segments taken, as keys
-    for c in np.random.default_rng(seed).permutation(n).tolist():
-        while c not in order:
-            order[c] = True
-            c = next((i for i in neighbors[c] if i not in order), c)        # c: none is left
-    return np.array(list(order))
+    for start in progress(range(0, len(segments), 256), 'packing by BM25'):
+        queries = slice(start, start + 256)
+        # more than k, as some are excluded; -1: there are no more that share a term
+        ids, _ = index.search_many(segments[queries], k + (high - low)[queries].max())
+        permitted = (ids < low[queries, None]) | (ids >= high[queries, None])
+        for row, mask in zip(ids, permitted & (ids >= 0)):
+            neighbors.append(row[mask][:k].tolist())
+    return neighbors
 
 
-@functools.lru_cache
+@functools.lru_cache                            # an epoch is shuffled once, not for each batch
 def shuffled(n, *seed):
     return np.random.default_rng(seed).permutation(n)
 
 
+def pack(split, T, same_document, seed):
+    """An order of the segments of T tokens in which similar ones follow each other (TRIME,
+    Algorithm 1): after a segment comes the most similar of its 20 neighbors that is not yet in the
+    order, else a random segment. same_document: neighbors are of other documents (§4.3)
+    -> (n,) numbers of the segments"""
+    tokens = split.tokens[:-1]
+    starts = np.arange(0, len(tokens), T)
+    segments = np.split(tokens, starts[1:])
+    n = len(segments)
+
+    # segments low[i] to high[i] - 1 share a document with segment i, one of them is i itself
+    first_doc = last_doc = np.arange(n)                         # as if each is a document
+    if same_document:
+        first_doc = split.doc_of(starts)
+        last_doc = split.doc_of(starts + T - 1)
+    low = np.searchsorted(last_doc, first_doc)
+    high = np.searchsorted(first_doc, last_doc, 'right')
+    if n > 1 and (high - low).min() == n:
+        raise SystemExit('all segments are of one document: --no-same-document packs them')
+    neighbors = nearest_segments(segments, low, high)
+
+    # from a random segment on to the nearest that is left, until none of its neighbors is left
+    order = {}                                                  # its keys keep their order
+    for segment in shuffled(n, seed).tolist():
+        while segment not in order:
+            order[segment] = True
+            left = [i for i in neighbors[segment] if i not in order]
+            if left:
+                segment = left[0]
+    return np.fromiter(order, int)
+
+
 class Batches:
-    """The micro-batches of a split: batches[g], with len(batches) of them in an epoch.
+    """The micro-batches of a split: batches[g], with len(batches) of them in an epoch. Their rows:
     segments     a grid of segments of T tokens over the split, in another order in every epoch
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
     packed       the same, but the segments of a micro-batch are similar (pack), if bm25 is True
-    documents    sequences of one document; the ends of documents, shorter than T, are joined
+    documents    T tokens of one document; the ends of documents, shorter than T, are joined
     An epoch predicts each token of the split but the first; documents: but the first of each."""
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
                  consecutive=0, bm25=True):
@@ -429,15 +582,23 @@ class Batches:
             raise SystemExit(f'{name} has {n_tokens} tokens, --block-size {block_size} needs more')
         T, B = self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed = split, kind, seed
-        # ranges of the split, joined, are a stream; sequence r is its places r T to r T + T - 1
-        begins, ends = np.array([[0], [n_tokens - 1]])
-        if kind == 'documents':             # the documents without their ends, then the ends
-            cuts = split.offsets[1:] - np.diff(split.offsets) % T
-            begins, ends = np.append(split.offsets[:-1], cuts), np.append(cuts, split.offsets[1:])
-        self.stops = np.cumsum(ends - begins)                   # where each ends in the stream
-        self.shift = ends - self.stops                          # position in the split - place
-        self.n_rows = -(-self.stops[-1] // T)
-        self.order, self.group = np.arange(self.n_rows), 1      # groups of sequences are shuffled
+
+        # A stream is some ranges of the split, one after the other; row r is its tokens r T to
+        # r T + T - 1. For documents, the ranges are first all whole rows of each document, then
+        # what is left at the end of each: only rows of such ends have tokens of several documents.
+        length = stop = np.array([n_tokens - 1])                # the last token predicts nothing
+        if kind == 'documents':
+            doc_length, doc_stop = np.diff(split.offsets), split.offsets[1:]
+            end = doc_length % T
+            length = np.append(doc_length - end, end)
+            stop = np.append(doc_stop - end, doc_stop)
+        self.range_stop = np.cumsum(length)                     # where ranges end in the stream
+        self.shift = stop - self.range_stop     # position in the split - position in the stream
+        self.n_rows = math.ceil(self.range_stop[-1] / T)
+
+        # An epoch shuffles groups of rows. Group j is rows order[j * group] to
+        # order[(j + 1) * group - 1].
+        self.order, self.group = np.arange(self.n_rows), 1
         if kind == 'consecutive':
             self.group = consecutive or B
         if kind == 'packed' and bm25:
@@ -446,105 +607,155 @@ class Batches:
             raise SystemExit(f'--micro-batch {B} is not a multiple of m = {self.group}')
 
     def __len__(self):
-        return -(-self.n_rows // self.B)
+        return math.ceil(self.n_rows / self.B)
 
     def rows(self, g):
-        """Numbers of the sequences in micro-batch g, (at most B,)"""
-        m, n = self.group, self.B // self.group                 # n groups of m sequences
+        """Numbers of the rows of micro-batch g: (B,), fewer at the end of an epoch"""
+        size = self.group                                       # rows of a group
+        n_groups = math.ceil(self.n_rows / size)
+        groups_per_batch = self.B // size
         epoch, i = divmod(g, len(self))
-        groups = shuffled(-(-self.n_rows // m), self.seed, epoch)[i * n:][:n]
-        groups = np.sort(groups) if m > 1 else groups           # an incomplete one comes last
-        return np.concatenate([self.order[j * m:][:m] for j in groups])
+        groups = shuffled(n_groups, self.seed, epoch)[i * groups_per_batch:][:groups_per_batch]
+        if size > 1:
+            groups = np.sort(groups)                            # an incomplete one comes last
+        return np.concatenate([self.order[j * size:][:size] for j in groups])
 
     def __getitem__(self, g):
+        """Micro-batch g, a Batch; from len(batches) on, of the next epoch"""
         sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
-        return self.take(self.rows(g), int.from_bytes(sha[:8], 'little') >> 1)
+        seed = int.from_bytes(sha[:8], 'little') >> 1           # 63 bits, an int64
+        return self.take(self.rows(g), seed)
 
     def take(self, rows, seed):
-        """The micro-batch of the sequences with these numbers, (at most B,), padded to B rows"""
-        rows = np.pad(rows, (0, self.B - len(rows)), constant_values=self.n_rows)
-        place = rows[:, None] * self.T + np.arange(self.T)                          # (B, T)
-        real = predicted = place < self.stops[-1]                                   # not padding
-        place *= real
-        p = place + self.shift[np.searchsorted(self.stops, place, side='right')]    # in the split
-        doc = self.split.doc_of(p)
+        """The Batch of these rows, at most B numbers, and of rows of padding if there are fewer"""
+        split = self.split
+
+        # the positions of the tokens, first in the stream; rows of padding are beyond its end
+        rows = np.pad(rows, (0, self.B - len(rows)), constant_values=self.n_rows)   # (B,)
+        streamed = rows[:, None] * self.T + np.arange(self.T)   # (B, T) positions in the stream
+        padding = streamed >= self.range_stop[-1]               # (B, T)
+        streamed[padding] = 0
+        range_of = np.searchsorted(self.range_stop, streamed, 'right')
+        position = streamed + self.shift[range_of]              # (B, T) positions in the split
+        doc = split.doc_of(position)
+        doc[padding] = -1
+
+        # which tokens predict the next one: all, but of `documents` not the last of a document
+        following = position + 1
+        predicted = ~padding
         if self.kind == 'documents':
-            predicted = real & (self.split.doc_of(p + 1) == doc)
-        tokens = self.split.tokens[p].astype(int) * real
-        after = self.split.tokens[p + predicted].astype(int)        # the next one, if predicted
-        arrays = tokens, np.where(predicted, after, -1), np.where(real, doc, -1)
-        return Batch(*map(torch.from_numpy, arrays), seed)
+            predicted = split.doc_of(following) == doc
+        following[~predicted] = 0                               # it may be beyond the split
+
+        tokens = split.tokens[position].astype(int)
+        tokens[padding] = 0
+        targets = split.tokens[following].astype(int)
+        targets[~predicted] = -1
+        return Batch(*map(torch.from_numpy, (tokens, targets, doc)), seed)
 
 
 class Needles(Batches):
-    """Sentences "Key A opens B." in a text, and questions "Key A", each followed by its answer
+    """Needles are sentences "Key A opens B." in a text; questions "Key A" have an answer after them
     (RULER, Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B
     opens C, and the answer is "B, C". A question stands at the end of a chunk, which then retrieves
     for the answer; with 2 hops the chunk before ends with it too, and what that one retrieves can
     help this one. A tenth of all other tokens is predicted too. grow: a number of micro-batches;
-    sequences have T / 8 tokens in the first quarter of them, then T / 4, T / 2 and T."""
+    rows have T / 8 tokens in the first quarter of them, then T / 4, T / 2 and T."""
     def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32,
                  grow=0, **_):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
         self.hops, self.chunk, self.grow = hops, chunk, grow
-        blank = ' ' if tokenizer.name == 'bytes' else ''        # other words begin with theirs
-        texts = '\nKey' + blank, ' opens' + blank, ',' + blank, '.\n'
-        self.parts = [tokenizer.encode(text).tolist() for text in texts]        # of a sentence
-        word = dict(bytes='[A-Z]', word='[a-z]{3,}').get(tokenizer.name, ' [a-z]{3,}')
+
+        # ids of a sentence's parts, and of the words of names; most tokenizers' words begin with
+        # a blank, that of bytes is a token
+        word, blank = ' [a-z]{3,}', ''
+        if tokenizer.name == 'bytes':
+            word, blank = '[A-Z]', ' '
+        if tokenizer.name == 'word':
+            word = '[a-z]{3,}'
+        texts = f'\nKey{blank}', f' opens{blank}', f',{blank}', '.\n'
+        self.parts = [tokenizer.encode(text).tolist() for text in texts]
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
+
+        # a sentence fits into a chunk; the shortest rows have chunks for a chain and its answer
         longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
-        least = chunk * (32 * hops if grow else 8)
+        least = 8 * chunk
+        if grow:
+            least = 8 * 4 * hops * chunk        # rows of T / 8 tokens have 4 hops chunks
         if self.T % chunk or self.T < least or chunk < longest or len(self.words) < 16:
             raise SystemExit(f'niah needs --block-size a multiple of {chunk} (a chunk), at least '
                              f'{least}; chunks of {longest} tokens or more; 16 words or letters')
 
     def rows(self, g):
-        """With grow more and shorter sequences at first: as many tokens in each micro-batch"""
-        n = self.B << max(0, 3 - 4 * g // self.grow) if self.grow else self.B
+        """B rows; with grow, the first micro-batches have more and shorter rows, as many tokens"""
+        n = self.B
+        if g < self.grow:
+            quarter = 4 * g // self.grow                        # 0 to 3
+            n *= 2 ** (3 - quarter)                             # 8 B, 4 B, 2 B or B
         return np.arange(g * n, (g + 1) * n)
 
     def take(self, rows, seed):
-        n = self.T // self.chunk // max(1, len(rows) // self.B)             # chunks of a sequence
-        tokens, targets = torch.tensor(np.stack([self.row(r, n) for r in rows], axis=1))
-        return Batch(tokens, targets, torch.tensor(rows)[:, None].expand_as(tokens), seed)
+        """The Batch of these rows: B of T tokens, or more and shorter ones (see rows)"""
+        N = self.T // self.chunk // max(1, len(rows) // self.B)
+        arrays = np.stack([self.row(r, N) for r in rows], 1)
+        tokens, targets = torch.from_numpy(arrays)              # (len(rows), N S) each
+        doc = torch.tensor(rows)[:, None].expand_as(tokens)
+        return Batch(tokens, targets, doc, seed)
 
-    def row(self, r, n):
-        """Sequence r, of n chunks: half with needles, then half with questions -> ids, targets"""
-        c, half, n_tokens = self.chunk, n // 2, len(self.split.tokens)
-        rng = np.random.default_rng([self.seed, r, n, n_tokens])    # others in val than in train
-        start = rng.integers(n_tokens - n * c)
-        ids = self.split.tokens[start:start + n * c + 1].astype(int)
-        scored = rng.random(len(ids)) < 0.1                         # tokens that are predicted
-        chains = self.chains(rng, rng.integers(1, half // self.hops + 1), ids)
+    def row(self, r, N):
+        """Row r, of N chunks: half with needles, then half with questions -> ids, targets (N S,)"""
+        S, half, text = self.chunk, N // 2, self.split.tokens
+        # the length makes val's draws differ from those of train
+        rng = np.random.default_rng([self.seed, r, N, len(text)])
+
+        # a text of the split, one token longer: the last one is a target only
+        start = rng.integers(len(text) - N * S)
+        ids = text[start:start + N * S + 1].astype(int)
+        scored = rng.random(len(ids)) < 0.1                     # tokens that are predicted
+
+        # needles, each in its chunk of the first half
+        n_chains = rng.integers(1, half // self.hops + 1)
+        chains = self.chains(rng, n_chains, ids)
         pairs = [pair for names in chains for pair in pairwise(names)]
         self.hide(rng, ids, zip(rng.permutation(half), pairs))
-        answers = rng.permutation(np.arange(half + self.hops, n, self.hops)) * c
-        for at, names in zip(answers, chains):
+
+        # an answer begins a chunk; its question ends the chunk before it, with 2 hops the 2 before
+        answers = rng.permutation(np.arange(half + self.hops, N, self.hops))
+        for chunk, names in zip(answers, chains):
             question, opens, answer, end = self.sentence(names)
-            ids[:at].reshape(-1, c)[-self.hops:, -len(question):] = question    # of hops chunks
-            text = opens + answer + end
-            ids[at:at + len(text)] = text
-            scored[at + len(opens):][:len(answer)] = True
-        return ids[:-1], np.where(scored, ids, -1)[1:]
+            start = chunk * S
+            for hop in range(self.hops):
+                stop = start - hop * S
+                ids[stop - len(question):stop] = question
+            sentence = opens + answer + end
+            ids[start:start + len(sentence)] = sentence
+            answer_start = start + len(opens)
+            scored[answer_start:answer_start + len(answer)] = True
+        targets = np.where(scored, ids, -1)
+        return ids[:-1], targets[1:]
 
     def chains(self, rng, n, ids):
-        """(n, hops + 1, 4) words of names; all names differ, and none is in ids"""
+        """n chains of names, as A opens B opens C: (n, hops + 1, 4) ids of words. All names differ,
+        and none is in the text ids."""
         names, text = {}, ids.tobytes()                         # bytes are compared fast
         while len(names) < n * (self.hops + 1):
             name = rng.choice(self.words, 4, replace=False)
-            if name.tobytes() not in text:
-                names[name.tobytes()] = name
-        return np.reshape([*names.values()], (n, self.hops + 1, 4))
+            key = name.tobytes()
+            if key not in text:
+                names[key] = name
+        return np.reshape(list(names.values()), (n, self.hops + 1, 4))
 
     def hide(self, rng, ids, needles):
-        """Writes a sentence into each of these chunks of ids; needles: (chunk, names)"""
-        for at, names in needles:
+        """Writes needles (chunk, names A and B) over the text ids, anywhere within their chunks."""
+        for chunk, names in needles:
             needle = np.concatenate(self.sentence(names))
-            at = at * self.chunk + rng.integers(self.chunk - len(needle) + 1)
-            ids[at:at + len(needle)] = needle
+            start = chunk * self.chunk + rng.integers(self.chunk - len(needle) + 1)
+            ids[start:start + len(needle)] = needle
 
     def sentence(self, names):
-        """Ids of "Key A opens B, C.": of the question, of " opens", of the answer, of the end"""
+        """Ids of "Key A opens B, C.", lists: the question, " opens", the answer, the end"""
         key, opens, comma, end = self.parts
-        answer = [i for name in names[1:] for i in (*comma, *name)][len(comma):]
+        answer = [*names[1]]
+        for name in names[2:]:
+            answer += [*comma, *name]
         return [*key, *names[0]], opens, answer, end

@@ -32,8 +32,9 @@ Where this differs from the paper, and why
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
 """
-import math, tempfile, zlib
+import inspect, math, tempfile, zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -43,6 +44,13 @@ from torch import nn
 from gca_kernel import gca
 
 MASKED = -1e30      # score of a chunk that may not be retrieved: finite, so no row gives nan
+
+
+def check_positive(config, names):
+    """Raises ValueError unless each of these fields is 1 or more."""
+    for name in names.split():
+        if getattr(config, name) < 1:
+            raise ValueError(f'{name} must be 1 or more')
 
 
 @dataclass
@@ -70,15 +78,21 @@ class DRTConfig:
     sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
 
     def __post_init__(self):
-        upper = self.n_layer // 2
-        if self.n_embd % (2 * self.n_head) or self.groups and (not upper or upper % self.groups):
-            raise ValueError('n_embd: a multiple of 2 n_head; n_layer / 2: a multiple of groups')
-        if self.chunk_size < 2 or self.groups and self.block_size <= 2 * self.chunk_size - 2:
-            raise ValueError('chunk_size: 2 or more, block_size: above 2 (chunk_size - 1)')
-        if self.groups and self.encoder == 'tokens' and not (self.n_encoder or self.compare_means):
+        check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd window '
+                             'n_neighbors')
+        n_upper = self.n_layer // 2
+        if self.n_embd % (2 * self.n_head):
+            raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
+        if self.chunk_size < 2 or self.slope < 2 ** -8 or self.mlm > 1:
+            raise ValueError('chunk_size must be 2 or more, slope 2^-8 or more, mlm at most 1')
+        if self.groups == 0:                                    # the base LM retrieves nothing
+            return
+        if n_upper == 0 or n_upper % self.groups:
+            raise ValueError(f'n_layer // 2 = {n_upper} is not a multiple of groups {self.groups}')
+        if self.block_size <= 2 * (self.chunk_size - 1):
+            raise ValueError(f'block_size {self.block_size} must be above 2 (chunk_size - 1)')
+        if self.encoder == 'tokens' and self.n_encoder == 0 and not self.compare_means:
             raise ValueError('encoder tokens: landmarks are equal without n_encoder, compare_means')
-        if self.slope < 2 ** -8 or self.mlm > 1:
-            raise ValueError('slope: 2^-8 or more; mlm: a share, at most 1')
 
 
 # 124m: App. A.1, but the rate ends at a tenth (there a fifth); base LMs: --groups 0 [--window 768]
@@ -114,76 +128,146 @@ def fp32(x):
 
 
 def product(a, b):
-    """a bᵀ in fp32, under autocast too: a (..., n, C), b (..., m, C) -> (..., n, m)"""
-    with torch.autocast(a.device.type, enabled=False):              # bf16: steps of 0.125 near 20
+    """a bᵀ in fp32, under autocast too: bf16 has steps of 0.125 near 20.
+
+    a (..., n, C)   b (..., m, C) -> (..., n, m)"""
+    with torch.autocast(a.device.type, enabled=False):
         return fp32(a) @ fp32(b).mT
 
 
 def rotate(x, first=0):
     """Rotary embeddings (Su et al. 2021): at position p = first, first + 1, ... each pair
-    (x_2d, x_2d+1) of a head is rotated by p θ_d, θ_d = 10000^(-2d/D). x (..., T, H, D) -> as x"""
-    T, D = x.size(-3), x.size(-1)
-    theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)              # (D/2,)
-    positions = torch.arange(first, first + T, device=x.device)
-    angle = positions[:, None, None] * theta                                    # (T, 1, D/2)
-    pairs = torch.view_as_complex(fp32(x).unflatten(-1, (-1, 2)).contiguous())  # (..., T, H, D/2)
-    turned = pairs * torch.complex(angle.cos(), angle.sin())
-    return torch.view_as_real(turned).flatten(-2).type_as(x)
+    (x_2d, x_2d+1) of a head is rotated by the angle p θ_d, θ_d = 10000^(-2d/D).
+
+    x (..., T, H, D) -> (..., T, H, D)"""
+    D = x.size(-1)
+    theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)      # (D/2,)
+    positions = torch.arange(first, first + x.size(-3), device=x.device)
+    angle = positions[:, None, None] * theta                            # (T, 1, D/2)
+
+    # a pair is a complex number, its rotation a product with cos + i sin
+    pairs = fp32(x).unflatten(-1, (-1, 2)).contiguous()                 # (..., T, H, D/2, 2)
+    rotation = torch.complex(angle.cos(), angle.sin())
+    rotated = torch.view_as_complex(pairs) * rotation                   # (..., T, H, D/2)
+    return torch.view_as_real(rotated).flatten(-2).type_as(x)
 
 
-def softmax_attention(q, k, v, mask=None):
-    """softmax(q kᵀ / sqrt(D) + mask) v; mask is broadcast to (B, H, t, s). On a CPU in bf16 the
-    definition is faster than the fused kernel (torch 2.13).
+def softmax_attention(q, k, v, bias=None):
+    """softmax(q kᵀ / sqrt(D) + bias) v; bias is broadcast to (B, H, t, s).
 
     q (B, t, H, D)   k, v (B, s, H, D) -> (B, t, H, D)"""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                # (B, H, t or s, D)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or s, D)
     if q.device.type == 'cpu' and q.dtype == torch.bfloat16:
-        z = q / q.size(-1) ** 0.5 @ k.mT                            # (B, H, t, s)
-        y = (z if mask is None else z + mask).softmax(-1) @ v
+        # the formula itself: on a CPU in bf16 faster than the fused kernel (torch 2.13)
+        scores = q / q.size(-1) ** 0.5 @ k.mT                           # (B, H, t, s)
+        if bias is not None:
+            scores = scores + bias
+        y = scores.softmax(-1) @ v
     else:
-        y = F.scaled_dot_product_attention(q, k, v, mask)
+        y = F.scaled_dot_product_attention(q, k, v, bias)
     return y.transpose(1, 2)
+
+
+def window_attention(q, k, v, window, slopes):
+    """softmax_attention of queries to keys of the same position or up to window - 1 before. The
+    queries (B, t, H, D) have the positions of the last t of the keys (B, s, H, D)."""
+    position = torch.arange(k.size(1), device=k.device)
+    age = position[-q.size(1):, None] - position                        # (t, s)
+    bias = -slopes * age                                                # ALiBi
+    bias = bias.masked_fill((age < 0) | (age >= window), -math.inf)
+    return softmax_attention(q, k, v, bias.to(q.dtype))
+
+
+def in_blocks(x, block):
+    """Cuts x (B, T, H, D) into n blocks -> (B, n, block, H, D); the last is padded with zeros."""
+    padding = -x.size(1) % block
+    return F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, block))
+
+
+def block_pairs(x, block):
+    """Each block of x (B, T, H, D) but the first, after the one before it
+    -> (B, n - 1, 2 block, H, D)"""
+    x = in_blocks(x, block)
+    return torch.cat([x[:, :-1], x[:, 1:]], dim=2)
 
 
 def attend(q, k, v, block, window, slopes=0.0):
     """Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1
     and n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et
     al. 2022) subtracts slope * age from each score.
+
     q (B, T, H, D)   k, v (B, P + T, H, D): P < 2 block keys precede the queries, the first of them
-    begins a block; returns (B, T, H, D)"""
-    def attention(q, k, v):                         # queries have the positions of the last keys
-        j = torch.arange(k.size(1), device=k.device)
-        age = j[-q.size(1):, None] - j                              # (queries, keys)
-        bias = (-slopes * age).masked_fill((age < 0) | (age >= window), -math.inf).to(q.dtype)
-        return softmax_attention(q, k, v, bias)
-    T, P = q.size(1), k.size(1) - q.size(1)
-    n = min(T, block - P % block)                                   # to the end of a block
-    first = attention(q[:, :n], k[:, :P + n], v[:, :P + n])
+    begins a block -> (B, T, H, D)"""
+    T = q.size(1)
+    P = k.size(1) - T
+
+    # queries up to the end of the first block: in a stream it can be incomplete
+    n = min(T, block - P % block)
+    first = window_attention(q[:, :n], k[:, :P + n], v[:, :P + n], window, slopes)
     if n == T:
         return first
-    start, pad = P + n - block, (0, 0, 0, 0, 0, (n - T) % block)
-    parts = q[:, n:], k[:, start:], v[:, start:]                    # k, v: from one block earlier
-    q, k, v = (F.pad(x, pad).unflatten(1, (-1, block)) for x in parts)
-    k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=2).flatten(0, 1) for x in (k, v))
-    rest = attention(q.flatten(0, 1), k, v).reshape(q.shape)        # (B, N, block, H, D)
-    return torch.cat([first, rest.flatten(1, 2)[:, :T - n]], dim=1)
+
+    # the blocks after it, in one product, as a GPU needs few and large ones
+    start = P + n - block                                               # keys of one block more
+    q = in_blocks(q[:, n:], block)                                      # (B, N, block, H, D)
+    k, v = (block_pairs(x[:, start:], block) for x in (k, v))           # (B, N, 2 block, H, D)
+    B, N = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))                      # (B N, ...)
+    rest = window_attention(q, k, v, window, slopes).unflatten(0, (B, N)).flatten(1, 2)
+    return torch.cat([first, rest[:, :T - n]], dim=1)
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020): one of two layers gates the other."""
+    def __init__(self, config):
+        super().__init__()
+        n_inner = config.n_inner or 32 * math.ceil(8 / 3 * config.n_embd / 32)
+        self.fc = nn.Linear(config.n_embd, 2 * n_inner, bias=False)
+        self.proj = nn.Linear(n_inner, config.n_embd, bias=False)
+
+    def forward(self, x):
+        gate, y = self.fc(x).chunk(2, dim=-1)
+        return self.proj(F.silu(gate) * y)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Σ -log P(w), P = softmax(f Eᵀ). The (n, V) logits are never held: the forward pass computes
+    the gradient too, from the logits of R rows at a time. The derivative of -log P(w) by the logits
+    is P - 1[w].
+
+    f (n, C)   E (V, C)   targets w (n,) -> ()"""
+    R = 1024
+
+    @staticmethod
+    def forward(ctx, f, E, targets):
+        nats = f.new_zeros(())
+        df = torch.empty_like(f)
+        dE = torch.zeros_like(E)
+        for start in range(0, len(f), CrossEntropy.R):
+            rows = slice(start, start + CrossEntropy.R)
+            w = targets[rows]                                           # (R,)
+            i = torch.arange(len(w), device=w.device)
+            log_p = product(f[rows], E).log_softmax(1)                  # (R, V)
+            nats -= log_p[i, w].sum()
+            if f.requires_grad:
+                dlogits = log_p.exp_()
+                dlogits[i, w] -= 1
+                df[rows] = product(dlogits, E.T)
+                dE += product(dlogits.T, f[rows].T)
+        ctx.grads = df, dE
+        return nats
+
+    @staticmethod
+    def backward(ctx, dnats):
+        return *(dnats * grad for grad in ctx.grads), None
 
 
 def cross_entropy(f, E, targets):
-    """Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0. The (n, V) logits are
-    never held: those of a slice of rows are freed once they have given its gradient.
+    """Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0.
 
     f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()"""
-    scored, nats, trains = targets >= 0, 0, torch.is_grad_enabled()
-    inputs = *f[scored].split(1024), E
-    *slices, E = (x.detach().requires_grad_(trains) for x in inputs)
-    for rows, w in zip(slices, targets[scored].split(1024)):
-        with torch.autocast(f.device.type, enabled=False):          # fp32 in backward, too
-            loss = F.cross_entropy(product(rows, E), w, reduction='sum')
-            if trains: loss.backward()                              # adds to .grad of rows and E
-        nats += loss.detach()
-    if trains:                                                  # adds 0, whose gradient is .grad
-        nats += sum(((x - x.detach()) * y.grad).sum() for x, y in zip(inputs, (*slices, E)))
+    scored = targets >= 0
+    nats = CrossEntropy.apply(fp32(f)[scored], E, targets[scored])
     return nats / scored.sum().clamp(min=1)
 
 
@@ -193,73 +277,109 @@ class SelfAttention(nn.Module):
     """Causal attention over a sliding window, with ALiBi (Press et al. 2022) for positions."""
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.window, self.slope = config.n_head, config.window, config.slope
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        C, self.n_head = config.n_embd, config.n_head
+        self.window, self.slope = config.window, config.slope
+        self.qkv = nn.Linear(C, 3 * C, bias=False)
+        self.proj = nn.Linear(C, C, bias=False)
 
     def forward(self, x, past):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)     # 3 x (B, L, H, D)
+        """x (B, L, C), past: keys and values (B, P, H, D) of the positions before, or None
+        -> (B, L, C), keys and values of the last W positions"""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)     # (B, L, H, D) each
         if past is not None:
-            k, v = (torch.cat(pair, dim=1) for pair in zip(past, (k, v)))       # (B, P + L, H, D)
-        slopes = torch.linspace(math.log2(self.slope), -8, self.n_head, device=x.device).exp2()
-        y = attend(q, k, v, self.window, self.window, slopes.view(1, -1, 1, 1))     # (B, L, H, D)
+            k, v = (torch.cat(pair, 1) for pair in zip(past, (k, v)))   # (B, P + L, H, D)
+        exponents = torch.linspace(math.log2(self.slope), -8, self.n_head, device=x.device)
+        slopes = exponents.exp2().view(1, -1, 1, 1)                     # (1, H, 1, 1)
+        y = attend(q, k, v, self.window, self.window, slopes)           # (B, L, H, D)
         return self.proj(y.flatten(2)), (k[:, -self.window:], v[:, -self.window:])
 
 
-class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020): one of two layers gates the other."""
+class GroupedCrossAttention(nn.Module):
+    """O = Σ_k w_k softmax(Q K_kᵀ / sqrt(D)) V_k (Eq. 2 and 3, gca_kernel.py), and a projection."""
     def __init__(self, config):
         super().__init__()
-        n_inner = config.n_inner or -(-8 * config.n_embd // 96) * 32
-        self.fc = nn.Linear(config.n_embd, 2 * n_inner, bias=False)
-        self.proj = nn.Linear(n_inner, config.n_embd, bias=False)
+        C, self.config = config.n_embd, config
+        self.norm = RMSNorm(C)
+        self.query = nn.Linear(C, C, bias=False)
+        self.proj = nn.Linear(C, C, bias=False)
 
-    def forward(self, x):
-        gate, y = self.fc(x).chunk(2, dim=-1)
-        return self.proj(F.silu(gate) * y)
+    def forward(self, x, kv, w, idx, mask, start, kernel):
+        """A piece of a text, of n chunks in whole or in part, that begins `start` positions into a
+        chunk, attends to chunks.
+
+        x (B, L, C)   kv (2, B, M, S, H, D)   w (B, n, K) fp32   idx (B, n, K) int32, -1: none
+        mask (B, L), False: a position attends to nothing; None: all attend   -> (B, L, C)"""
+        S, L = self.config.chunk_size, x.size(1)
+        q = self.query(self.norm(x)).unflatten(-1, (self.config.n_head, -1))    # (B, L, H, D)
+
+        # gca takes whole chunks of queries, and S - 1 keys of a chunk: not the landmark's
+        after = w.size(1) * S - start - L
+        q = F.pad(q, (0, 0, 0, 0, start, after))                        # (B, n S, H, D)
+        k, v = kv.type_as(q).flatten(2, 3)                              # (B, M S, H, D)
+        o = gca(q, k, v, w, idx, S, n_keys=S - 1, sink=self.config.sink, kernel=kernel)
+        o = o[:, start:start + L]
+        if mask is not None:
+            o = o * mask[:, :, None, None]
+        return self.proj(o.flatten(2))
 
 
 class Block(nn.Module):
     """A pre-norm Transformer layer; those of the upper half have grouped cross-attention."""
     def __init__(self, config, retrieves=False):
         super().__init__()
-        C, self.n_head = config.n_embd, config.n_head
-        self.norm1, self.attention = RMSNorm(C), SelfAttention(config)
-        self.norm2, self.mlp = RMSNorm(C), MLP(config)
-        if retrieves:
-            self.gca = nn.ModuleDict(dict(norm=RMSNorm(C), query=nn.Linear(C, C, bias=False),
-                                          proj=nn.Linear(C, C, bias=False)))
+        self.norm1 = RMSNorm(config.n_embd)
+        self.attention = SelfAttention(config)
+        self.norm2 = RMSNorm(config.n_embd)
+        self.mlp = MLP(config)
+        self.gca = GroupedCrossAttention(config) if retrieves else None
 
-    def forward(self, x, past, cross_attend=None):
+    def forward(self, x, past, retrieved=None):
         y, past = self.attention(self.norm1(x), past)
         x = x + y
-        if cross_attend is not None:
-            q = self.gca.query(self.gca.norm(x)).unflatten(-1, (self.n_head, -1))   # (B, L, H, D)
-            x = x + self.gca.proj(cross_attend(q).flatten(2))       # H + O of Eq. 2; O is like q
+        if retrieved is not None:
+            x = x + self.gca(x, *retrieved)                             # H + O of Eq. 2
         return x + self.mlp(self.norm2(x)), past
 
 
-class ChunkEncoder(nn.Module):
-    """§3.1: C_k of chunks; keys and values from it. Bidirectional, pre-norm, rotary positions."""
+class EncoderBlock(nn.Module):
+    """A pre-norm Transformer layer with bidirectional attention and rotary positions."""
     def __init__(self, config):
         super().__init__()
-        C, self.n_head, self.shift = config.n_embd, config.n_head, config.shift_values
-        self.blocks = nn.ModuleList(nn.ModuleDict(dict(
-            norm1=RMSNorm(C), norm2=RMSNorm(C), mlp=MLP(config), proj=nn.Linear(C, C, bias=False),
-            qkv=nn.Linear(C, 3 * C, bias=False))) for _ in range(config.n_encoder))
+        C, self.n_head = config.n_embd, config.n_head
+        self.norm1 = RMSNorm(C)
+        self.norm2 = RMSNorm(C)
+        self.mlp = MLP(config)
+        self.proj = nn.Linear(C, C, bias=False)
+        self.qkv = nn.Linear(C, 3 * C, bias=False)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.n_head, -1))
+        q, k, v = qkv.unbind(2)                                         # (B N, S, H, D) each
+        y = softmax_attention(rotate(q), rotate(k), v)
+        x = x + self.proj(y.flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class ChunkEncoder(nn.Module):
+    """§3.1: C_k of a chunk, by attention within it; its keys and values for cross-attention."""
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.shift = config.n_head, config.shift_values
+        C = config.n_embd
+        self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_encoder))
         self.norm_in = RMSNorm(C) if config.n_encoder else nn.Identity()
-        self.norm, self.kv = RMSNorm(C), nn.Linear(C, 2 * C, bias=False)
+        self.norm = RMSNorm(C)
+        self.kv = nn.Linear(C, 2 * C, bias=False)
 
     def forward(self, x):
         """x (B, N, S, C) -> C_k (B, N, S, C), its keys and values (2, B, N, S, H, D)"""
-        y = self.norm_in(x).flatten(0, 1)                           # (B N, S, C)
+        y = self.norm_in(x).flatten(0, 1)                               # (B N, S, C)
         for block in self.blocks:
-            q, k, v = block.qkv(block.norm1(y)).unflatten(-1, (3, self.n_head, -1)).unbind(2)
-            y = y + block.proj(softmax_attention(rotate(q), rotate(k), v).flatten(2))
-            y = y + block.mlp(block.norm2(y))
-        y = self.norm(y).view(x.shape)
-        k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (B, N, S, H, D)
-        v = v.roll(-1, dims=2) if self.shift else v     # the last token has the landmark's value
+            y = block(y)
+        y = self.norm(y).view(x.shape)                                  # C_k
+        k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)
+        if self.shift:
+            v = v.roll(-1, 2)          # of the next token; the last token has the landmark's
         return y, torch.stack([k, v])
 
 
@@ -269,7 +389,14 @@ class State(NamedTuple):
     unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the chunk not yet complete
     landmarks: list             # of pieces, l_k of their chunks, (B, n, C)
     kv: list                    # of each chunk, (2, B, S, H, D) 16 bits; in forward a tensor
-    reads: list                 # of each group, w and idx (B, n, K); the last: of the unfinished
+    chosen: list                # of each group, w and idx (B, n, K); the last: of the unfinished
+
+
+def random_queries(M, C, seed):
+    """App. A.5: a query (M, C) for each landmark of a text, the same for every text of M chunks or
+    more. Uniform, with mean 0 and standard deviation 1"""
+    table = torch.rand(M, C, generator=torch.Generator().manual_seed(seed))
+    return table * 12 ** 0.5 - 3 ** 0.5                 # of a uniform table, sd 1 / sqrt(12)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,164 +407,250 @@ class DRT(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.kernel = config, 'auto'                   # kernel: of gca
-        self.retriever, self.source = config.retriever, 'text'      # see ways
-        self.corpus, self.offload = None, ''                        # see prepare_eval
-        retrieves, n_upper = config.groups > 0, config.n_layer // 2
+        self.config, self.kernel = config, 'auto'                       # kernel: of gca
+        self.retriever, self.source = config.retriever, 'text'          # see ways
+        self.corpus, self.offload = None, ''    # tokens and State of a corpus; see prepare_eval
         seed = torch.randint(2 ** 48, (), device='cpu').item()
-        n_ids = config.vocab_size + retrieves * (1 + (config.encoder == 'tokens'))  # landmark, mask
-        self.embedding = nn.Embedding(n_ids, config.n_embd)         # also the output embedding
+        C, n_upper = config.n_embd, config.n_layer // 2
+        retrieves = config.groups > 0
+
+        # ids after those of the tokenizer: the landmark; for MLM the mask
+        n_ids = config.vocab_size
+        if retrieves:
+            n_ids += 2 if config.encoder == 'tokens' else 1
+        self.embedding = nn.Embedding(n_ids, C)                         # also the output embedding
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - n_upper))
         self.upper = nn.ModuleList(Block(config, retrieves) for _ in range(n_upper))
-        self.landmark_norms = nn.ModuleList(RMSNorm(config.n_embd) for _ in range(config.groups))
+        self.landmark_norms = nn.ModuleList(RMSNorm(C) for _ in range(config.groups))
         self.encoder = ChunkEncoder(config) if retrieves else None
-        self.norm = RMSNorm(config.n_embd)
+        self.norm = RMSNorm(C)
+        self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed):
+        """Normal weights, seeded by name: what models of other settings share is equal."""
+        config = self.config
         for name, p in self.named_parameters():
-            if p.dim() == 2:        # seeded by name: what models of other settings share is equal
+            if p.dim() == 2:
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
-                adds = name.endswith('proj.weight') and 'gca' not in name
-                deep = math.sqrt(2 * config.n_layer) if adds else 1
-                nn.init.normal_(p, std=0.02 * math.sqrt(768 / config.n_embd) / deep)
-        for norm in self.landmark_norms if config.compare_means else ():
-            nn.init.zeros_(norm.weight)
-        if retrieves and config.shift_values:   # at first GCA copies what followed a similar token
-            k, v = self.encoder.kv.weight.detach().chunk(2)
+                std = 0.02 * math.sqrt(768 / config.n_embd)
+                if name.endswith('proj.weight') and 'gca' not in name:  # it adds to the residual
+                    std /= math.sqrt(2 * config.n_layer)
+                nn.init.normal_(p, std=std)
+        if config.compare_means:
+            for norm in self.landmark_norms:
+                nn.init.zeros_(norm.weight)                             # h begins at 0
+        if config.groups and config.shift_values:
+            # GCA begins by copying what followed a similar token: W_Q = W_K, W_O = W_Vᵀ
+            k, v = self.encoder.kv.weight.chunk(2)
             for block in self.upper:
-                block.gca.query.weight.data.copy_(k)
-                block.gca.proj.weight.data.copy_(v.T)
+                block.gca.query.weight.copy_(k)
+                block.gca.proj.weight.copy_(v.T)
 
     def empty_state(self, B):
         """The state before a text. A corpus to retrieve from comes first: its chunks (B = 1)."""
-        c, E = self.config, self.embedding.weight
-        w, none = E.new_zeros(B, 1, c.n_neighbors), E.new_empty(B, 0, c.n_embd)
-        landmarks, kv = ([none], []) if self.source == 'text' else self.corpus[1:]
-        return State([None] * c.n_layer, none, landmarks, kv, [(w, w.int() - 1)] * c.groups)
+        config, E = self.config, self.embedding.weight
+        nothing = E.new_empty(B, 0, config.n_embd)
+        landmarks, kv = [nothing], []
+        if self.source != 'text':
+            _, state = self.corpus
+            landmarks, kv = state.landmarks, state.kv
+        w = E.new_zeros(B, 1, config.n_neighbors)
+        chosen = [(w, w.int() - 1)] * config.groups                     # weights 0, no chunks
+        return State([None] * config.n_layer, nothing, landmarks, kv, chosen)
 
-    def insert(self, x, value, s=0):
-        """§3.1: inserts `value` after every S - 1 tokens; s tokens precede x (B, T) -> (B, L)"""
-        n, end = self.config.chunk_size - 1, s + x.size(1)
-        chunks = F.pad(x, (s, -end % n)).unflatten(1, (-1, n))
-        ids = F.pad(chunks, (0, 1), value=value).flatten(1)[:, s:end + end // n]
-        return ids if self.config.groups else x                     # the base LM has no landmarks
+    def insert(self, x, value, state=None):
+        """§3.1: inserts `value` after every S - 1 tokens. x (B, T), which continues the text of
+        state -> (B, L). The base LM has no landmarks."""
+        if self.config.groups == 0:
+            return x
+        s = state.unfinished.size(1) if state else 0                    # tokens before x
+        n = self.config.chunk_size - 1
+        end = s + x.size(1)
+        n_landmarks = end // n
+        chunks = F.pad(x, (s, -end % n)).unflatten(1, (-1, n))          # (B, chunks, S - 1)
+        chunks = F.pad(chunks, (0, 1), value=value)                     # (B, chunks, S)
+        return chunks.flatten(1)[:, s:end + n_landmarks]
 
-    def retrieve(self, g, x, l, allowed):
+    def retrieve(self, g, x, l, mask):
         """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r (§3.2: + noise),
-        weighted by the softmax of r. x (B, N, C) is of the last N of M landmarks l (B, M, C),
-        allowed (B, N, M) -> w (B, N, K) fp32, idx (B, N, K) int32; 0, -1 where no chunk is left"""
-        K, (N, M) = self.config.n_neighbors, allowed.shape[1:]
+        weighted by the softmax of r.
+
+        x (B, N, C), of group g, of the last N of M landmarks   l (B, M, C)   mask (B, N, M), False:
+        not to retrieve -> w (B, N, K) fp32, idx (B, N, K) int32; 0, -1 where no chunk is left"""
+        N, M = mask.shape[1:]
+        K = self.config.n_neighbors
+
+        # the query h (B, N, C)
         h = self.landmark_norms[g](fp32(x))
-        if self.retriever == 'random':                              # appendix A.5; uniform, sd 1
-            table = torch.rand(M, h.size(2), generator=torch.Generator().manual_seed(g))
-            h = (table[M - N:] * 12 ** 0.5 - 3 ** 0.5).to(h)
-        elif self.config.compare_means:
-            mean = product(allowed.type_as(l), l.mT) / allowed.sum(2, keepdim=True).clamp(min=1)
+        if self.retriever == 'random':
+            h = random_queries(M, h.size(2), seed=g)[M - N:].to(h)
+        elif self.config.compare_means:         # its chunk's mean, without what all chunks share
+            n_chunks = mask.sum(2, keepdim=True).clamp(min=1)
+            mean = product(mask.type_as(l), l.mT) / n_chunks            # (B, N, C)
             h = h + F.rms_norm(l[:, M - N:] - mean, l.shape[2:], eps=1e-6)
-        r = (product(h, l) / h.size(-1) ** 0.5).masked_fill(~allowed, MASKED)   # (B, N, M)
-        r = F.pad(r, (0, K), value=MASKED)                          # K columns or more
-        noisy = self.training and self.config.gumbel                # Gumbel: -log Exp(1)
-        order = r - torch.empty_like(r).exponential_().log() if noisy else r
-        idx = order.argsort(descending=True, stable=True)[..., :K]  # not topk: its ties depend on M
-        w = r.gather(2, idx)                                        # (B, N, K)
+
+        # scores, with K columns or more
+        r = product(h, l) / h.size(-1) ** 0.5                           # (B, N, M)
+        r = F.pad(r.masked_fill(~mask, MASKED), (0, K), value=MASKED)
+        order = r
+        if self.training and self.config.gumbel:                        # noise: -log Exp(1)
+            order = r - torch.empty_like(r).exponential_().log()
+
+        # the top K; not by topk, whose ties depend on M
+        idx = order.argsort(descending=True, stable=True)[..., :K]      # (B, N, K)
+        w = r.gather(2, idx)
         valid = w > MASKED
         return w.softmax(2) * valid, idx.masked_fill(~valid, -1).int()
 
     def store(self, kv):
         """kv (2, B, N, S, H, D) -> a list of N chunks, 16 bits, with --offload in a mapped file"""
-        kv = kv.half() if kv.dtype == torch.float32 else kv         # fp64 is for the tests
-        if self.offload:                # the file is unlinked at once: it is freed with the tensor
+        if kv.dtype == torch.float32:                                   # fp64 is for the tests
+            kv = kv.half()
+        if self.offload:
+            # the file is unlinked at once: the system frees it together with the tensor
             with tempfile.NamedTemporaryFile(dir=self.offload) as file:
                 torch.save(kv, file)
                 file.flush()
                 kv = torch.load(file.name, map_location='cpu', mmap=True)
         return list(kv.unbind(2))
 
+    def add_chunks(self, x, state, stored):
+        """§3.1: encodes the chunks that end in x (B, L, C), the encoder's input. -> C_k (B, N, S,
+        C) or None, and the new unfinished, landmarks and kv of a State"""
+        S = self.config.chunk_size
+        unfinished = torch.cat([state.unfinished, x], 1)
+        N = unfinished.size(1) // S
+        if N == 0:
+            return None, unfinished, state.landmarks, state.kv
+        whole, unfinished = unfinished.tensor_split([N * S], 1)
+        chunks, kv = self.encoder(whole.unflatten(1, (N, S)))           # (B, N, S, C)
+        landmarks = chunks[:, :, -1]                                    # l_k (B, N, C)
+        if self.config.compare_means:
+            landmarks = chunks.mean(2)
+        if stored:
+            kv = state.kv + self.store(kv)
+        return chunks, unfinished, [*state.landmarks, landmarks], kv
+
+    def may_retrieve(self, B, N, M, docs):
+        """The mask of `retrieve` (B, N, M): the last N of M landmarks retrieve chunks before their
+        own, of their document if docs (B, L) is not None."""
+        S, E = self.config.chunk_size, self.embedding.weight
+        mask = E.new_ones(B, N, M, dtype=torch.bool).tril(M - N - 1)
+        if self.source != 'text':                                       # Table 4: a corpus is first
+            n = len(self.corpus[1].kv)
+            if self.config.next_chunk:
+                mask[..., n - 1] = False                                # no chunk comes after it
+            if self.source == 'corpus':
+                mask[..., n:] = False
+        if docs is not None and N > 0:                                  # only forward: N = M
+            first, last = docs[:, :N * S:S], docs[:, S - 1::S]          # (B, N) of chunks
+            first = first[:, None]                                      # (B, 1, N)
+            mask &= (first == last[:, :, None]) & (first >= 0)          # wholly in it, no padding
+        return mask
+
+    def gather(self, w, idx, kv, docs, start, L):
+        """Arguments of GroupedCrossAttention for the L positions of a piece: its chunk n attends to
+        what the landmark before it has retrieved, w[:, n] and idx[:, n]."""
+        S, mask = self.config.chunk_size, None
+        if self.config.next_chunk:                                      # (B, n, 2 K); -1 remains -1
+            w = w.repeat_interleave(2, 2) / 2
+            idx = torch.stack([idx, idx + (idx >= 0)], 3).flatten(2)
+        if docs is None:                    # a stream copies each chunk that is retrieved once
+            numbers, idx = idx.clamp(min=0).unique(return_inverse=True)         # w is 0 at -1
+            kv = torch.stack([kv[k] for k in numbers.tolist()], 2).to(w.device)
+        else:                               # a landmark retrieves for positions of its document
+            docs_before = F.pad(docs[:, S - 1::S], (1, 0)).repeat_interleave(S, 1)
+            mask = docs == docs_before[:, :L]                           # (B, L)
+        return kv, w, idx, mask, start, self.kernel
+
     def encode(self, ids, state, docs=None, masked=None, upper=True):
         """ids (B, L), of tokens and landmarks, continue the text of state. Only from forward: docs
-        (B, L), documents; masked (B, L), hidden from the encoder -> f (B, L, C), C_k (B, N, S, C)
-        of the N chunks that end here, the new state"""
-        config, S = self.config, self.config.chunk_size
-        (B, L), chunks = ids.shape, None
-        past, unfinished, landmarks, kv, reads = state
-        past, reads = list(past), list(reads)
-        s = unfinished.size(1)                                      # positions before ids
-        x = self.embedding(ids)                                     # (B, L, C)
+        (B, L), documents; masked (B, L), hidden from the encoder. upper=False: for a text of which
+        only later positions matter. -> f (B, L, C), C_k (B, N, S, C) of the N chunks that end here,
+        the new state"""
+        S, chunks = self.config.chunk_size, None
+        past, unfinished, landmarks, kv, chosen = state
+        past = list(past)
+        chosen = list(chosen)
+        B, L = ids.shape
+        start = unfinished.size(1)                                      # positions before ids
+
+        # the lower layers
+        x = self.embedding(ids)                                         # (B, L, C)
         for i, block in enumerate(self.lower):
             x, past[i] = block(x, past[i])
-        if config.groups:                                           # else the base LM
-            seen = ids if masked is None else ids.masked_fill(masked, config.vocab_size + 1)
-            y = x if config.encoder == 'lower' else self.embedding(seen)
-            unfinished = torch.cat([unfinished, y], dim=1)
-        N = unfinished.size(1) // S
-        if N > 0:
-            chunks, new_kv = self.encoder(unfinished[:, :N * S].unflatten(1, (N, S)))
-            unfinished = unfinished[:, N * S:]
-            l = chunks.mean(2) if config.compare_means else chunks[:, :, -1]    # (B, N, C)
-            landmarks = [*landmarks, l]
-            kv = new_kv if docs is not None else kv + self.store(new_kv)    # forward: a tensor
-        if not upper: return None, None, State(past, unfinished, landmarks, kv, reads)
 
+        # the chunks that end here; a stream stores them
+        if self.config.groups > 0:
+            if self.config.encoder == 'lower':
+                y = x
+            elif masked is None:
+                y = self.embedding(ids)
+            else:
+                y = self.embedding(ids.masked_fill(masked, self.config.vocab_size + 1))
+            chunks, unfinished, landmarks, kv = self.add_chunks(y, state, stored=docs is None)
+        if not upper:
+            return None, None, State(past, unfinished, landmarks, kv, chosen)
+
+        # the upper layers; where a group of them begins, its landmarks retrieve
         if len(landmarks) > 1:
-            landmarks = [torch.cat(landmarks, dim=1)]               # (B, M, C)
-        M, same = landmarks[0].size(1), True
-        allowed = x.new_ones(B, N, M, dtype=torch.bool).tril(M - N - 1)     # chunks before its own
-        if self.source != 'text':                                   # Table 4
-            n = len(self.corpus[2])
-            allowed[..., n - 1] &= not config.next_chunk            # there is none after it
-            allowed[..., n:] &= self.source == 'both'
-        if docs is not None and N > 0:          # no retrieval from another document
-            first, ends = docs[:, None, :N * S:S], docs[:, S - 1::S]    # (B, 1, N), (B, N)
-            allowed &= (first == ends[:, :, None]) & (first >= 0)   # chunks wholly in it
-            retrieved_for = F.pad(ends, (1, 0)).repeat_interleave(S, dim=1)[:, :L]
-            same = (docs == retrieved_for)[:, :, None, None]        # (B, L, 1, 1) bool
-
-        def cross_attend(q):        # (B, L, H, D) -> the same; w, idx, retrieved: of the loop below
-            q = F.pad(q, (0, 0, 0, 0, s, (N + 1) * S - s - L))      # N + 1 whole chunks
-            k, v = retrieved.type_as(q).flatten(2, 3)               # (B, n S, H, D)
-            o = gca(q, k, v, w, idx, S, S - 1, config.sink, kernel=self.kernel)
-            return o[:, s:s + L] * same
-
-        retrieves, n_lower = self.retriever != 'off' and M > 0, len(self.lower)
-        depth = len(self.upper) // (config.groups or 1)             # layers of a group
-        for i, block in enumerate(self.upper, n_lower):
-            g, j = divmod(i - n_lower, depth)                       # layer j of group g
-            if retrieves and j == 0:                                # a group begins
-                h = x[:, S - 1 - s::S]                              # (B, N, C) of the landmarks
-                pairs = zip(reads[g], self.retrieve(g, h, landmarks[0], allowed))
-                w, idx = (torch.cat([old[:, -1:], new], dim=1) for old, new in pairs)
-                reads[g] = w, idx           # (B, N + 1, K): landmark n retrieves for chunk n + 1
-                if config.next_chunk:                               # 2 K columns
-                    w = w.repeat_interleave(2, dim=2) / 2
-                    idx = torch.stack([idx, idx + (idx >= 0)], dim=3).flatten(2)    # -1 remains
-                retrieved = kv                                      # (2, B, N, S, H, D)
-                if docs is None:                                    # each retrieved chunk once
-                    numbers, idx = idx.clamp(min=0).unique(return_inverse=True)     # (w is 0 at -1)
-                    retrieved = torch.stack([kv[m] for m in numbers.tolist()], dim=2).to(x.device)
-            x, past[i] = block(x, past[i], cross_attend if retrieves else None)
-        return self.norm(x), chunks, State(past, unfinished, landmarks, kv, reads)
+            landmarks = [torch.cat(landmarks, 1)]
+        l = landmarks[0]                                                # (B, M, C)
+        retrieves, retrieved = self.retriever != 'off' and l.size(1) > 0, None
+        if retrieves:
+            N = (start + L) // S
+            mask = self.may_retrieve(B, N, l.size(1), docs)             # (B, N, M)
+            depth = len(self.upper) // self.config.groups               # layers of a group
+        for j, block in enumerate(self.upper):
+            if retrieves and j % depth == 0:
+                g = j // depth
+                at_landmarks = x[:, S - 1 - start::S]                   # (B, N, C)
+                w, idx = self.retrieve(g, at_landmarks, l, mask)
+                # the first chunk of these ids attends to what the landmark before it retrieved
+                last_w, last_idx = chosen[g]
+                w = torch.cat([last_w[:, -1:], w], 1)                   # (B, N + 1, K)
+                idx = torch.cat([last_idx[:, -1:], idx], 1)
+                chosen[g] = w, idx
+                retrieved = self.gather(w, idx, kv, docs, start, L)
+            i = len(self.lower) + j
+            x, past[i] = block(x, past[i], retrieved)
+        return self.norm(x), chunks, State(past, unfinished, landmarks, kv, chosen)
 
     def forward(self, batch, progress):
-        """batch: tokens, targets, doc (B, T) int64 (target -1: not scored), seed; progress: 0 to 1
-        -> loss () in nats per token (in eval mode without noise and MLM), a dict to log"""
-        config, V, masked = self.config, self.config.vocab_size, None
-        ids, targets = self.insert(batch.tokens, V), self.insert(batch.targets, -1)         # (B, L)
-        docs = self.insert(batch.doc, 0)
-        docs = docs.where(ids < V, docs.roll(1, dims=1))            # a landmark's: of its chunk
-        if self.training: torch.manual_seed(batch.seed)             # for Gumbel noise and MLM
-        if self.training and config.groups and config.encoder == 'tokens' and progress < 0.5:
-            masked = torch.rand(ids.shape, device=ids.device) < config.mlm
-            masked &= (ids < V) & (docs >= 0)                       # no landmarks, no padding
+        """The training loss () in nats per token and a dict to log; in eval mode without Gumbel
+        noise and MLM. batch: tokens, targets, doc (B, T) int64 (target -1: not scored), seed;
+        progress: step / max_steps"""
+        config = self.config
+        V = config.vocab_size
+        if self.training:
+            torch.manual_seed(batch.seed)                               # for Gumbel noise and MLM
 
+        # landmarks are inserted after the shift of targets: they predict nothing
+        ids = self.insert(batch.tokens, V)                              # (B, L)
+        targets = self.insert(batch.targets, -1)
+        docs = self.insert(batch.doc, 0)
+        docs = torch.where(ids < V, docs, docs.roll(1, 1))              # a landmark's: of its chunk
+
+        # §3.2: in the first half of training MLM hides tokens from the encoder, no landmarks
+        masked = None
+        if self.encoder and config.encoder == 'tokens' and self.training and progress < 0.5:
+            masked = torch.rand(ids.shape, device=ids.device) < config.mlm
+            masked &= (ids < V) & (docs >= 0)
+
+        E = self.embedding.weight[:V]
         f, chunks, state = self.encode(ids, self.empty_state(len(ids)), docs, masked)
-        loss, log = cross_entropy(f, self.embedding.weight[:V], targets), {}
-        if config.groups:
-            top = state.reads[-1][0][:, :-1].amax(2)                # (B, N)
+        loss, log = cross_entropy(f, E, targets), {}
+        if config.groups > 0:
+            w, _ = state.chosen[-1]
+            top = w[:, :-1].amax(2)                                     # (B, N)
             log['top_weight'] = top.sum() / (top > 0).sum().clamp(min=1)
-        if masked is not None:                                      # §3.2: MLM trains the encoder
-            encoded = chunks.flatten(1, 2)                          # (B, N S, C)
-            words = ids.masked_fill(~masked, -1)[:, :encoded.size(1)]
-            mlm = cross_entropy(encoded, self.embedding.weight[:V], words)
-            log.update(lm_loss=loss, mlm_loss=mlm)
-            loss = loss + mlm
+        if masked is not None:                                          # the encoder predicts them
+            encoded = chunks.flatten(1, 2)                              # (B, N S, C)
+            hidden = ids.masked_fill(~masked, -1)[:, :encoded.size(1)]
+            mlm_loss = cross_entropy(encoded, E, hidden)
+            log.update(lm_loss=loss, mlm_loss=mlm_loss)
+            loss = loss + mlm_loss
         return loss, log
 
     def log_probs(self, tokens):
@@ -447,62 +660,105 @@ class DRT(nn.Module):
     @torch.no_grad()
     def stream(self, tokens, state=None):
         """log_probs of tokens (B, t) that continue the text of state, and the new state"""
-        state, V = state or self.empty_state(len(tokens)), self.config.vocab_size
-        ids = self.insert(tokens, V, state.unfinished.size(1))
+        V = self.config.vocab_size
+        state = state or self.empty_state(len(tokens))
+        ids = self.insert(tokens, V, state)
         f, _, state = self.encode(ids, state)
-        logits = product(f[:, ids[0] < V], self.embedding.weight[:V])       # not of landmarks
+        logits = product(f[:, ids[0] < V], self.embedding.weight[:V])   # not of landmarks
         return logits.log_softmax(-1), state
 
     @torch.no_grad()
     def read(self, tokens, state=None):
         """The state of `stream`. Upper layers run only at the end, on what later positions need: W
-        positions for each layer, S for each group, as a chunk reads what the one before it chose"""
-        state, c = state or self.empty_state(len(tokens)), self.config
-        ids = self.insert(tokens, c.vocab_size, state.unfinished.size(1))
-        reach = len(self.upper) * c.window + (1 + c.groups) * c.chunk_size
-        after = ids.size(1)                                         # positions after a piece
+        for each layer, and S for each group, as a landmark retrieves for the chunk after it."""
+        config = self.config
+        state = state or self.empty_state(len(tokens))
+        ids = self.insert(tokens, config.vocab_size, state)
+        reach = len(self.upper) * config.window + (1 + config.groups) * config.chunk_size
+        after = ids.size(1)                                             # positions after a piece
         for piece in ids.split(self.PIECE, dim=1):
             after -= piece.size(1)
-            state = self.encode(piece, state, upper=after < reach)[-1]
+            _, _, state = self.encode(piece, state, upper=after < reach)
         return state
 
     def ways(self):
         """Name -> attributes to set: chunks of the text, of a corpus, of both, random ones, none"""
-        if not self.config.groups or self.config.retriever == 'off': return {'off': {}}
+        if self.config.groups == 0 or self.config.retriever == 'off':
+            return {'off': {}}
         on = dict(retriever=self.config.retriever, source='text')
-        sources = ('corpus', 'both') if self.corpus else ()         # Table 4
-        return dict(on=on, **{source: dict(on, source=source) for source in sources},
-                    shuffled=dict(on, retriever='random'), off=dict(on, retriever='off'))
+        ways = {'on': on}
+        if self.corpus:                                                 # Table 4
+            for source in ('corpus', 'both'):
+                ways[source] = dict(on, source=source)
+        ways['shuffled'] = dict(on, retriever='random')
+        ways['off'] = dict(on, retriever='off')
+        return ways
 
-    def trace(self, tokens, t):
-        """Chunks read for token t + 1: [(weight, where, start, end)], where: a text or corpus"""
-        n, found, M = self.config.chunk_size - 1, [], len(self.empty_state(1).kv)
-        for w, idx in self.read(tokens[None, :t]).reads:
+    def trace(self, tokens, t, state=None, group=None):
+        """The chunks that are read to predict token t + 1, by all groups or one: a list of (weight,
+        ids, start, end), largest weight first. The chunk is ids[start:end], with next_chunk two,
+        of tokens (n,) or of a corpus. state: that of read(tokens[None, :t])"""
+        if state is None:
+            state = self.read(tokens[None, :t])
+        n = self.config.chunk_size - 1
+        n_corpus = len(self.empty_state(1).kv)
+        n_read = 2 * n if self.config.next_chunk else n                 # tokens
+        rows = []
+        for g, (w, idx) in enumerate(state.chosen):
             for weight, k in zip(w[0, -1].tolist(), idx[0, -1].tolist()):
-                if k >= 0:
-                    where, k = (tokens, k - M) if k >= M else (self.corpus[0], k)
-                    found.append((weight, where, k * n, (k + 1 + self.config.next_chunk) * n))
-        return sorted(found, key=lambda read: -read[0])
+                if k < 0 or group not in (None, g):
+                    continue
+                ids, start = tokens, (k - n_corpus) * n
+                if k < n_corpus:
+                    ids, start = self.corpus[0], k * n
+                rows.append((weight, ids, start, start + n_read))
+        return sorted(rows, key=lambda row: -row[0])
 
     @torch.no_grad()
     def prepare_eval(self, corpus, external, args, path, progress):
-        """Table 4: with --retrieve-from, reads external.train as a text before any other one"""
+        """Table 4: with --retrieve-from, reads external.train as a text before each other one.
+        Raises SystemExit if a text would retrieve from itself, or if there is no chunk."""
         self.source, self.offload = 'text', args.offload
-        if args.retrieve_from and 'on' in self.ways():
-            state, tokens = self.empty_state(1), external.train.tokens.astype('int64')
-            if args.split == 'train' and external.fingerprint == corpus.fingerprint:
-                raise SystemExit('--split train with --retrieve-from: each text would find itself')
-            if len(tokens) < 2 * (self.config.chunk_size - 1):
-                raise SystemExit('--retrieve-from: its text is shorter than two chunks')
-            tokens = torch.from_numpy(tokens).to(state.unfinished.device)
-            for piece in progress(tokens.split(16 * self.PIECE), 'reading the corpus'):
-                state = self.read(piece[None], state)
-            self.corpus = tokens, state.landmarks, state.kv
+        if not args.retrieve_from or 'on' not in self.ways():
+            return
+        if args.split == 'train' and external.fingerprint == corpus.fingerprint:
+            raise SystemExit('--split train with --retrieve-from: each text would find itself')
+        tokens = torch.from_numpy(external.train.tokens.astype('int64'))
+        tokens = tokens.to(self.embedding.weight.device)
+        if len(tokens) < 2 * (self.config.chunk_size - 1):
+            raise SystemExit('--retrieve-from: its text is shorter than two chunks')
+        state = self.empty_state(1)
+        for piece in progress(tokens.split(16 * self.PIECE), 'reading the corpus'):
+            state = self.read(piece[None], state)
+        self.corpus = tokens, state
+
+
+# --------------------------------------------------------------------------------------------------
+# a demo
+def demo():
+    """From tokens to the loss, and what is retrieved, with the weights of assets/drt.pt"""
+    import tiktoken
+    file = torch.load(Path(__file__).parent / 'assets/drt.pt', weights_only=True)
+    model = DRT(DRTConfig(**file['config']))
+    model.load_state_dict(file['model'])
+    ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}
+    tokenizer = tiktoken.Encoding('demo', pat_str=file['tokenizer']['pattern'],
+                                  mergeable_ranks=ranks, special_tokens={})
+
+    ids = tokenizer.encode(inspect.getsource(DRTConfig))[:401]
+    tokens = torch.tensor([ids])
+    x = model.insert(tokens[:, :-1], model.config.vocab_size)
+    f, chunks, state = model.encode(x, model.empty_state(1))
+    log_p = model.log_probs(tokens[:, :-1]).gather(2, tokens[:, 1:, None])
+    print(f"""400 tokens and landmarks   (B, L)        {tuple(x.shape)}
+chunks, encoded            (B, N, S, C)  {tuple(chunks.shape)}
+chunks retrieved for each  (B, N, K)     {tuple(state.chosen[-1][1].shape)}
+states                     (B, L, C)     {tuple(f.shape)}
+loss of the 400 next tokens              {-log_p.mean():.3f}
+After {tokenizer.decode(ids[390:-1])!r} these are read, by weight, to predict the next token:""")
+    for weight, _, start, end in model.trace(tokens[0], 399):
+        print(f'{weight:.3f}  {tokenizer.decode(ids[start:end])!r:.90}')
 
 
 if __name__ == '__main__':
-    model, tokens = DRT(DRTConfig()), torch.randint(4096, (1000,))
-    log_p = model.log_probs(tokens[None, :-1])[0].gather(1, tokens[1:, None])
-    print(f'untrained: loss {-log_p.mean():.3f}, ln V {math.log(4096):.3f}')
-    for weight, _, start, end in model.trace(tokens, t=900):
-        print(f'token 901 is predicted from tokens {start} to {end - 1} with weight {weight:.3f}')
+    demo()

@@ -1,16 +1,22 @@
 """
 Evaluates trained models: any mixture of them in one table, on the same text.
 
-    $ python eval.py out/trime out/rpt out/drt      the table, examples, loss.png, samples
+    $ python eval.py out/trime out/rpt out/drt      the table, examples, samples, loss.png
     $ python eval.py out/drt --task examples        what is retrieved where it helps most
+    $ python eval.py out/drt --task examples --html out/page.html       the same in a browser
     $ python eval.py out/trime --help               all tasks and flags, those of its model too
 
 A run is a folder, of which best.pt is used, else ckpt.pt, or it is a .pt file. Each token of a
-document but its first is scored once, in fp32; the document is read from its beginning.
+document but its first is scored once, in fp32; the document is read from its beginning. A model is
+evaluated in several ways. Each has a name and attributes of the model, which are set for it:
+
+    on              the model retrieves, as in training
+    shuffled        it retrieves random chunks, or memories with exchanged values
+    off             it retrieves nothing
+    corpus, both    with --retrieve-from: it retrieves from that corpus; from corpus and text
 """
-import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP), then sleep
-os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '1000'} | os.environ
-import argparse, functools, importlib, itertools, json, math, sys, time
+import train    # before torch: it sets how torch's idle threads wait
+import argparse, importlib, itertools, json, math, os, re, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,9 +25,31 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import data, train
+import data
 
+# columns of the table: losses of tokens up to these positions in their document
 POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': sys.maxsize}
+UNITS = {'k': 1024, 'm': 1024 ** 2}
+PAGE_TOKENS = 8192              # tokens of a document that a page shows, at most
+
+
+# --------------------------------------------------------------------------------------------------
+# flags
+def numbers(text):
+    """The type of a flag: '1k,16k,2m' -> [('1k', 1024), ('16k', 16384), ('2m', 2097152)]"""
+    if not re.fullmatch('[0-9]+[km]?(,[0-9]+[km]?)*', text):
+        raise argparse.ArgumentTypeError(f'{text!r} is not like 0,16,1k,2m')
+    names = text.split(',')
+    return [(x, int(x.rstrip('km')) * UNITS.get(x[-1], 1)) for x in names]
+
+
+def output(text):
+    """The type of a flag: a path, at which train.write can write a file after the work"""
+    path = Path(text).resolve()                             # a link remains: its file is replaced
+    taken = path.exists() and not path.is_file()            # by a folder or a device
+    if taken or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f'{text!r} cannot be written')
+    return path
 
 
 @dataclass
@@ -31,313 +59,591 @@ class EvalConfig:
     retrieve_from: str = ''     # trime, drt: retrieve from the train split of this corpus
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split's
+    html: output = None         # examples: a file for a page, a document and what is retrieved
     max_tokens: int = 200       # generate: new tokens, at most
     temperature: float = 0.8    # generate: 0 takes the likeliest token
+    top_k: int = 0              # generate: from so many of the likeliest tokens; 0: from all
     top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
     seed: int = 0               # generate, niah, ranks: of the random draws
-    lengths: str = '1k,4k,16k'  # niah: tokens of the text; k is 2^10, m is 2^20
-    depths: str = '0,25,50,75,100'                              # niah: places of the needles, in %
-    json: str = ''              # a file for the numbers and texts of the task
+    lengths: numbers = '1k,4k,16k'      # niah, speed: tokens of the text; k is 2^10, m is 2^20
+    depths: numbers = '0,25,50,75,100'  # niah: places of the needles, in %
+    json: output = None         # a file for the numbers and texts of the task
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
 
 
+# --------------------------------------------------------------------------------------------------
+# runs
 class Run:
-    """A trained model, by its folder or .pt file, and the text that it is evaluated on"""
+    """A trained model, by its folder or .pt file, and the text that it is evaluated on
+
+    chunk       tokens that are retrieved together; 1: single ones, TRIME's memories
+    documents   of the split, each (n,) int64
+    ways        name -> attributes of the model to set
+    on          the name of the way that retrieves most
+    scores      way -> log_p of each document, (n - 1,) fp64; set by `score`"""
     def __init__(self, name):
-        self.name, self.path = name, Path(name)
-        if self.path.is_dir():
-            self.path /= 'best.pt' if (self.path / 'best.pt').exists() else 'ckpt.pt'
+        self.name, self.scores = name, {}
+        paths = Path(name, 'best.pt'), Path(name, 'ckpt.pt'), Path(name)
+        self.path = next(filter(Path.is_file, paths), None)
+        if self.path is None:
+            raise SystemExit(f'no such run: {name}')
+
+        # the model, from its checkpoint alone
         try:
-            checkpoint = torch.load(self.path, map_location='cpu', weights_only=True)
+            checkpoint = self.checkpoint = torch.load(self.path, 'cpu', weights_only=True)
             model = checkpoint['model_name']
             assert model in train.MODELS, model
-            module = importlib.import_module(model)
-            config = getattr(module, model.upper() + 'Config')(**checkpoint['config'])
-            assert checkpoint['config'].keys() == vars(config).keys(), 'of another version'
+            module = self.module = importlib.import_module(model)
+            config = getattr(module, f'{model.upper()}Config')(**checkpoint['config'])
+            assert vars(config) == checkpoint['config'], 'of another version'
             self.model = getattr(module, model.upper())(config).eval()
             self.model.load_state_dict(checkpoint['model'])
             self.tokenizer = data.Tokenizer(**checkpoint['tokenizer'])
-            self.module, self.checkpoint = module, checkpoint
         except Exception as e:                      # a broken or hostile file can raise anything
             raise SystemExit(f'{self.path} is not a checkpoint of this version: {e!r:.200}')
+        self.chunk = module.batches(config).get('chunk', 1)
 
     def prepare(self, args):
-        """documents: each tokens (n,) int64; ways: name -> attributes of the model to set"""
+        """Loads the text and what the model needs for it; sets documents, ways and on"""
         name = args.data or self.checkpoint['data']
         corpus = self.corpus = data.load(name, self.tokenizer, quiet=True)
         split = self.split = getattr(corpus, args.split)
-        if split is None: raise SystemExit(f'{name} has no split {args.split}')
+        if split is None:
+            raise SystemExit(f'{name} has no split {args.split}')
         if not args.data and corpus.fingerprint != self.checkpoint['corpus']:
             print(f'{self.name} was trained on another version of {name}', file=sys.stderr)
+        self.text = dict(data=corpus.name, text=corpus.fingerprint[:8],
+                         split=args.split, bytes=split.n_bytes, words=split.n_words)
+
+        # the documents in which there is a token to predict
         tokens = torch.tensor(split.tokens.astype(int), device=args.device)
         documents = tokens.tensor_split(split.offsets[1:-1].tolist())
         self.documents = [tokens for tokens in documents if len(tokens) > 1]
-        if not self.documents: raise SystemExit(f'{name}: no {args.split} document has two tokens')
-        self.text = dict(data=corpus.name, text=corpus.fingerprint[:8], split=args.split,
-                         bytes=split.n_bytes, words=split.n_words)
-        self.model.to(args.device)
-        if hasattr(self.model, 'prepare_eval'):
+        if not self.documents:
+            raise SystemExit(f'{name}: no {args.split} document has two tokens')
+
+        # what the model retrieves from; TRIME tunes its temperatures, too
+        model = self.model.to(args.device)
+        if hasattr(model, 'prepare_eval'):
+            print(f'{self.name} prepares its memory for {name}', file=sys.stderr)
             external = data.load(args.retrieve_from or name, self.tokenizer, quiet=True)
-            self.model.prepare_eval(corpus, external, args, self.path, data.progress)
-        self.ways = self.model.ways()
-        self.on = next(way for way in ('both', 'on', 'off') if way in self.ways)
+            model.prepare_eval(corpus, external, args, self.path, data.progress)
+        elif args.retrieve_from:
+            raise SystemExit(f'{self.name} retrieves from its text alone: no --retrieve-from')
+        self.ways = model.ways()
+        self.on = 'both' if 'both' in self.ways else next(iter(self.ways))
 
-    def log_p(self, tokens):
-        """log P of every token of a document but the first: tokens (n,) int64 -> (n - 1,) fp32"""
-        parts, state, size = [], None, self.model.PIECE
-        for piece, targets in zip(tokens[:-1].split(size), tokens[1:].split(size)):
-            log_probs, state = self.model.stream(piece[None], state)
-            parts.append(log_probs[0].gather(1, targets[:, None])[:, 0])
-        return torch.cat(parts)
-
-    @functools.cache
-    def score(self, way):
-        """log_p of each document, (n - 1,) fp64; computed once for each way"""
+    def set_way(self, way):
+        """Sets the attributes of the model that belong to a way of evaluation."""
         vars(self.model).update(self.ways[way])
-        documents = data.progress(self.documents, f'{self.name}, {way}')
-        return [self.log_p(tokens).cpu().double().numpy() for tokens in documents]
+
+    def log_p(self, way, tokens):
+        """log P of every token of a document but the first: tokens (n,) int64 -> (n - 1,) fp64"""
+        self.set_way(way)
+        parts, state = [], None
+        for pairs in tokens.unfold(0, 2, 1).split(self.model.PIECE):    # (t, 2): token, next one
+            log_probs, state = self.model.stream(pairs[None, :, 0], state)
+            parts.append(log_probs[0].gather(1, pairs[:, 1:]))
+        return torch.cat(parts).flatten().cpu().double().numpy()
+
+    def gains(self):
+        """What retrieval gains, in nats, for each token of a document but the first, (n - 1,)"""
+        return list(map(np.subtract, self.scores[self.on], self.scores['off']))
 
 
-def load(path, device='cpu'):
+def load(path):
     """For a notebook: a run's folder or .pt file -> (model in eval mode, tokenizer)"""
     run = Run(path)
-    return run.model.to(device), run.tokenizer
+    return run.model, run.tokenizer
 
 
+def score(pairs):
+    """Sets run.scores of pairs (run, way), and yields each pair when it is known. The way `off` is
+    scored first, as all are compared with it; there is one progress with the minutes left."""
+    documents = data.progress([tokens for run, _ in pairs for tokens in run.documents],
+                              'tokens scored', size=len)
+    for run, way in pairs:
+        for name in 'off', way:
+            if name not in run.scores:
+                run.scores[name] = [run.log_p(name, next(documents)) for _ in run.documents]
+        yield run, way
+
+
+# --------------------------------------------------------------------------------------------------
+# the table
 def by_position(log_p, edges):
     """Mean losses of tokens edges[i] to edges[i + 1] - 1 of a document; None where there is none"""
-    parts = [np.concatenate([x[first - 1:stop - 1] for x in log_p])         # x[0] is of token 1
-             for first, stop in itertools.pairwise(edges)]
-    return [-part.mean() if len(part) else None for part in parts]
+    losses = []
+    for first, stop in itertools.pairwise(edges):
+        part = np.concatenate([x[first - 1:stop - 1] for x in log_p])       # x[0] is of token 1
+        losses.append(-part.mean() if len(part) else None)
+    return losses
 
 
 def metrics(log_p, log_p_off, split):
     """The columns of a row; bytes and words are all the text's. Tokens of a document depend on each
     other, so N documents are the sample. D_d: sum of log_p - log_p_off over the n_d tokens of d
         gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d"""
-    N, n = len(log_p), np.array([len(x) for x in log_p])                    # n (N,)
-    nats, total = -np.concatenate(log_p).sum(), n.sum()
+    # losses, per token, byte and word
+    N = len(log_p)
+    n = np.array([len(x) for x in log_p])                                   # (N,)
+    total = n.sum()
+    nats = -np.concatenate(log_p).sum()
     loss = nats / total
-    row = {'loss': loss, 'ppl': np.exp(loss), 'bits/byte': nats / math.log(2) / split.n_bytes,
-           'word ppl': np.exp(min(700, nats / split.n_words))}
-    row.update(zip(POSITIONS, by_position(log_p, [1, *POSITIONS.values()])))
+    per_word = nats / max(1, split.n_words)
+
+    # the gain; its error is not known from a single document
     D = np.array([(x - off).sum() for x, off in zip(log_p, log_p_off)])     # (N,)
     gain = D.sum() / total
-    error = math.sqrt(N / (N - 1) * ((D - gain * n) ** 2).sum()) / total if N > 1 else None
-    return {**row, 'gain over off': gain, '±': error}
+    error = None
+    if N > 1:
+        error = math.sqrt(N / (N - 1) * ((D - gain * n) ** 2).sum()) / total
+
+    losses = by_position(log_p, [1, *POSITIONS.values()])
+    return {'loss': loss,
+            'ppl': np.exp(loss),
+            'bits/byte': nats / math.log(2) / split.n_bytes,
+            'word ppl': np.exp(min(700, per_word)),              # e^710 is infinite
+            **dict(zip(POSITIONS, losses)),
+            'gain over off': gain,
+            '±': error}
 
 
 def cell(x):
-    if isinstance(x, float): return f'{x:,.0f}' if 1e4 <= x < 1e9 else f'{x:#.5g}'
-    return f'{x:,}' if isinstance(x, int) else x or '-'
+    """A value as the tables show it"""
+    if isinstance(x, float):
+        return f'{x:,.0f}' if 1e4 <= x < 1e9 else f'{x:#.5g}'
+    if isinstance(x, int):
+        return f'{x:,}'
+    return '-' if x is None else x
 
 
-def print_table(rows):
-    """Prints dicts with the same keys, the header; text left, numbers right. -> rows"""
-    lines = [list(rows[0])] + [[cell(x) for x in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    sides = ['<' if isinstance(x, str) else '>' for x in rows[0].values()]
-    print()
-    for line in lines:
-        print(' '.join(f'{x:{side}{n}}' for x, side, n in zip(line, sides, widths)).rstrip())
-    return rows
+def add_row(rows, row):
+    """Appends a row to those of a table, dicts with the same keys, and prints it, the first with
+    the header. Columns are as wide as these need, those for names of runs at least 15."""
+    rows.append(row)
+    columns = []                                                # formats: text is aligned left
+    for name, x in rows[0].items():
+        width = max(15 if name == 'run' else 8, len(name), len(cell(x)))
+        columns.append(f'<{width}' if isinstance(x, str) else f'>{width}')
+    if len(rows) == 1:
+        print()
+        print(*map(format, row, columns))
+    print(*map(format, map(cell, row.values()), columns), flush=True)
 
 
 def table(runs, args):
     """Prints a row for each run and way. -> all its numbers"""
-    rows = [{'run': run.name, 'way': way,
-             'params': sum(p.numel() for p in run.model.parameters()),
-             'trained on': run.checkpoint['tokens'],
-             **metrics(run.score(way), run.score('off'), run.split)}
-            for run in runs for way in run.ways]
-    scored = [len(log_p) for log_p in runs[0].score('off')]
-    text = dict(runs[0].text, documents=len(scored), scored=sum(scored))
-    print_table([text])
-    print_table(rows)
-    print('shuffled: wrong memory; corpus, both: --retrieve-from; off: none; ±: standard error')
+    documents = runs[0].documents
+    N = len(documents)
+    text = dict(runs[0].text, documents=N, scored=sum(map(len, documents)) - N)
+    add_row([], text)
+    rows = []
+    for run, way in score([(run, way) for run in runs for way in run.ways]):
+        add_row(rows, {
+            'run': run.name,
+            'way': way,
+            'params': sum(map(torch.numel, run.model.parameters())),
+            'trained on': run.checkpoint['tokens'],
+            **metrics(run.scores[way], run.scores['off'], run.split)})
+    print('shuffled: wrong memory; corpus, both: --retrieve-from; off: none; ±: standard error '
+          f'of {N} documents')
+    if N < 5:
+        print(f'note: {N} documents are too few for a standard error')
     return dict(text, rows=rows)
 
 
+# --------------------------------------------------------------------------------------------------
+# examples of retrieval
 def show(run, tokens, t, **facts):
     """Prints what is retrieved to predict token t + 1, 4 at most. -> the same as a dict"""
-    decode, rows = run.tokenizer.decode, []
-    vars(run.model).update(run.ways[run.on])
+    # where it is
+    decode, retrieved, lines = run.tokenizer.decode, [], []
+    print(f'\n{run.name} retrieves this to predict the token after `before`:')
     facts['before'] = decode(tokens[:t + 1][-32:])
     facts['text'] = decode(tokens[t + 1:][:16])
+    for key, value in facts.items():
+        if value != '':
+            print(f'{key:9} {value!r}')
+
+    # the chunks or memories of largest weight
+    run.set_way(run.on)
     for weight, where, start, end in run.model.trace(tokens, t)[:4]:
         ago = t + 2 - end if where is tokens else None          # tokens; None: in another text
-        text = decode(where[start:end])[-100:]
-        rows.append(dict(weight=weight, start=start, end=end, ago=ago, text=text))
-    print(f'\n{run.name} retrieves this to predict the first token of text:')
-    print(*(f'{key:9} {value!r}' for key, value in facts.items()), sep='\n')
-    print_table([dict(row, text=repr(row['text'])) for row in rows] or [{'retrieved': 'nothing'}])
-    return dict(run=run.name, **facts, retrieved=rows)
+        ids = where[start:end]
+        text = decode(ids)
+        shown = f'{text!r}'
+        if run.chunk == 1:                                      # a memory
+            shown = f'{decode(ids[:-1])!r} -> {decode(ids[-1:])!r}'
+        elif len(text) > 100:
+            shown = f'…{text[-100:]!r}'
+        row = dict(weight=weight, start=start, end=end, ago=ago, text=text[-100:])
+        retrieved.append(row)
+        add_row(lines, dict(row, text=shown))
+    if not lines:
+        print(f'\nnothing: among {t + 1} tokens is no chunk or memory that may be retrieved')
+    return dict(run=run.name, **facts, retrieved=retrieved)
 
 
 def examples(runs, args, n=3):
-    """What is retrieved at the end of --prompt, or in n documents where a token gains most"""
-    result = []
+    """What is retrieved at the end of --prompt, or in n documents where a token gains most. --html:
+    a page for the prompt, or for the document whose first PAGE_TOKENS tokens gain most in the first
+    run, and for these tokens"""
+    # the runs that retrieve, and what each token gains
+    result, pages = [], []
     for run in runs:
-        if run.on == 'off': print(f'\n{run.name} retrieves nothing')
-        elif len(prompt := run.tokenizer.encode(args.prompt)):
-            prompt = run.documents[0].new_tensor(prompt)
-            result.append(show(run, prompt, len(prompt) - 1))
+        if run.on == 'off':
+            print(f'\n{run.name} retrieves nothing')
+    runs = [run for run in runs if run.on != 'off']
+    if not args.prompt:
+        for _ in score([(run, way) for run in runs for way in ('off', run.on)]):
+            pass                                                # sets run.scores
+
+    # examples, and the data of a page for the same run
+    for run in runs:
+        if args.prompt:
+            tokens = torch.tensor(run.tokenizer.encode(args.prompt).tolist(), device=args.device)
+            if len(tokens) < 2:
+                raise SystemExit('eval.py: --prompt has fewer than two tokens')
+            result.append(show(run, tokens, len(tokens) - 1))
         else:
-            gains = map(np.subtract, run.score(run.on), run.score('off'))
-            for d, gain in sorted(enumerate(gains), key=lambda x: -x[1].max())[:n]:
-                t, most = int(gain.argmax()), round(float(gain.max()), 4)
-                result.append(show(run, run.documents[d], t, document=d, token=t + 1, gain=most))
+            best = sorted(enumerate(run.gains()), key=lambda item: -item[1].max())
+            for d, gains in best[:n]:
+                t = int(gains.argmax())                         # gains[t] is of token t + 1
+                result.append(show(run, run.documents[d], t, document=d, token=t + 1,
+                                   gain=round(float(gains[t]), 4)))
+            page_gains = [gain[:PAGE_TOKENS].sum() for gain in runs[0].gains()]
+            tokens = run.documents[np.argmax(page_gains)][:PAGE_TOKENS]
+        if args.html:
+            pages.append(trace_text(run, tokens))
+    if pages:
+        write_page(args.html, pages)
     return result
 
 
-def generate(model, tokenizer, prompt='', n=200, temperature=0.8, top_p=0.95, seed=0):
-    """-> text that continues the prompt, to <|endoftext|> or n tokens; drawn from P^(1/temperature)
-    (0: the likeliest), among the fewest tokens that have top_p of it (Holtzman et al. 2020)."""
-    new, generator = [], torch.Generator().manual_seed(seed)
-    prompt = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
-    prompt = torch.tensor([prompt], device=next(model.parameters()).device)
-    pending, state = prompt[:, -1:], model.read(prompt[:, :-1])
-    for _ in data.progress(range(n), 'generating'):
-        log_probs, state = model.stream(pending, state)
-        scores = log_probs[0, -1].cpu().double() / max(temperature, 1e-9)       # (V,)
+# --------------------------------------------------------------------------------------------------
+# a page that shows a document and what is retrieved
+def trace_text(run, tokens):
+    """What a page shows of a run and a text (n,). losses: off and on, of all tokens but the first;
+    traces: for each chunk but the first (TRIME: token), for each group of layers, what is retrieved
+    to predict its tokens: [weight, start, end, []], the list has the tokens of another text"""
+    losses = [-run.log_p(way, tokens) for way in ('off', run.on)]
+    chunk, traces, state = run.chunk, [], None
+
+    # each chunk is read once; with groups, DRT's trace has their number as an argument
+    groups = [[group] for group in range(getattr(run.model.config, 'groups', 0))] or [[]]
+    for t in data.progress(range(chunk, len(tokens), chunk), f'{run.name}, chunks traced'):
+        state = run.model.read(tokens[None, t - chunk:t], state)
+        by_group = []
+        for group in groups:
+            reads = []
+            for weight, where, start, end in run.model.trace(tokens, t, state, *group)[:8]:
+                other_text = [] if where is tokens else where[start:end].tolist()
+                reads.append([round(weight, 4), start, end, other_text])
+            by_group.append(reads)
+        traces.append(by_group)
+    return dict(run=run.name, chunk=chunk, traces=traces,
+                tokens=tokens.tolist(), losses=np.round(losses, 3).tolist(),
+                tokenizer=run.tokenizer.to_dict())
+
+
+def write_page(path, pages):
+    """assets/trace.html with the data of the runs in it"""
+    script = json.dumps(pages).replace('<', '\\u003c')          # no text ends the script
+    template = Path(__file__).parent / 'assets/trace.html'
+    train.write(path, template.read_text('utf-8').replace('{{runs}}', script))
+    print(f'\n{path}')
+
+
+# --------------------------------------------------------------------------------------------------
+# samples
+def generate(model, tokenizer, prompt, args):
+    """-> text that continues the prompt, to <|endoftext|> or max_tokens; drawn from
+    P^(1/temperature) (0: the likeliest), among the top_k likeliest tokens (0: all), of these the
+    fewest that have top_p of the probability (Holtzman et al. 2020). args: as EvalConfig"""
+    # all tokens of the prompt but the last are read, this one is the first to be continued
+    generator = torch.Generator().manual_seed(args.seed)
+    ids = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
+    prompt = torch.tensor([ids], device=next(model.parameters()).device)        # (1, t)
+    state = model.read(prompt[:, :-1])
+
+    for _ in data.progress(range(args.max_tokens), 'tokens generated'):
+        log_probs, state = model.stream(prompt.new_tensor([ids[-1:]]), state)
+        scores = log_probs[0, -1].cpu().double() / max(args.temperature, 1e-9)  # (V,)
         p, tokens = scores.softmax(-1).sort(descending=True)
-        p[1:] *= p.cumsum(0)[:-1] < top_p                       # those before it are enough
+
+        # tokens after the first with a sum of top_p, or after the first top_k, are not drawn
+        p[p.cumsum(0) - p > args.top_p] = 0
+        if args.top_k > 0:
+            p[args.top_k:] = 0
         token = tokens[torch.multinomial(p, 1, generator=generator)].item()
-        if token == tokenizer.eot: break
-        new.append(token)
-        pending = pending.new_tensor([[token]])
-    return tokenizer.decode(new)
+        if token == tokenizer.eot:
+            break
+        ids.append(token)
+    return tokenizer.decode(ids[prompt.size(1):])
 
 
 def repeated(ids):
-    """The share of the 8-grams of ids, a list, that occur earlier in it"""
+    """The share of the 8-grams of ids (n,) that occur earlier in it"""
     grams = list(zip(*(ids[i:] for i in range(8))))
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    return (len(grams) - len(set(grams))) / max(1, len(grams))
 
 
 def samples(runs, args):
     """Continues --prompt, or 1,024 tokens up to the middle of the longest document; on and off."""
-    rows, sampling = [], (args.max_tokens, args.temperature, args.top_p, args.seed)
+    rows = []
+    # what comes before and after the middle of a document
     for run in runs:
-        ids = max(run.documents, key=len).tolist()
-        before, after = ids[:len(ids) // 2][-1024:], ids[len(ids) // 2:][:args.max_tokens]
-        prompt = args.prompt or run.tokenizer.decode(before).strip('\ufffd')     # cut characters
-        texts = {} if args.prompt else {'the document': run.tokenizer.decode(after)}
+        prompt, texts = args.prompt, {}
+        if not prompt:
+            document = max(run.documents, key=len)
+            before, after = document.tensor_split([len(document) // 2])
+            prompt = run.tokenizer.decode(before[-1024:]).strip('\ufffd')       # cut characters
+            texts['the document'] = run.tokenizer.decode(after[:args.max_tokens])
+
+        # continue it in both ways
         for way in dict.fromkeys((run.on, 'off')):
-            vars(run.model).update(run.ways[way])
-            texts[way] = generate(run.model, run.tokenizer, prompt, *sampling)
+            run.set_way(way)
+            texts[way] = generate(run.model, run.tokenizer, prompt, args)
+
+        # next to the document itself
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
         for way, text in texts.items():
-            share = repeated(run.tokenizer.encode(text.replace('\ufffd', '')).tolist())
+            share = repeated(run.tokenizer.encode(text.replace('\ufffd', '')))
             print(f'\n[{way}: {share:.0%} of the 8-grams are repeated]\n{text}')
-            rows.append(dict(run=run.name, way=way, prompt=prompt, text=text, repeated=share))
+            rows.append(dict(run=run.name, way=way,
+                             prompt=prompt, text=text, repeated=share))
     return rows
 
 
-def draw(runs, path):
-    """Plots log.jsonl's training losses and the table's losses by position (DRT, Fig. 3b, c)."""
+# --------------------------------------------------------------------------------------------------
+# pictures
+def draw(runs, name, plot, facts):
+    """Saves what plot(figure, facts) draws next to the first checkpoint, if it is possible"""
     try:
         from matplotlib.figure import Figure            # pyplot would need a screen
-    except ImportError:
-        return print('no picture: matplotlib is not installed', file=sys.stderr)
-    figure = Figure(figsize=(13, 5), layout='constrained')
-    curves, positions = figure.subplots(1, 2)
-    styles, edges = {'on': '-', 'shuffled': ':', 'off': '--'}, 2 ** np.arange(32)
-    for i, run in enumerate(runs):
-        log = run.path.with_name('log.jsonl')
-        lines = log.read_text().splitlines() if log.exists() else []
-        log = [json.loads(line) for line in lines if line.endswith('}')]        # the rest is torn
-        tokens = [x['tokens'] for x in log]
-        curves.plot(tokens, [x['loss'] for x in log], f'C{i}', alpha=0.3)
-        curves.plot(tokens, [x.get('val_loss') for x in log], f'C{i}o')
-        positions.axvline(run.model.config.block_size, color=f'C{i}', linewidth=0.5)
-        for way in run.ways:
-            style, losses = styles.get(way, '-.'), by_position(run.score(way), edges)
-            positions.plot(edges[:-1] * 2 ** 0.5, losses, f'C{i}{style}', label=f'{run.name} {way}')
-    curves.set(xlabel='tokens of training, by log.jsonl', ylabel='training loss; dots: validation')
-    positions.set(xlabel='position; thin line: block_size', xscale='log', ylabel='loss')
-    positions.legend()
-    try: figure.savefig(path, dpi=110)
-    except OSError as e: return print(f'no picture: {e}', file=sys.stderr)
-    print(f'\n{path}')
+        figure = Figure(layout='constrained')
+        plot(figure, facts)
+        path = runs[0].path.with_name(name)
+        figure.savefig(path, bbox_inches='tight')
+        print(f'\n{path}')
+    except (ImportError, OSError, ValueError) as e:     # ValueError: a log of another program
+        print(f'no picture: {e}', file=sys.stderr)
+
+
+def plot_positions(axes, run):
+    """Losses by position in the document, from 64 on (DRT, Fig. 3b, c). Each point is the mean over
+    1,000 tokens or more, from its position to that of the next point."""
+    # positions with enough tokens between each and the next
+    edges = [64]
+    for edge in np.geomspace(64, 2 ** 30, 97).astype(int):              # four in an octave
+        n_tokens = sum(len(tokens[edges[-1]:edge]) for tokens in run.documents)
+        if n_tokens >= 1000:
+            edges.append(edge)
+
+    # a line for each way, the gain between two of them
+    starts = edges[:-1]
+    losses = {}
+    for way in run.ways:
+        losses[way] = by_position(run.scores[way], edges)
+        axes.plot(starts, losses[way], label=way)
+    axes.fill_between(starts, losses[run.on], losses['off'], alpha=0.15, label='gain')
+    axes.set(title=run.name, xlabel='position in the document (tokens)', xscale='log')
+    axes.xaxis.set_major_formatter('{x:,.0f}')
+    axes.legend()
+
+
+def plot_losses(figure, runs):
+    """A panel for each run, then one for the training of all"""
+    n_panels = len(runs) + 1
+    figure.set_size_inches(4.5 * n_panels, 4)
+    figure.supylabel('loss (nats per token)')
+    *panels, training = figure.subplots(1, n_panels, sharey=True)
+    for axes, run in zip(panels, runs):
+        plot_positions(axes, run)
+
+        # means over n steps, a thirtieth; the first tenth of the losses is too high for the axis
+        path = run.path.with_name('log.jsonl')
+        if path.exists():
+            log = [json.loads(line) for line in path.open() if '}' in line]     # not a torn line
+            log = log[len(log) // 10:]
+            n = 1 + len(log) // 30
+            losses = [x['loss'] for x in log]
+            means = np.convolve(losses, np.ones(n) / n, 'valid')
+            tokens = [x['tokens'] / 1e6 for x in log[n - 1:]]
+            training.plot(tokens, means, label=run.name)
+    training.set(title='training', xlabel='tokens (millions)')
+    if training.lines:
+        training.legend()
+    else:                                               # .pt files alone have no log
+        training.remove()
+
+
+def plot_needles(figure, rows):
+    """A heat map: lengths of the text by depths of the needle"""
+    axes = figure.subplots()
+    depths = [name for name in rows[0] if name.endswith('%')]
+    right = [[row[depth] for depth in depths] for row in rows]
+    figure.colorbar(axes.imshow(right, vmin=0, vmax=1, aspect='auto'))
+    axes.set_xticks(range(len(depths)), depths)
+    axes.set_yticks(range(len(rows)), [f'{row["run"]}, {row["tokens"]}' for row in rows])
+    axes.set(title='share of right answers', xlabel='depth in the text', ylabel='tokens')
+
+
+# --------------------------------------------------------------------------------------------------
+# speed
+def clock(tokens):
+    """The time in seconds, when the device of the tokens has finished its work"""
+    tokens[0, 0].item()
+    return time.perf_counter()
+
+
+def training_seconds(model, tokens, kernel='auto'):
+    """Seconds of a forward and a backward pass, per token of a micro-batch (B, T)"""
+    batch = data.Batch(tokens, tokens, torch.zeros_like(tokens), 0)
+    _, autocast = train.precision(tokens.device, 'auto')
+    model.train().kernel = kernel
+    began = clock(tokens)
+    with torch.enable_grad(), autocast():
+        loss, _ = model(batch, 1.0)
+    loss.backward()
+    seconds = clock(tokens) - began
+    model.eval().zero_grad()
+    return seconds / tokens.numel()
+
+
+def training_speed(runs, device):
+    """Prints seconds (median of interleaved runs) and MACs of forward and backward, per token; of
+    RPT without the ranking loss. MACs are half of torch's FLOPs; they are counted with SDPA and GCA
+    in plain PyTorch, because torch does not count all fused kernels. -> the rows"""
+    from torch.utils.flop_counter import FlopCounterMode            # imports Triton
+    # a random micro-batch for each run, and the MACs of a token in it
+    rows, texts, macs = [], [], []
+    for run in runs:
+        config = run.model.config
+        tokens = torch.randint(config.vocab_size, (config.micro_batch, config.block_size),
+                               device=device)
+        texts.append(tokens)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            training_seconds(run.model, tokens, 'torch')
+        macs.append(counter.get_total_flops() // 2 // tokens.numel())
+
+    times = np.median([[training_seconds(run.model, tokens)
+                        for run, tokens in zip(runs, texts)]
+                       for _ in range(5)], axis=0)                  # (runs,)
+    for run, n, seconds in zip(runs, macs, times):
+        add_row(rows, {'run': run.name,
+                       'MACs/token': n,
+                       's/token': seconds,
+                       'MACs ratio': n / macs[0],
+                       'time ratio': seconds / times[0]})
+    return rows
+
+
+def n_bytes(state):
+    """The memory of all tensors in nested tuples and lists"""
+    if isinstance(state, tuple | list):
+        return sum(map(n_bytes, state))
+    return getattr(state, 'nbytes', 0)
 
 
 def speed(runs, args):
-    """Seconds (median of interleaved runs) and MACs of forward and backward, per token; of RPT
-    without the ranking loss. MACs are half of torch's FLOPs; they are counted with SDPA and GCA in
-    plain PyTorch, because torch does not count all fused kernels."""
-    from torch.utils.flop_counter import FlopCounterMode            # imports Triton
-    _, autocast = train.precision(args.device, 'auto')
-    def seconds(run, kernel='auto'):
-        run.model.kernel, c, began = kernel, run.model.config, time.perf_counter()
-        tokens = torch.randint(c.vocab_size, (c.micro_batch, c.block_size), device=args.device)
-        with torch.enable_grad(), autocast():
-            loss, _ = run.model.train()(data.Batch(tokens, tokens.roll(-1, 1), 0 * tokens, 0), 1.0)
-        loss.backward()
-        loss.item()                                                 # waits for a GPU
-        run.model.zero_grad()
-        return (time.perf_counter() - began) / tokens.numel()
-    macs = []
-    for run in runs:
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            seconds(run, 'torch')
-        c = run.model.config
-        macs.append(counter.get_total_flops() // 2 // (c.micro_batch * c.block_size))
-    times = np.median([[seconds(run) for run in runs] for _ in range(5)], axis=0)
-    return print_table([
-        {'run': run.name, 'MACs/token': n, 's/token': t, 'MACs ratio': n / macs[0],
-         'time ratio': t / times[0]} for run, n, t in zip(runs, macs, times)])
+    """Prints seconds per token to read random tokens, then per token to predict the next ones;
+    memory in use for what was read, that of the state (DRT, Table 3). Then the speed of training.
+    -> the rows of both"""
+    rows = []
+    for run, (name, length) in itertools.product(runs, args.lengths):
+        tokens = torch.randint(run.model.config.vocab_size, (1, length + 32),
+                               device=args.device)
+        began = clock(tokens)
+        state = run.model.read(tokens[:, :length])
+        end = clock(tokens)
+        for token in tokens[0, length:]:
+            _, state = run.model.stream(token[None, None], state)
+        generating = clock(tokens) - end
+        add_row(rows, {'run': run.name,
+                       'tokens': name,
+                       'reading s/token': (end - began) / length,
+                       'generating s/token': generating / 32,
+                       'state MB': n_bytes(state) / 2 ** 20})
+    return rows + training_speed(runs, args.device)
 
 
-def answers(run, needles, n_chunks, slots, seed):
-    """Hides a needle in each slot (second hops elsewhere) of a text of whole chunks -> for each
-    question, whether greedy decoding gives the answer: each of its tokens is the likeliest"""
-    c, hops, rng = needles.chunk, needles.hops, np.random.default_rng(seed)
-    start = rng.integers(len(run.split.tokens))
-    ids = np.take(run.split.tokens, start + np.arange(n_chunks * c), mode='wrap').astype(int)
-    chains = needles.chains(rng, len(slots), ids)           # (needles, hops + 1, 4) words of names
-    free = [i for i in rng.permutation(n_chunks - 2) if i not in slots]
-    for hop, chunks in enumerate([slots, free][:hops]):
-        needles.hide(rng, ids, zip(chunks, chains[:, hop:hop + 2]))
-    text, end = run.documents[0].new_tensor(ids).tensor_split([-hops * c])
-    state, right = run.model.read(text[None]), []
+# --------------------------------------------------------------------------------------------------
+# needles in a haystack
+def answers(run, needles, n_chunks, chunks, rng):
+    """Hides a needle in each of `chunks` of a text of n_chunks. Yields for each needle whether
+    greedy decoding answers its question: each token of the answer is the likeliest."""
+    # a text of whole chunks, from a random position of the split on
+    chunk, hops = needles.chunk, needles.hops
+    tokens = run.split.tokens
+    ids = np.roll(tokens, -rng.integers(len(tokens))).astype(int)
+    ids = np.resize(ids, n_chunks * chunk)                  # a short text is repeated
+
+    # with two hops, the second sentences are in random chunks
+    chains = needles.chains(rng, len(chunks), ids)          # (needles, hops + 1, 4) words of names
+    needles.hide(rng, ids, zip(chunks, chains[:, :2]))
+    if hops == 2:
+        free = [i for i in rng.permutation(n_chunks - 2) if i not in chunks]
+        needles.hide(rng, ids, zip(free, chains[:, 1:]))
+
+    # the text is read once; its last chunks, one for each hop, are overwritten by each question
+    text, last = run.documents[0].new_tensor(ids).tensor_split([-hops * chunk])
+    state = run.model.read(text[None])
     for names in chains:
-        question, opens, answer, _ = map(end.new_tensor, needles.sentence(names))
-        end.view(hops, c)[:, -len(question):] = question
-        log_probs, _ = run.model.stream(torch.cat([end, opens, answer[:-1]])[None], state)
-        right.append(torch.equal(log_probs[0, -len(answer):].argmax(-1), answer))
-    return right
+        question, opens, answer, _ = map(last.new_tensor, needles.sentence(names))
+        last.view(hops, chunk)[:, -len(question):] = question
+        prompt = torch.cat([last, opens, answer[:-1]])
+        log_probs, _ = run.model.stream(prompt[None], state)
+        predicted = log_probs[0, -len(answer):].argmax(-1)
+        yield torch.equal(predicted, answer)
 
 
 def niah(runs, args):
-    """Needles in a haystack (DRT, Table 2): right answers by length of the text and depth in it"""
-    rows, units = [], {'k': 2 ** 10, 'm': 2 ** 20}
-    try:
-        lengths = {x: int(x.rstrip('km')) * units.get(x[-1:], 1) for x in args.lengths.split(',')}
-        depths = {f'{int(x)}%': range(101).index(int(x)) for x in args.depths.split(',')}
-    except ValueError:                                  # of int, or a depth above 100
-        raise SystemExit('eval.py: --lengths are like 1k,16k,2m, --depths like 0,50,100')
-    for run, (name, length) in itertools.product(runs, lengths.items()):
-        chunk = run.module.batches(run.model.config).get('chunk', 32)
-        hops, n_chunks = run.corpus.hops or 1, length // chunk
+    """Needles in a haystack (DRT, Table 2): the share of right answers by length of the text and
+    depth in it, as a table and as niah.png; 10 texts of each length, fewer above 400k tokens"""
+    rows, depths = [], dict(args.depths).values()
+    for run, (name, length) in itertools.product(runs, args.lengths):
+        # needles at these depths, in different chunks; the last chunks are for the questions
+        chunk = run.chunk if run.chunk > 1 else 32
+        hops = run.corpus.hops or 1
         needles = data.Needles(run.split, run.tokenizer, hops, 8 * chunk, 1, 0, chunk)
-        slots = [depth * (n_chunks - 3) // 100 for depth in depths.values()]
-        if len(set(slots)) < len(slots) or n_chunks - 2 < hops * len(slots):
-            raise SystemExit(f'--lengths {name}, --depths {args.depths}: no chunk for each needle')
-        began, n_texts = time.time(), max(1, min(10, 2 ** 22 // length))
-        right = np.array([answers(run, needles, n_chunks, slots, [args.seed, length, i])
-                          for i in data.progress(range(n_texts), f'{run.name}, {name}')])
-        rows.append({'run': run.name, 'tokens': name, 'needles': right.size,    # (texts, depths)
-                     'right': right.mean(), **dict(zip(depths, right.mean(axis=0))),
-                     's/needle': (time.time() - began) / right.size})
-    return print_table(rows)
+        n_chunks = length // chunk
+        last = n_chunks - 3
+        chunks = [depth * last // 100 for depth in depths]
+        distinct = len(set(chunks)) == len(chunks)
+        if not distinct or hops * len(chunks) > last or max(depths) > 100:
+            raise SystemExit(f'--lengths {name}, --depths {",".join(dict(args.depths))}: '
+                             'no chunk for each needle')
+
+        # right answers
+        right = []
+        began = time.perf_counter()
+        n_texts = max(1, min(10, 2 ** 22 // length))
+        for i in data.progress(range(n_texts), f'{run.name}, texts of {name} tokens'):
+            rng = np.random.default_rng([args.seed, length, i])
+            right.append(list(answers(run, needles, n_chunks, chunks, rng)))
+        right = np.array(right)                                 # (texts, depths)
+        add_row(rows, {
+            'run': run.name,
+            'tokens': name,
+            'needles': right.size,
+            'right': right.mean(),
+            **{f'{depth}%': share for depth, share in zip(depths, right.mean(0))},
+            's/needle': (time.perf_counter() - began) / right.size})
+    draw(runs, 'niah.png', plot_needles, rows)
+    return rows
 
 
+# --------------------------------------------------------------------------------------------------
+# the command
 def report(runs, args):
-    """The table, examples, loss.png and samples"""
-    result = dict(table=table(runs, args), examples=examples(runs, args, n=1))
-    draw(runs, runs[0].path.with_name('loss.png'))
-    return dict(result, samples=samples(runs, args))
+    """The table, examples, samples and loss.png"""
+    result = dict(table=table(runs, args),
+                  examples=examples(runs, args, n=1),
+                  samples=samples(runs, args))
+    draw(runs, 'loss.png', plot_losses, runs)
+    return result
 
 
 TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples,
@@ -346,31 +652,37 @@ TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples,
 
 @torch.no_grad()
 def main(argv):
-    runs = [Run(name) for name in itertools.takewhile(lambda x: x[:1] != '-', argv)]
-    modules = list(dict.fromkeys(run.module for run in runs))
-    tasks = TASKS | (getattr(modules[0], 'TASKS', {}) if len(modules) == 1 else {})
+    runs = [Run(name)
+            for name in itertools.takewhile(lambda x: not x.startswith('-'), argv)]
+    modules = {run.module for run in runs}
+
+    # flags: those of eval.py, and of the models
     parser = argparse.ArgumentParser(usage='eval.py RUN [RUN ...] [flags]', allow_abbrev=False)
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
-    for Config in (EvalConfig, *(x.EvalConfig for x in modules if hasattr(x, 'EvalConfig'))):
-        train.add_flags(parser, Config)
-    if not runs and not {'-h', '--help'} & {*argv}: parser.error(f'usage: {parser.usage}')
-    args = train.parse_flags(parser, argv[len(runs):])
-    args.device = train.hardware(args.device)
-    train.precision(args.device, 'fp32')                            # after training in a notebook
+    train.add_flags(parser, EvalConfig)
+    for module in modules:
+        if hasattr(module, 'EvalConfig'):
+            train.add_flags(parser, module.EvalConfig)
+    args = train.parse_flags(parser, argv[len(runs):] if runs else ['--help'])
+
+    # the task: of eval.py, or of a model, for its runs alone
+    tasks = dict(TASKS)
+    if len(modules) == 1:
+        tasks.update(getattr(runs[0].module, 'TASKS', {}))
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
+
+    # the work
+    args.device = train.hardware(args.device)
+    train.precision(args.device, 'fp32')                            # after training in a notebook
     try:
-        file = Path(os.path.realpath(args.json))               # checked now, not after the work
-        if args.json and (file.exists() > file.is_file() or not os.access(file.parent, os.W_OK)):
-            parser.error(f'--json {args.json!r} cannot be written')
         for run in runs:
-            if args.retrieve_from and not hasattr(run.model, 'prepare_eval'):
-                parser.error(f'{run.name} retrieves from its own text: no --retrieve-from')
             run.prepare(args)
             if run.text != runs[0].text:
                 parser.error(f'different texts, {runs[0].text} and {run.text}: use --data')
         result = tasks[args.task](runs, args)
-        if args.json: train.write(file, json.dumps(result, indent=1))
+        if args.json:
+            train.write(args.json, json.dumps(result, indent=1))
     except (OSError, KeyboardInterrupt) as e:
         parser.error(str(e) or 'stopped')
 

@@ -4,7 +4,7 @@ Grouped cross-attention (GCA), the attention of DRT over retrieved chunks.
     Xiang Hu, Zhihao Teng, Jun Zhao, Wei Wu and Kewei Tu, "Efficient Length-Generalizable Attention
     via Causal Retrieval for Long-Context Language Modeling", ICML 2025, arXiv:2410.01651
 
-Each chunk of queries attends to K retrieved chunks of keys, to each with a softmax of its own. The
+Each chunk of queries attends to K retrieved chunks of keys, to each with a separate softmax. The
 outputs are summed with the retriever's weights, so the loss of the language model trains the
 retriever. The PyTorch definition gathers K copies of keys and values. The Triton kernels load each
 chunk from where it is stored; their backward pass uses an inverse index and no atomics.
@@ -17,14 +17,17 @@ Where the paper is in this file
 Letters used in the shape comments
     B sequences    N chunks of queries    M chunks of keys    S tokens per chunk    K retrieved
     H heads        Hkv heads of keys and values, each for G = H / Hkv heads of q    D head size
+    b, n, c, h     number of a sequence, a chunk of queries, a chunk of keys, a head
+    slot           0 ... K - 1: it holds the number c of a retrieved chunk, or -1 if it is unused
+    entry          n K + slot, the number of a slot
 
 Where we differ from the paper, and why
     Algorithm 1 loops over blocks of a chunk's keys; here a whole chunk fits on the chip. O_k and L
-    are not saved: Algorithm 2's rowsum(dO ∘ O_k) equals rowsum(P ∘ dP). dQ has its own kernel.
+    are not saved: Algorithm 2's rowsum(dO ∘ O_k) equals rowsum(P ∘ dP). dQ has a separate kernel.
 
     $ python gca_kernel.py           errors against fp64; on a GPU also times
 """
-from __future__ import annotations      # constexpr: Triton is imported later
+from __future__ import annotations      # tl.constexpr: Triton is imported later
 
 import functools, importlib.util, os
 
@@ -35,31 +38,49 @@ from torch.utils.checkpoint import checkpoint
 
 # --------------------------------------------------------------------------------------------------
 # the definition
-SCORES = 2 ** 22        # attention scores of one block of rows; 16 MiB in fp32
-HAS_TRITON = importlib.util.find_spec('triton') is not None
+SCORES = 2 ** 22            # attention scores of one block of rows; 16 MiB in fp32
+
+
+def fp32(x):
+    """bf16 and fp16 become fp32; fp64 remains, for the tests."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def gather(x, idx, chunk, n_keys):
+    """The first n_keys keys or values of each retrieved chunk; all of them if n_keys is None.
+
+    x (B, M S, Hkv, D)   idx (B, N, K) -> (B, N, K, n_keys, Hkv, D)"""
+    x = x.unflatten(1, (-1, chunk))[:, :, :n_keys]              # (B, M, n_keys, Hkv, D)
+    retrieved = [x_b.index_select(0, idx_b)
+                 for x_b, idx_b in zip(x, idx.flatten(1))]
+    return torch.stack(retrieved).unflatten(1, idx.shape[1:])
 
 
 def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
     """The definition of `gca`, with its arguments. Scores and softmax are fp32, or fp64 where q is.
 
         O_n = Σ_k w_nk softmax(Q_n K_cᵀ · scale) V_c,    c = idx_nk         (DRT, Eq. 2 and 3)"""
-    (B, N, K), fp32 = idx.shape, torch.promote_types(q.dtype, torch.float32)
-    w = w.masked_fill(idx < 0, 0).view(B, N, 1, 1, 1, K, 1)     # broadcast over Hkv, G, S, n_keys
-    idx = idx.clamp(min=0).flatten(1)                           # (B, N K)
+    B, N, K = idx.shape
+    scale = scale or q.size(3) ** -0.5
 
-    def gather(x):                                  # (B, M S, Hkv, D) -> (B, N, K, n_keys, Hkv, D)
-        x = x.unflatten(1, (-1, chunk))[:, :, :n_keys]          # (B, M, n_keys, Hkv, D)
-        x = torch.stack([chunks.index_select(0, i) for chunks, i in zip(x, idx)])
-        return x.unflatten(1, (N, K))
+    # an unused slot gathers chunk 0, with weight 0
+    w = w.masked_fill(idx < 0, 0)
+    w = w.view(B, N, 1, 1, 1, K, 1)                             # broadcast over Hkv, G, S, n_keys
+    idx = idx.clamp(min=0)
 
+    # einsum has the letters of the shapes in lower case, but h for Hkv, and t for a key of a chunk
     with torch.autocast(q.device.type, enabled=False):          # under bf16, scores remain fp32
-        heads = q.unflatten(2, (k.size(2), -1)).unflatten(1, (N, chunk))    # (B, N, S, Hkv, G, D)
-        k, v = gather(k).to(fp32), gather(v)
-        s = torch.einsum('bnshgd, bnkthd -> bnhgskt', heads.to(fp32), k)
-        s = s * (scale or q.size(3) ** -0.5)                    # (B, N, Hkv, G, S, K, n_keys)
+        k = gather(k, idx, chunk, n_keys)                       # (B, N, K, n_keys, Hkv, D)
+        v = gather(v, idx, chunk, n_keys)
+        n_keys, Hkv = k.shape[3:5]
+        heads = q.unflatten(1, (N, chunk))                      # (B, N, S, H, D)
+        heads = heads.unflatten(3, (Hkv, -1))                   # (B, N, S, Hkv, G, D)
+        s = torch.einsum('bnshgd, bnkthd -> bnhgskt', fp32(heads), fp32(k))
+        s = s * scale                                           # (B, N, Hkv, G, S, K, n_keys)
         if sink:
             s = F.pad(s, (0, 1))                                # one more key, with score 0
-        p = s.softmax(-1)[..., :k.size(3)] * w                  # Eq. 3 and w_k of Eq. 2
+        p = s.softmax(-1)[..., :n_keys]                         # Eq. 3
+        p = p * w                                               # w_k of Eq. 2
         o = torch.einsum('bnhgskt, bnkthd -> bnshgd', p.to(v.dtype), v)
     return o.reshape(q.shape).to(q.dtype)
 
@@ -67,206 +88,370 @@ def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
 def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
     """gca_reference in blocks of rows (chunks of queries). Several blocks are checkpointed: only
     the scores of one are in memory at a time. Gradients of k, v are summed over blocks in fp32."""
-    n = max(1, SCORES // (len(q) * chunk * q.size(2) * idx.size(2) * n_keys))
-    if n >= idx.size(1):
+    B, N, K = idx.shape
+    scores_of_row = B * chunk * q.size(2) * K * n_keys
+    rows = max(1, SCORES // scores_of_row)                      # in a block
+    if rows >= N:
         return gca_reference(q, k, v, w, idx, chunk, n_keys, sink, scale)
-    k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
-    blocks = zip(q.split(n * chunk, 1), w.split(n, 1), idx.split(n, 1))
-    return torch.cat([checkpoint(gca_reference, q, k, v, w, idx, chunk, n_keys, sink, scale,
-                                 use_reentrant=False) for q, w, idx in blocks], dim=1)
+
+    # the blocks; their scores are computed again in the backward pass
+    k = fp32(k)
+    v = fp32(v)
+    q_blocks = q.split(rows * chunk, 1)
+    w_blocks = w.split(rows, 1)
+    idx_blocks = idx.split(rows, 1)
+    outputs = []
+    for q_block, w_block, idx_block in zip(q_blocks, w_blocks, idx_blocks):
+        o = checkpoint(
+            gca_reference, q_block, k, v, w_block, idx_block,
+            chunk, n_keys, sink, scale, use_reentrant=False)
+        outputs.append(o)
+    return torch.cat(outputs, dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
-# the Triton kernels (plain functions until `kernels` imports Triton), an operator with autograd
-def load_chunk(X, c, Hkv, S: constexpr, D: constexpr):
-    """Keys or values of chunk c, (S, D). Zeros if c is -1, by a mask: a branch is not pipelined."""
-    rows = tl.arange(0, S)[:, None]
-    tile = rows * (Hkv * D) + tl.arange(0, D)[None, :]
-    used = rows < tl.where(c >= 0, S, 0)
-    return tl.load(X + c.to(tl.int64) * (S * Hkv * D) + tile, mask=used, other=0.0)
+# the Triton kernels: plain Python functions, until import_triton makes them Triton's
+#
+# Each kernel runs as a grid of programs, one for each chunk and head. All tensors are contiguous.
+# In a tensor (chunks, S, H, D), head h of chunk n begins at the offset (n S H + h) D, and its rows
+# are H D numbers apart. So a program loads an (S, D) tile from the addresses
+#
+#     ptr + offset + tile         offset () of the head of the chunk, tile (S, D) within it
+#
+# The next chunk begins S H D numbers later. Offsets need 64 bits, a tile 32.
+HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
-def chunk_softmax(q, k, scale, S: constexpr, KEYS: constexpr, SINK: constexpr):
-    """A chunk's softmax is p / l: p = 2^(s - m) (S, S), m = rowmax(s), l = rowsum(p) + sink."""
-    s = tl.dot(q, tl.trans(k), input_precision='ieee') * (scale * 1.4426950408889634)   # log2(e)
-    s = tl.where(tl.arange(0, S)[None, :] < KEYS, s, float('-inf'))
-    m = tl.max(s, axis=1)
-    p = tl.exp2(s - m[:, None])
-    l = tl.sum(p, axis=1) + (tl.exp2(-m) if SINK else 0.0)    # sink: score 0; if l = inf, p / l = 0
-    return p, m, l
+def tile_offsets(rows, H, D: tl.constexpr):
+    """Offsets (rows, D) of rows of a head of a chunk, relative to its row 0"""
+    columns = tl.arange(0, D)
+    return rows[:, None] * (H * D) + columns[None, :]
 
 
-def forward_kernel(Q, K, V, W, IDX, O, H, N, M, TOPK, scale, S: constexpr,
-                   KEYS: constexpr, D: constexpr, G: constexpr, SINK: constexpr):
+def load_chunk(pointers, c, S: tl.constexpr):
+    """Keys or values (S, D) of chunk c. Zeros if c is -1, by a mask: a branch is not pipelined."""
+    n_rows = tl.where(c >= 0, S, 0)
+    mask = tl.arange(0, S)[:, None] < n_rows
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+def product(a, b):
+    """a bᵀ in fp32. 'ieee': a GPU would round fp32 inputs to TF32."""
+    return tl.dot(a, tl.trans(b), input_precision='ieee')
+
+
+def add_product(acc, a, b):
+    """acc + a b in fp32, a rounded to the dtype of b"""
+    return tl.dot(a.to(b.dtype), b, acc, input_precision='ieee')
+
+
+def scores_log2(a, b, scale):
+    """a bᵀ · scale · log2(e), as e^s is computed as 2^(s log2(e))"""
+    return product(a, b) * (scale * 1.4426950408889634)
+
+
+def chunk_softmax(q, k, scale, S: tl.constexpr,
+                  N_KEYS: tl.constexpr, SINK: tl.constexpr):
+    """The softmax P_k (S, S) over the keys of a chunk (Eq. 3) is 2^(s - largest) / total.
+
+    -> 2^(s - largest) (S, S), largest = rowmax(s) (S,), total (S,)"""
+    s = scores_log2(q, k, scale)
+    is_key = tl.arange(0, S) < N_KEYS
+    s = tl.where(is_key[None, :], s, float('-inf'))
+    largest = tl.max(s, axis=1)
+    p = tl.exp2(s - largest[:, None])
+    total = tl.sum(p, axis=1)
+    if SINK:                                                    # one more key, with score 0
+        total += tl.exp2(-largest)                              # if inf, p / total is 0
+    return p, largest, total
+
+
+def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
+                   H, N, M, K, scale,
+                   S: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
+                   N_KEYS: tl.constexpr, SINK: tl.constexpr):
     """O = Σ_k w_k softmax(Q K_kᵀ · scale) V_k                     (DRT, Eq. 2 and 3; Algorithm 1)
 
     Grid      (N, B H): one program for the S queries of one chunk in one head
-    Q, O      (B, N S, H, D)     contiguous, as all tensors
-    K, V      (B, M S, Hkv, D)   a program loads the chunks that it needs
-    W, IDX    (B, N, TOPK)       fp32 weights and int32 chunk numbers, -1 for an unused slot
+    q, o      (B, N S, H, D)     contiguous, as all tensors
+    k, v      (B, M S, Hkv, D)   a program loads the chunks that it needs
+    w, idx    (B, N, K)          fp32 weights and int32 chunk numbers, -1 for an unused slot
     On chip   q, k, v, acc: (S, D) each; scores (S, S)
     Saved     nothing; the backward pass computes the scores again
     Numerics  products in the input dtype with fp32 accumulation, softmax in fp32"""
-    Hkv, b, h = H // G, tl.program_id(1).to(tl.int64) // H, tl.program_id(1) % H
-    n = b * N + tl.program_id(0)                                            # of all B N chunks
-    first = (n * S * H + h) * D                                             # in Q
-    head = (b * M * S * Hkv + h // G) * D                                   # in K and V
-    tile = tl.arange(0, S)[:, None] * (H * D) + tl.arange(0, D)[None, :]    # (S, D) of Q and O
-    q = tl.load(Q + first + tile)
+    # the head and the chunk of queries of this program
+    b = tl.program_id(1).to(tl.int64) // H
+    h = tl.program_id(1) % H
+    n = b * N + tl.program_id(0)                                # among the B N of all sequences
+    Hkv = H // G
+    hkv = h // G
+
+    # its queries, and its row of w and idx
+    rows = tl.arange(0, S)
+    q_tile = tile_offsets(rows, H, D)                           # (S, D)
+    k_tile = tile_offsets(rows, Hkv, D)
+    q_offset = (n * S * H + h) * D                              # in q and o
+    q = tl.load(q_ptr + q_offset + q_tile)
+    k_head = (b * M * S * Hkv + hkv) * D                        # of chunk 0 in k and v
+    idx_row = idx_ptr + n * K
+    w_row = w_ptr + n * K
+
     acc = tl.zeros([S, D], dtype=tl.float32)
-    for slot in range(TOPK):
-        c = tl.load(IDX + n * TOPK + slot)
-        w = tl.load(W + n * TOPK + slot, mask=c >= 0, other=0.0)
-        k = load_chunk(K + head, c, Hkv, S, D)
-        v = load_chunk(V + head, c, Hkv, S, D)
-        p, m, l = chunk_softmax(q, k, scale, S, KEYS, SINK)
-        p = p * (w / l)[:, None]                                            # (S, S)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision='ieee')
-    tl.store(O + first + tile, acc.to(O.dtype.element_ty))
+    for slot in range(K):
+        # the retrieved chunk of keys; weight, keys and values are 0 if there is none
+        c = tl.load(idx_row + slot)
+        w = tl.load(w_row + slot, mask=c >= 0, other=0.0)
+        k_offset = k_head + c.to(tl.int64) * (S * Hkv * D)
+        k = load_chunk(k_ptr + k_offset + k_tile, c, S)
+        v = load_chunk(v_ptr + k_offset + k_tile, c, S)
+
+        # w_k P_k V_k
+        p, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
+        p = p * (w / total)[:, None]                            # (S, S)
+        acc = add_product(acc, p, v)
+    tl.store(o_ptr + q_offset + q_tile, acc)                    # rounds to the dtype of o
 
 
-def dq_kernel(Q, K, V, W, IDX, DO, DQ, DW, LSE, DELTA, H, N, M, TOPK, scale, S: constexpr,
-              KEYS: constexpr, D: constexpr, G: constexpr, SINK: constexpr):
+def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
+              dq_ptr, dw_ptr, lse_ptr, delta_ptr,
+              H, N, M, K, scale,
+              S: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
+              N_KEYS: tl.constexpr, SINK: tl.constexpr):
     """dQ = scale Σ_k dS_k K_k,    dw_k = Σ_rows δ_k                             (DRT, Algorithm 2)
     dS_k = w_k P_k ∘ (dP_k - δ_k),  dP_k = dO V_kᵀ,  δ_k = rowsum(P_k ∘ dP_k),  P_k the softmax
 
-    Grid, Q, K, V, W, IDX as in forward_kernel; DO and DQ like Q
-    DW          (B, N, TOPK, H)     fp32, dw of one head
-    LSE, DELTA  (B, N, TOPK, H, S)  fp32, for dkdv_kernel: log2 of the softmax's denominator; δ"""
-    Hkv, b, h = H // G, tl.program_id(1).to(tl.int64) // H, tl.program_id(1) % H
-    n = b * N + tl.program_id(0)                                            # of all B N chunks
-    first = (n * S * H + h) * D                                             # in Q
-    head = (b * M * S * Hkv + h // G) * D                                   # in K and V
+    Grid, q, k, v, w, idx as in forward_kernel; do and dq like q
+    dw          (B, N, K, H)     fp32, dw of one head
+    lse, delta  (B, N, K, H, S)  fp32, for dkdv_kernel: log2 of the softmax's denominator; δ"""
+    # the head and the chunk of queries of this program, as in forward_kernel
+    b = tl.program_id(1).to(tl.int64) // H
+    h = tl.program_id(1) % H
+    n = b * N + tl.program_id(0)                                # among the B N of all sequences
+    Hkv = H // G
+    hkv = h // G
+
+    # its queries and dO, and its row of w and idx
     rows = tl.arange(0, S)
-    tile = rows[:, None] * (H * D) + tl.arange(0, D)[None, :]               # (S, D) of Q and DO
-    q, do = tl.load(Q + first + tile), tl.load(DO + first + tile)
+    q_tile = tile_offsets(rows, H, D)                           # (S, D)
+    k_tile = tile_offsets(rows, Hkv, D)
+    q_offset = (n * S * H + h) * D                              # in q, do and dq
+    q = tl.load(q_ptr + q_offset + q_tile)
+    do = tl.load(do_ptr + q_offset + q_tile)
+    k_head = (b * M * S * Hkv + hkv) * D                        # of chunk 0 in k and v
+    idx_row = idx_ptr + n * K
+    w_row = w_ptr + n * K
+
     dq = tl.zeros([S, D], dtype=tl.float32)
-    for slot in range(TOPK):
-        c = tl.load(IDX + n * TOPK + slot)
-        w = tl.load(W + n * TOPK + slot, mask=c >= 0, other=0.0)
-        k = load_chunk(K + head, c, Hkv, S, D)
-        v = load_chunk(V + head, c, Hkv, S, D)
-        p, m, l = chunk_softmax(q, k, scale, S, KEYS, SINK)
-        p = p / l[:, None]                                                  # (S, S)
-        dp = tl.dot(do, tl.trans(v), input_precision='ieee')                # (S, S)
-        delta = tl.sum(p * dp, axis=1)                                      # (S,) zeros if c is -1
-        ds = p * (dp - delta[:, None]) * w
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision='ieee')
-        e = (n * TOPK + slot) * H + h
-        tl.store(LSE + e * S + rows, m + tl.log2(l))
-        tl.store(DELTA + e * S + rows, delta)
-        tl.store(DW + e, tl.sum(delta, axis=0))
-    tl.store(DQ + first + tile, (dq * scale).to(DQ.dtype.element_ty))
+    for slot in range(K):
+        # the retrieved chunk of keys; weight, keys and values are 0 if there is none
+        c = tl.load(idx_row + slot)
+        w = tl.load(w_row + slot, mask=c >= 0, other=0.0)
+        k_offset = k_head + c.to(tl.int64) * (S * Hkv * D)
+        k = load_chunk(k_ptr + k_offset + k_tile, c, S)
+        v = load_chunk(v_ptr + k_offset + k_tile, c, S)
+
+        # P_k, dP_k, δ_k, dS_k
+        p, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
+        p = p / total[:, None]                                  # (S, S)
+        dp = product(do, v)                                     # (S, S)
+        delta = tl.sum(p * dp, axis=1)                          # (S,) zeros if c is -1
+        ds = p * (dp - delta[:, None]) * w                      # (S, S)
+        dq = add_product(dq, ds, k)
+
+        # what dkdv_kernel needs of this softmax
+        saved = (n * K + slot) * H + h                          # in (B, N, K, H)
+        tl.store(lse_ptr + saved * S + rows, largest + tl.log2(total))
+        tl.store(delta_ptr + saved * S + rows, delta)
+        tl.store(dw_ptr + saved, tl.sum(delta, axis=0))
+    tl.store(dq_ptr + q_offset + q_tile, dq * scale)
 
 
-def dkdv_kernel(Q, K, V, W, DO, DK, DV, LSE, DELTA, ENTRIES, START, ORDER, H, N, M, TOPK, scale,
-                S: constexpr, KEYS: constexpr, D: constexpr, G: constexpr,
-                BLOCK: constexpr):
+def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
+                lse_ptr, delta_ptr, entries_ptr, start_ptr, order_ptr,
+                H, N, M, K, scale,
+                S: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
+                N_KEYS: tl.constexpr, BLOCK: tl.constexpr):
     """dV = Σ w Pᵀ dO,    dK = scale Σ dSᵀ Q,    over all (n, slot) of the chunk (DRT, Algorithm 2)
 
     Grid      (M, B Hkv): one program for one chunk in one head of keys, most retrieved chunks first
-    DK, DV    (B, M S, Hkv, D)   zeros for keys that no query attends to
-    ENTRIES, START, ORDER        of gca_plan; other arguments as in dq_kernel
+    dk, dv    (B, M S, Hkv, D)   zeros for keys that no query attends to
+    entries, start, order        of gca_plan; other arguments as in dq_kernel
     On chip   k, v, dk, dv: (S, D) each; transposed scores (S, BLOCK), for BLOCK queries at a time
-    Numerics  sums in fp32, in the order of ENTRIES: no atomics, the same bits every time"""
-    Hkv, parts = H // G, S // BLOCK
-    b, hkv = tl.program_id(1).to(tl.int64) // Hkv, tl.program_id(1) % Hkv
-    c = tl.load(ORDER + b * M + tl.program_id(0)).to(tl.int64)
-    start = tl.load(START + b * (M + 1) + c)
-    end = tl.load(START + b * (M + 1) + c + 1)
-    rows, cols = tl.arange(0, BLOCK), tl.arange(0, D)[None, :]
-    keys = tl.arange(0, S)[:, None]
-    chunk = ((b * M + c) * S * Hkv + hkv) * D
-    tile = keys * (Hkv * D) + cols                                          # (S, D) of K and V
-    k, v = tl.load(K + chunk + tile), tl.load(V + chunk + tile)
+    Numerics  sums in fp32, in the order of entries: no atomics, the same bits every time"""
+    # the head and the chunk of keys of this program
+    Hkv = H // G
+    b = tl.program_id(1).to(tl.int64) // Hkv
+    hkv = tl.program_id(1) % Hkv
+    c = tl.load(order_ptr + b * M + tl.program_id(0))
+
+    # its keys and values
+    keys = tl.arange(0, S)
+    k_tile = tile_offsets(keys, Hkv, D)                         # (S, D)
+    k_head = (b * M * S * Hkv + hkv) * D                        # of chunk 0 in k, v, dk and dv
+    k_offset = k_head + c.to(tl.int64) * (S * Hkv * D)
+    k = tl.load(k_ptr + k_offset + k_tile)
+    v = tl.load(v_ptr + k_offset + k_tile)
+
+    # the slots that hold this chunk are entries[start:end] of sequence b
+    start_row = start_ptr + b * (M + 1)
+    start = tl.load(start_row + c)
+    end = tl.load(start_row + c + 1)
+    first_entry = b * N * K                                     # of the sequence, among all
+    entries_row = entries_ptr + first_entry
+
     dk = tl.zeros([S, D], dtype=tl.float32)
     dv = tl.zeros([S, D], dtype=tl.float32)
-    base = b * N * TOPK                                                     # of a text's entries
+    blocks = S // BLOCK                                         # of a chunk of queries
     for g in range(G):
         h = hkv * G + g
-        for i in range(start * parts, end * parts):
-            e = base + tl.load(ENTRIES + base + i // parts)                 # (b N + n) TOPK + slot
-            row = i % parts * BLOCK + rows                                  # (BLOCK,) of chunk n
-            tile_q = (e // TOPK * S * H + h) * D + row[:, None] * (H * D) + cols    # (BLOCK, D)
-            q, do = tl.load(Q + tile_q), tl.load(DO + tile_q)
-            w = tl.load(W + e)
-            saved = (e * H + h) * S + row
-            lse, delta = tl.load(LSE + saved), tl.load(DELTA + saved)       # (BLOCK,)
-            s = tl.dot(k, tl.trans(q), input_precision='ieee') * (scale * 1.4426950408889634)
-            p = tl.exp2(s - lse[None, :]) * w                               # (S, BLOCK)
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision='ieee')
-            dp = tl.dot(v, tl.trans(do), input_precision='ieee')            # (S, BLOCK)
+        for i in range(start * blocks, end * blocks):           # one loop: it is pipelined
+            # BLOCK queries of chunk n, and what dq_kernel saved of their softmax
+            entry = first_entry + tl.load(entries_row + i // blocks)
+            n = entry // K                                      # among the B N of all sequences
+            rows = i % blocks * BLOCK + tl.arange(0, BLOCK)
+            q_tile = tile_offsets(rows, H, D)                   # (BLOCK, D)
+            q_offset = (n * S * H + h) * D                      # in q and do
+            q = tl.load(q_ptr + q_offset + q_tile)
+            do = tl.load(do_ptr + q_offset + q_tile)
+            w = tl.load(w_ptr + entry)
+            saved = entry * H + h                               # in (B, N, K, H)
+            lse = tl.load(lse_ptr + saved * S + rows)           # (BLOCK,)
+            delta = tl.load(delta_ptr + saved * S + rows)
+
+            # (w P)ᵀ, dPᵀ and dSᵀ
+            s = scores_log2(k, q, scale)                        # (S, BLOCK)
+            p = tl.exp2(s - lse[None, :]) * w
+            dv = add_product(dv, p, do)
+            dp = product(v, do)                                 # (S, BLOCK)
             ds = p * (dp - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision='ieee')
-    dk = tl.where(keys < KEYS, dk * scale, 0.0)
-    dv = tl.where(keys < KEYS, dv, 0.0)
-    tl.store(DK + chunk + tile, dk.to(DK.dtype.element_ty))
-    tl.store(DV + chunk + tile, dv.to(DV.dtype.element_ty))
+            dk = add_product(dk, ds, q)
+
+    # keys from N_KEYS on have no part in the softmax
+    is_key = keys[:, None] < N_KEYS
+    dk = tl.where(is_key, dk * scale, 0.0)
+    dv = tl.where(is_key, dv, 0.0)
+    tl.store(dk_ptr + k_offset + k_tile, dk)
+    tl.store(dv_ptr + k_offset + k_tile, dv)
 
 
 @functools.cache
-def kernels():
-    """The kernels as Triton's JITFunctions; each is compiled when it is first launched."""
-    global tl, constexpr, load_chunk, chunk_softmax     # looked up by the kernels in this module
+def import_triton():
+    """Imports Triton when the first kernel is launched, as nothing else needs it. The kernels look
+    up `tl` and each other in this module: this assigns tl, and does what the decorator @triton.jit
+    above each function would do."""
+    global tl
     import triton
     import triton.language as tl
-    from triton.language import constexpr
-    load_chunk, chunk_softmax = triton.jit(load_chunk), triton.jit(chunk_softmax)
-    return [triton.jit(kernel) for kernel in (forward_kernel, dq_kernel, dkdv_kernel)]
+    for function in (tile_offsets, load_chunk, product, add_product, scores_log2, chunk_softmax,
+                     forward_kernel, dq_kernel, dkdv_kernel):
+        globals()[function.__name__] = triton.jit(function)
+
+
+def is_hopper(device):
+    """Is it an H100 or a later GPU?"""
+    if device.type != 'cuda':
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def options(q, k, chunk, n_keys):
-    """Constants and launch options of all kernels, and BLOCK of dkdv_kernel. Chosen by compiling
-    for sm_80 and sm_90: for S = 64 in 16 bits no register is spilled, loads overlap products."""
-    D, tile = q.size(3), chunk * q.size(3) * q.element_size()       # bytes of k or v in a stage
-    sizes = dict(S=chunk, KEYS=n_keys, D=D, G=q.size(2) // k.size(2),
-                 num_warps=4 if chunk <= 64 and chunk * D <= 64 * 64 else 8,
-                 num_stages=3 if tile <= 12 * 1024 else 2)
-    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
-    return sizes, min(chunk, 64 if hopper else 32)
+    """What is compiled into all kernels, with launch options; and BLOCK of dkdv_kernel.
+
+    The numbers were chosen by compiling for sm_80 and sm_90: for S = 64 in 16 bits no register is
+    spilled, and loads overlap products. They change no result beyond rounding."""
+    D = q.size(3)
+    heads_per_key = q.size(2) // k.size(2)
+    sizes = dict(S=chunk, D=D, G=heads_per_key, N_KEYS=n_keys)
+
+    # 4 warps would spill registers for tiles larger than 64 x 64
+    is_small = chunk <= 64 and chunk * D <= 64 * 64
+    sizes['num_warps'] = 4 if is_small else 8
+
+    # a stage holds a k and v: the next are loaded while this one is multiplied
+    tile_bytes = chunk * D * q.element_size()
+    sizes['num_stages'] = 3 if tile_bytes <= 12 * 1024 else 2
+
+    # on an H100, 64 queries at a time take less time than 32
+    block = 64 if is_hopper(q.device) else 32
+    return sizes, min(block, chunk)
 
 
+# --------------------------------------------------------------------------------------------------
+# an operator with autograd
 @torch.library.custom_op('nanorlm::gca', mutates_args=())
-def gca_forward(q: Tensor, k: Tensor, v: Tensor, w: Tensor, idx: Tensor, entries: Tensor,
-                start: Tensor, order: Tensor, chunk: int, n_keys: int, sink: bool,
-                scale: float) -> Tensor:
-    (B, N, K), H, M = idx.shape, q.size(2), k.size(1) // chunk
-    o = torch.empty_like(q)
+def gca_forward(q: Tensor, k: Tensor, v: Tensor, w: Tensor,
+                idx: Tensor, entries: Tensor, start: Tensor, order: Tensor,
+                chunk: int, n_keys: int, sink: bool, scale: float) -> Tensor:
+    """o, by forward_kernel (Algorithm 1). entries, start, order are for the backward pass."""
+    import_triton()
+    B, N, K = idx.shape
+    H = q.size(2)
+    M = k.size(1) // chunk
     sizes, _ = options(q, k, chunk, n_keys)
+    o = torch.empty_like(q)
     with torch.cuda.device_of(q):
-        kernels()[0][N, B * H](q, k, v, w, idx, o, H, N, M, K, scale, SINK=sink, **sizes)
+        forward_kernel[N, B * H](
+            q, k, v, w, idx, o,
+            H, N, M, K, scale, SINK=sink, **sizes)
     return o
 
 
 @torch.library.custom_op('nanorlm::gca_backward', mutates_args=())
-def gca_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, idx: Tensor,
-                 entries: Tensor, start: Tensor, order: Tensor, chunk: int, n_keys: int,
-                 sink: bool, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (B, N, K), H, M = idx.shape, q.size(2), k.size(1) // chunk
+def gca_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor,
+                 idx: Tensor, entries: Tensor, start: Tensor, order: Tensor,
+                 chunk: int, n_keys: int, sink: bool,
+                 scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dw (Algorithm 2). dq_kernel saves what dkdv_kernel needs of each softmax."""
+    import_triton()
+    B, N, K = idx.shape
+    H = q.size(2)
+    Hkv = k.size(2)
+    M = k.size(1) // chunk
     sizes, block = options(q, k, chunk, n_keys)
     do = do.contiguous()
-    dq, dk, dv, dw = *map(torch.empty_like, (q, k, v)), w.new_empty(B, N, K, H)
-    lse, delta = w.new_empty(2, B, N, K, H, chunk)
+
+    # what the kernels write
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(v)
+    dw = w.new_empty(B, N, K, H)                                # of each head, summed below
+    lse = w.new_empty(B, N, K, H, chunk)
+    delta = torch.empty_like(lse)
+
+    # one program for each chunk of queries and head, then for each chunk of keys and head of keys
     with torch.cuda.device_of(q):
-        kernels()[1][N, B * H](q, k, v, w, idx, do, dq, dw, lse, delta, H, N, M, K, scale,
-                               SINK=sink, **sizes)
-        kernels()[2][M, B * k.size(2)](q, k, v, w, do, dk, dv, lse, delta, entries, start, order,
-                                       H, N, M, K, scale, BLOCK=block, **sizes)
+        dq_kernel[N, B * H](
+            q, k, v, w, idx, do, dq, dw, lse, delta,
+            H, N, M, K, scale, SINK=sink, **sizes)
+        dkdv_kernel[M, B * Hkv](
+            q, k, v, w, do, dk, dv, lse, delta, entries, start, order,
+            H, N, M, K, scale, BLOCK=block, **sizes)
     return dq, dk, dv, dw.sum(3)
 
 
-def save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:8])
-    ctx.options = inputs[8:]
+@gca_forward.register_fake
+def fake_forward(q, *args):
+    """The shapes of the result, for torch.compile"""
+    return torch.empty_like(q)
+
+
+@gca_backward.register_fake
+def fake_backward(do, q, k, v, w, *args):
+    return tuple(torch.empty_like(x) for x in (q, k, v, w))
+
+
+def save_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:8])                          # the tensors, q to order
+    ctx.numbers = inputs[8:]                                    # chunk to scale
 
 
 def backward(ctx, do):
-    return *gca_backward(do, *ctx.saved_tensors, *ctx.options), *[None] * 8
+    gradients = gca_backward(do, *ctx.saved_tensors, *ctx.numbers)
+    no_gradients = [None] * 8                                   # of the inputs idx ... scale
+    return *gradients, *no_gradients
 
 
-gca_forward.register_fake(lambda q, *args: torch.empty_like(q))
-gca_backward.register_fake(lambda do, *args: tuple(map(torch.empty_like, args[:4])))
-gca_forward.register_autograd(backward, setup_context=save)
+gca_forward.register_autograd(backward, setup_context=save_inputs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,25 +465,35 @@ def gca_plan(idx, n_chunks):
 
     >>> [x.tolist() for x in gca_plan(torch.tensor([[[2, 0], [2, -1]]]), n_chunks=3)]
     [[[1, 0, 2, 3]], [[0, 1, 1, 3]], [[2, 0, 1]]]"""
-    chunk = idx.masked_fill(idx < 0, n_chunks).flatten(1)                       # (B, N K)
-    chunk, entries = chunk.sort(stable=True)
-    edges = torch.arange(n_chunks + 1, device=idx.device, dtype=idx.dtype).repeat(len(idx), 1)
-    start = torch.searchsorted(chunk, edges, out_int32=True)                    # (B, M + 1)
-    order = start.diff().argsort(descending=True, stable=True)                  # (B, M)
+    c = idx.masked_fill(idx < 0, n_chunks).flatten(1)           # (B, N K)
+    c, entries = c.sort(stable=True)
+    every_c = torch.arange(n_chunks + 1, device=idx.device, dtype=idx.dtype)
+    every_c = every_c.repeat(len(idx), 1)                       # (B, M + 1)
+    start = torch.searchsorted(c, every_c, out_int32=True)      # where c first occurs
+    count = start.diff()                                        # (B, M)
+    order = count.argsort(descending=True, stable=True)
     return entries.int(), start, order.int()
 
 
 def why_not_triton(q, chunk):
     """Why the kernels cannot run on q (B, T, H, D) with such chunks; '' if they can."""
-    D, size = q.size(3), q.element_size()
-    fits = chunk in (16, 32, 64, 128) and 16 <= D <= 128 and chunk * max(D, 64) * size <= 2 ** 14
+    D = q.size(3)
+    number_bytes = q.element_size()
     if not HAS_TRITON:
         return 'the package triton is not installed'
     if not q.is_cuda and os.environ.get('TRITON_INTERPRET') != '1':
         return f'q is on {q.device}, not on a GPU'
-    if not fits or size > 4 or not q.is_cuda and q.dtype == torch.bfloat16:
-        return f'{q.dtype}, chunk {chunk}, head size {D}: they need 16 or 32 bits (not bf16 ' \
-               'on a CPU), heads of 16 to 128, chunks of 16, 32, 64, in 16 bits 128, up to 16 KiB'
+    if not q.is_cuda and q.dtype == torch.bfloat16:
+        return "Triton's interpreter cannot multiply bf16"
+    if number_bytes > 4:
+        return f'{q.dtype} has more than 32 bits'
+
+    # what fits the shared memory of RTX cards, 99 KiB; the scores of a wide chunk, too
+    tile_bytes = chunk * max(D, 64) * number_bytes
+    fits = 16 <= D <= 128 and tile_bytes <= 16 * 1024
+    if not fits or chunk not in (16, 32, 64, 128):
+        return f'chunk {chunk}, head size {D}, {q.dtype}: they need heads of 16 to 128, ' \
+               'chunks of 16, 32, 64, in 16 bits 128, up to 16 KiB'
     return ''
 
 
@@ -317,67 +512,104 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
 
     Returns o like q, 0 for a chunk of queries whose slots are all unused. Raises
     NotImplementedError if kernel='triton' cannot run. Deterministic, except 'torch' on a GPU."""
-    M, D, reason = k.size(1) // chunk, q.size(3), why_not_triton(q, chunk)
-    assert k.shape == v.shape and w.shape == idx.shape and q.size(1) == idx.size(1) * chunk
-    assert k.size(1) == M * chunk and q.size(2) % k.size(2) == 0
+    M = k.size(1) // chunk
+    D = q.size(3)
+    assert k.shape == v.shape and w.shape == idx.shape
+    assert q.size(1) == idx.size(1) * chunk
+    assert k.size(1) == M * chunk
+    assert q.size(2) % k.size(2) == 0
+
+    # kernel='auto' becomes 'torch' or 'triton'
+    reason = why_not_triton(q, chunk)
     if kernel == 'triton' and reason:
         raise NotImplementedError(f"kernel='triton' cannot run: {reason}. kernel='torch' can.")
+    if kernel == 'auto':
+        kernel = 'torch' if reason or not q.is_cuda else 'triton'
+
+    # without slots or chunks o is 0; PyTorch
+    n_keys = n_keys or chunk
+    scale = scale or D ** -0.5
     if not M * idx.numel():
         return torch.zeros_like(q)
-    n_keys, scale = n_keys or chunk, scale or D ** -0.5
-    if kernel == 'torch' or kernel == 'auto' and (reason or not q.is_cuda):
+    if kernel == 'torch':
         return gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale)
-    if D & (D - 1):                                     # the width of a tile is a power of 2
-        q, k, v = (F.pad(x, (0, 2 ** D.bit_length() - D)) for x in (q, k, v))
-    q, k, v, w, idx = (x.contiguous() for x in (q, k, v, w.float(), idx.int()))
+
+    # Triton: the head size is a power of 2, tensors are contiguous
+    width = 2 ** (D - 1).bit_length()
+    if width > D:
+        q, k, v = (F.pad(x, (0, width - D)) for x in (q, k, v))
     plan = plan or gca_plan(idx, M)
-    return gca_forward(q, k, v, w, idx, *plan, chunk, n_keys, sink, scale)[..., :D]
+    tensors = [x.contiguous() for x in (q, k, v, w.float(), idx.int())]
+    o = gca_forward(*tensors, *plan, chunk, n_keys, sink, scale)
+    return o[..., :D]
 
 
 # --------------------------------------------------------------------------------------------------
 # comparison and benchmark
-def example(dtype, B, N, S, K, H, D):
+def example(dtype, B, N, S, K, H=4, D=64):
     """Random q, k, v, dO, w and idx, of N chunks"""
-    idx = torch.rand(B, N, N).topk(K).indices.int()
-    return *torch.randn(4, B, N * S, H, D, dtype=dtype), torch.randn(B, N, K).softmax(2), idx
+    idx = torch.rand(B, N, N).topk(K).indices
+    q, k, v, do = torch.randn(4, B, N * S, H, D, dtype=dtype)
+    w = torch.randn(B, N, K).softmax(2)
+    return q, k, v, do, w, idx.int()
+
+
+def output_and_gradients(function, inputs, do, *args, **kwargs):
+    """Of a function of q, k, v, w and more: o, dq, dk, dv, dw"""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    o = function(*inputs, *args, **kwargs)
+    gradients = torch.autograd.grad(o, inputs, do.to(o.dtype))
+    return o, *gradients
 
 
 def compare(dtype, S=64):
     """Prints the largest errors against fp64, relative to the largest value."""
-    q, k, v, do, w, idx = example(dtype, B=2, N=9, S=S, K=3, H=4, D=64)
+    q, k, v, do, w, idx = example(dtype, B=2, N=9, S=S, K=3)
+    inputs = q, k, v, w
+    exact = [x.double() for x in inputs]
+    exact = output_and_gradients(gca_reference, exact, do, idx, S)
+    kernels = ['torch']
+    if not why_not_triton(q, S):
+        kernels.append('triton')
 
-    def run(f, *inputs, **options):
-        inputs = [x.detach().requires_grad_() for x in inputs]
-        o = f(*inputs, idx, S, **options)
-        return o, *torch.autograd.grad(o, inputs, do.to(o.dtype))
+    for kernel in kernels:
+        results = output_and_gradients(gca, inputs, do, idx, S, kernel=kernel)
+        line = f'{kernel:7}{str(dtype)[6:]:9}'
+        for a, b in zip(results, exact):
+            line += f'{(a - b).abs().max() / b.abs().max():10.1e}'
+        print(line)
 
-    exact = run(gca_reference, q.double(), k.double(), v.double(), w.double())
-    for kernel in ('torch',) if why_not_triton(q, S) else ('torch', 'triton'):
-        found = run(gca, q, k, v, w, kernel=kernel)
-        errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, exact)]
-        print(f'{kernel:7}{str(dtype)[6:]:9}', *(f'{error:9.1e}' for error in errors))
+
+def print_times(name, attention, inputs, do):
+    """Prints the milliseconds that a function without arguments takes on a GPU."""
+    from triton.testing import do_bench
+    forward = do_bench(attention)
+    both = do_bench(lambda: torch.autograd.grad(attention(), inputs, do))
+    print(f'{name:7} forward {forward:8.2f} ms, with backward {both:8.2f} ms')
 
 
 def benchmark(**sizes):
     """Prints times of GCA and of full causal attention (SDPA) on a GPU, in bf16."""
-    from triton.testing import do_bench
     *inputs, do, w, idx = example(torch.bfloat16, **sizes)
-    q, k, v = inputs = [x.requires_grad_() for x in inputs]
-    heads = [x.transpose(1, 2) for x in inputs]         # (B, H, T, D)
-    methods = dict(gca=lambda: gca(q, k, v, w, idx, sizes['S']), sdpa=lambda: (
-        F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)))
+    q, k, v = (x.requires_grad_() for x in inputs)
+    heads = [x.transpose(1, 2) for x in inputs]                 # (B, H, T, D)
+
     print(f'\n{torch.cuda.get_device_name()}, {sizes}, bfloat16')
-    for name, f in methods.items():
-        forward, both = do_bench(f), do_bench(lambda: torch.autograd.grad(f(), inputs, do))
-        print(f'{name:7} forward {forward:8.2f} ms, with backward {both:8.2f} ms')
+    print_times('gca', lambda: gca(q, k, v, w, idx, sizes['S']), inputs, do)
+    print_times('sdpa', lambda: F.scaled_dot_product_attention(*heads, is_causal=True)
+                .transpose(1, 2), inputs, do)
 
 
 if __name__ == '__main__':
     torch.manual_seed(0)
-    cuda = torch.cuda.is_available()            # if not, TRITON_INTERPRET=1 adds the kernels
-    print(f'{"largest error":16}', *(f'{name:>9}' for name in ('o', 'dq', 'dk', 'dv', 'dw')))
-    torch.set_default_device('cuda' if cuda else 'cpu')
-    for dtype in (torch.float32, torch.float16, torch.bfloat16) if cuda else (torch.float32,):
+    dtypes = [torch.float32]
+    has_gpu = torch.cuda.is_available()             # if not, TRITON_INTERPRET=1 adds the kernels
+    if has_gpu:
+        torch.set_default_device('cuda')
+        dtypes += [torch.float16, torch.bfloat16]
+    print('Largest errors compared with fp64, relative to the largest value')
+    print(f'kernel dtype {"o":>13}{"dq":>10}{"dk":>10}{"dv":>10}{"dw":>10}')
+    for dtype in dtypes:
         compare(dtype)
-    if cuda:
+    if has_gpu:
         benchmark(B=8, N=256, S=64, K=8, H=12, D=64)

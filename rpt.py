@@ -1,33 +1,35 @@
 """
-RPT, the Retrieval-Pretrained Transformer: a language model that retrieves from its own past.
+RPT, the Retrieval-Pretrained Transformer: a language model that retrieves from its past.
 
     Ohad Rubin and Jonathan Berant, "Retrieval-Pretrained Transformer: Long-range Language Modeling
     with Self-retrieval", TACL 2024, arXiv:2306.13421
 
 A document is cut into chunks. The lower half of the layers encodes it with sliding-window
 attention. From these states each chunk computes a query, scores the chunks that have left its
-window and retrieves the best few. Upper layers attend to them while they predict the next chunk.
-A ranking loss trains the retriever to agree with a reference LM on which chunks help.
+window and retrieves those with the highest scores. Upper layers attend to them while they predict
+the next chunk. A ranking loss trains the retriever to agree with a reference LM on which chunks
+help.
 
 Where the paper is in this file (its equations have no numbers)
-    §3.1  chunks, s_q, the top K; neighbors, gate   Retriever, RPT.retrieve; NeighborEncoder
+    §3.1  s_q; the K neighbors; their gates         Retriever; RPT.retrieve; NeighborEncoder
     §3.1  chunked cross-attention                   ChunkedCrossAttention
-    §3.2  candidates by BM25; s_t, the target score bm25_candidates, target_scores, setup
+    §3.2  candidates by BM25; s_t, the target score bm25_candidates; target_scores
     §3.3  L_ret, LambdaRank with a margin           ranking_loss
-    §3.3, §3.4  schedules; windows; inference       RPT.schedule, SelfAttention, RPT.encode
+    §3.3, §3.4  schedules; windows; inference       RPT.schedule; SelfAttention; RPT.encode
     §5    Transformer-XL, RETRO, RPT-Lex; Table 3   --retriever none, bm25, lex; ranks
 
 Letters in the shape comments
     B sequences    T tokens (t of a piece)    C width    H heads    D head size    V vocabulary
-    N, c, M chunks of a sequence, of a piece, so far    m tokens of a chunk    w chunks of a window
-    K neighbors of a chunk    G = c + 1 groups of m tokens    n, a, b, s other sizes
+    m tokens of a chunk    N chunks of a sequence or of a piece    M chunks of the text so far
+    K neighbors of a chunk    G = N + 1 groups of m tokens    n, a, b, s, P, R further sizes
+    i is the number of a chunk that retrieves, j of one that is retrieved; w is a target token
 
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); s_t is a mean over tokens, L_ret over the chunks with a positive;
     NDCG discounts by 1 / log2(1 + rank). A chunk without neighbors gets 0 from cross-attention.
     Scheduled sampling draws for each chunk. Retrieved states have passed the retriever's attention.
-    The gate attends to neighbors of w chunks, so that a stream keeps no others (paper: of all).
-    With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
+    The gate attends to neighbors of a window of chunks, so that a stream keeps no others (paper: of
+    all). With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
     the same documents and scores every n-th chunk; the others are taught as in RPT-Lex. Muon or
     AdamW, not AdaBelief; dropout on what layers add; self-attention crosses joined documents;
@@ -40,7 +42,7 @@ import functools, hashlib, inspect, math, os, zlib
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -50,9 +52,16 @@ from torch import nn
 from bm25 import idf_lucene
 
 
+def check_positive(config, names):
+    """Raises ValueError unless each of these fields is 1 or more."""
+    for name in names.split():
+        if getattr(config, name) < 1:
+            raise ValueError(f'{name} must be 1 or more')
+
+
 @dataclass
 class RPTConfig:
-    vocab_size: int = 4096        # ids of the tokenizer; for bpe, how many to train (ours)
+    vocab_size: int = 4096        # ids of the tokenizer; for bpe, the number to train (ours)
     block_size: int = 1024        # tokens of a training sequence, T (ours; paper: 16K)
     micro_batch: int = 2          # sequences of a micro-batch, B (ours)
     n_layer: int = 4              # layers, half of them lower; see n_cca (ours; paper: 12)
@@ -60,7 +69,7 @@ class RPTConfig:
     n_embd: int = 128             # width, C (ours; paper: 1,024)
     n_inner: int = 0              # hidden width of the MLP; 0: 4 C (paper)
     dropout: float = 0.0          # on embeddings and what layers add (ours; paper: 0.05)
-    window: int = 128             # two attention blocks: its own, one before (ours; paper: 2,048)
+    window: int = 128             # of self-attention, tokens: two blocks (ours; paper: 2,048)
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper; tiny: 4, as m is half)
     n_cca: int = 0                # last layers that cross-attend; 0: upper half (paper: 5; tiny: 1)
@@ -78,16 +87,27 @@ class RPTConfig:
     reference_cache: float = 0.2  # weight of its continuous cache, λ (ours; paper: 0)
 
     def __post_init__(self):
-        if self.n_embd % (2 * self.n_head) or self.n_cca > self.n_layer - self.n_layer // 2:
-            raise ValueError('n_embd: a multiple of 2 n_head; n_cca: at most half of n_layer')
-        if self.window % (2 * self.chunk_size) or self.n_candidates < self.n_neighbors:
-            raise ValueError('window: a multiple of 2 chunk_size; n_candidates: >= n_neighbors')
-        if self.retriever != 'none' and self.block_size < self.window + 2 * self.chunk_size:
+        check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd window '
+                             'chunk_size n_neighbors n_candidates score_every reference_steps')
+        if self.n_embd % (2 * self.n_head):
+            raise ValueError('n_embd: a multiple of 2 n_head')
+        if self.n_cca > self.n_layer - self.n_layer // 2:
+            raise ValueError('n_cca: at most half of n_layer')
+        if self.window % (2 * self.chunk_size):
+            raise ValueError('window: a multiple of 2 chunk_size')
+        if self.n_candidates < self.n_neighbors:
+            raise ValueError('n_candidates: at least n_neighbors')
+        if self.block_size < self.window + 2 * self.chunk_size and self.retriever != 'none':
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
         if self.reference and self.retriever != 'sem':
             raise ValueError('a reference is for retriever sem')
-        if not max(self.dropout, self.eta, self.reference_cache) < 1:
+        if max(self.dropout, self.eta, self.reference_cache) >= 1:
             raise ValueError('dropout, eta and reference_cache are below 1')
+
+    @property
+    def window_chunks(self):
+        """Chunks of a window, the paper's w"""
+        return self.window // self.chunk_size
 
 
 PRESETS = {         # §3.4, App. A, B; ours: tokenizer, optimizer, its settings, alpha, reference LM
@@ -101,7 +121,8 @@ PRESETS = {         # §3.4, App. A, B; ours: tokenizer, optimizer, its settings
 
 
 def batches(config):
-    return dict(kind='documents', chunk=config.chunk_size)      # of data.Corpus.batches
+    """Arguments of data.Corpus.batches"""
+    return dict(kind='documents', chunk=config.chunk_size)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -117,59 +138,93 @@ def fp32(x):
 
 
 def product(a, b):
-    """a bᵀ in fp32, under autocast too: a (..., n, C), b (..., m, C) -> (..., n, m)"""
-    with torch.autocast(a.device.type, enabled=False):              # bf16: steps of 0.125 near 20
+    """a bᵀ in fp32, under autocast too: bf16 has steps of 0.125 near 20.
+
+    a (..., n, C)   b (..., m, C) -> (..., n, m)"""
+    with torch.autocast(a.device.type, enabled=False):
         return fp32(a) @ fp32(b).mT
 
 
 def rotate(x, first=0):
     """Rotary embeddings (Su et al. 2021): at position p = first, first + 1, ... each pair
-    (x_2d, x_2d+1) of a head is rotated by p θ_d, θ_d = 10000^(-2d/D). x (..., T, H, D) -> as x"""
-    T, D = x.size(-3), x.size(-1)
-    theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)              # (D/2,)
-    positions = torch.arange(first, first + T, device=x.device)
-    angle = positions[:, None, None] * theta                                    # (T, 1, D/2)
-    pairs = torch.view_as_complex(fp32(x).unflatten(-1, (-1, 2)).contiguous())  # (..., T, H, D/2)
-    turned = pairs * torch.complex(angle.cos(), angle.sin())
-    return torch.view_as_real(turned).flatten(-2).type_as(x)
+    (x_2d, x_2d+1) of a head is rotated by the angle p θ_d, θ_d = 10000^(-2d/D).
+
+    x (..., T, H, D) -> (..., T, H, D)"""
+    D = x.size(-1)
+    theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)      # (D/2,)
+    positions = torch.arange(first, first + x.size(-3), device=x.device)
+    angle = positions[:, None, None] * theta                            # (T, 1, D/2)
+
+    # a pair is a complex number, its rotation a product with cos + i sin
+    pairs = fp32(x).unflatten(-1, (-1, 2)).contiguous()                 # (..., T, H, D/2, 2)
+    rotation = torch.complex(angle.cos(), angle.sin())
+    rotated = torch.view_as_complex(pairs) * rotation                   # (..., T, H, D/2)
+    return torch.view_as_real(rotated).flatten(-2).type_as(x)
 
 
-def softmax_attention(q, k, v, mask=None):
-    """softmax(q kᵀ / sqrt(D) + mask) v; mask is broadcast to (B, H, t, s). On a CPU in bf16 the
-    definition is faster than the fused kernel (torch 2.13).
+def softmax_attention(q, k, v, bias=None):
+    """softmax(q kᵀ / sqrt(D) + bias) v; bias is broadcast to (B, H, t, s).
 
     q (B, t, H, D)   k, v (B, s, H, D) -> (B, t, H, D)"""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                # (B, H, t or s, D)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or s, D)
     if q.device.type == 'cpu' and q.dtype == torch.bfloat16:
-        z = q / q.size(-1) ** 0.5 @ k.mT                            # (B, H, t, s)
-        y = (z if mask is None else z + mask).softmax(-1) @ v
+        # the formula itself: on a CPU in bf16 faster than the fused kernel (torch 2.13)
+        scores = q / q.size(-1) ** 0.5 @ k.mT                           # (B, H, t, s)
+        if bias is not None:
+            scores = scores + bias
+        y = scores.softmax(-1) @ v
     else:
-        y = F.scaled_dot_product_attention(q, k, v, mask)
+        y = F.scaled_dot_product_attention(q, k, v, bias)
     return y.transpose(1, 2)
+
+
+def window_attention(q, k, v, window, slopes):
+    """softmax_attention of queries to keys of the same position or up to window - 1 before. The
+    queries (B, t, H, D) have the positions of the last t of the keys (B, s, H, D)."""
+    position = torch.arange(k.size(1), device=k.device)
+    age = position[-q.size(1):, None] - position                        # (t, s)
+    bias = -slopes * age                                                # ALiBi
+    bias = bias.masked_fill((age < 0) | (age >= window), -math.inf)
+    return softmax_attention(q, k, v, bias.to(q.dtype))
+
+
+def in_blocks(x, block):
+    """Cuts x (B, T, H, D) into n blocks -> (B, n, block, H, D); the last is padded with zeros."""
+    padding = -x.size(1) % block
+    return F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, block))
+
+
+def block_pairs(x, block):
+    """Each block of x (B, T, H, D) but the first, after the one before it
+    -> (B, n - 1, 2 block, H, D)"""
+    x = in_blocks(x, block)
+    return torch.cat([x[:, :-1], x[:, 1:]], dim=2)
 
 
 def attend(q, k, v, block, window, slopes=0.0):
     """Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1
     and n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et
     al. 2022) subtracts slope * age from each score.
+
     q (B, T, H, D)   k, v (B, P + T, H, D): P < 2 block keys precede the queries, the first of them
-    begins a block; returns (B, T, H, D)"""
-    def attention(q, k, v):                         # queries have the positions of the last keys
-        j = torch.arange(k.size(1), device=k.device)
-        age = j[-q.size(1):, None] - j                              # (queries, keys)
-        bias = (-slopes * age).masked_fill((age < 0) | (age >= window), -math.inf).to(q.dtype)
-        return softmax_attention(q, k, v, bias)
-    T, P = q.size(1), k.size(1) - q.size(1)
-    n = min(T, block - P % block)                                   # to the end of a block
-    first = attention(q[:, :n], k[:, :P + n], v[:, :P + n])
+    begins a block -> (B, T, H, D)"""
+    T = q.size(1)
+    P = k.size(1) - T
+
+    # queries up to the end of the first block: in a stream it can be incomplete
+    n = min(T, block - P % block)
+    first = window_attention(q[:, :n], k[:, :P + n], v[:, :P + n], window, slopes)
     if n == T:
         return first
-    start, pad = P + n - block, (0, 0, 0, 0, 0, (n - T) % block)
-    parts = q[:, n:], k[:, start:], v[:, start:]                    # k, v: from one block earlier
-    q, k, v = (F.pad(x, pad).unflatten(1, (-1, block)) for x in parts)
-    k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=2).flatten(0, 1) for x in (k, v))
-    rest = attention(q.flatten(0, 1), k, v).reshape(q.shape)        # (B, N, block, H, D)
-    return torch.cat([first, rest.flatten(1, 2)[:, :T - n]], dim=1)
+
+    # the blocks after it, in one product, as a GPU needs few and large ones
+    start = P + n - block                                               # keys of one block more
+    q = in_blocks(q[:, n:], block)                                      # (B, N, block, H, D)
+    k, v = (block_pairs(x[:, start:], block) for x in (k, v))           # (B, N, 2 block, H, D)
+    B, N = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))                      # (B N, ...)
+    rest = window_attention(q, k, v, window, slopes).unflatten(0, (B, N)).flatten(1, 2)
+    return torch.cat([first, rest[:, :T - n]], dim=1)
 
 
 class MLP(nn.Module):
@@ -184,21 +239,44 @@ class MLP(nn.Module):
         return self.proj(F.gelu(self.fc(x)))
 
 
+class CrossEntropy(torch.autograd.Function):
+    """Σ -log P(w), P = softmax(f Eᵀ). The (n, V) logits are never held: the forward pass computes
+    the gradient too, from the logits of R rows at a time. The derivative of -log P(w) by the logits
+    is P - 1[w].
+
+    f (n, C)   E (V, C)   targets w (n,) -> ()"""
+    R = 1024
+
+    @staticmethod
+    def forward(ctx, f, E, targets):
+        nats = f.new_zeros(())
+        df = torch.empty_like(f)
+        dE = torch.zeros_like(E)
+        for start in range(0, len(f), CrossEntropy.R):
+            rows = slice(start, start + CrossEntropy.R)
+            w = targets[rows]                                           # (R,)
+            i = torch.arange(len(w), device=w.device)
+            log_p = product(f[rows], E).log_softmax(1)                  # (R, V)
+            nats -= log_p[i, w].sum()
+            if f.requires_grad:
+                dlogits = log_p.exp_()
+                dlogits[i, w] -= 1
+                df[rows] = product(dlogits, E.T)
+                dE += product(dlogits.T, f[rows].T)
+        ctx.grads = df, dE
+        return nats
+
+    @staticmethod
+    def backward(ctx, dnats):
+        return *(dnats * grad for grad in ctx.grads), None
+
+
 def cross_entropy(f, E, targets):
-    """Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0. The (n, V) logits are
-    never held: those of a slice of rows are freed once they have given its gradient.
+    """Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0.
 
     f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()"""
-    scored, nats, trains = targets >= 0, 0, torch.is_grad_enabled()
-    inputs = *f[scored].split(1024), E
-    *slices, E = (x.detach().requires_grad_(trains) for x in inputs)
-    for rows, w in zip(slices, targets[scored].split(1024)):
-        with torch.autocast(f.device.type, enabled=False):          # fp32 in backward, too
-            loss = F.cross_entropy(product(rows, E), w, reduction='sum')
-            if trains: loss.backward()                              # adds to .grad of rows and E
-        nats += loss.detach()
-    if trains:                                                  # adds 0, whose gradient is .grad
-        nats += sum(((x - x.detach()) * y.grad).sum() for x, y in zip(inputs, (*slices, E)))
+    scored = targets >= 0
+    nats = CrossEntropy.apply(fp32(f)[scored], E, targets[scored])
     return nats / scored.sum().clamp(min=1)
 
 
@@ -208,38 +286,74 @@ class SelfAttention(nn.Module):
     """§3.4: causal, in blocks of half a window; a token attends to its block and the one before."""
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.block, self.m = config.n_head, config.window // 2, config.chunk_size
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        C = config.n_embd
+        self.n_head = config.n_head
+        self.block = config.window // 2
+        self.m = config.chunk_size
+        self.qkv = nn.Linear(C, 3 * C, bias=False)
+        self.proj = nn.Linear(C, C, bias=False)
 
     def forward(self, x, past):
-        q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
+        """x (B, t, C), past: keys and values (B, P, 2, H, D) of the P tokens before, None at the
+        beginning of a text -> (B, t, C), the past of the next piece"""
+        qkv = self.qkv(x).unflatten(2, (3, self.n_head, -1))            # (B, t, 3, H, D)
+        q, kv = qkv[:, :, 0], qkv[:, :, 1:]
         if past is not None:
-            k, v = (torch.cat(pair, dim=1) for pair in zip(past, (k, v)))
-        q = rotate(q, k.size(1) - x.size(1))                                # cached k: not rotated
-        y = attend(q, rotate(k), v, self.block, 2 * self.block)
-        end = k.size(1) // self.m * self.m                                  # of whole chunks
-        start = max(0, end // self.block - 1) * self.block                  # of the last two blocks
-        return self.proj(y.flatten(2)), (k[:, start:end], v[:, start:end])
+            kv = torch.cat([past, kv], 1)                               # (B, P + t, 2, H, D)
+        k, v = kv.unbind(2)
+
+        # position 0 is the first key, another one in the next piece: `past` is not rotated
+        P = k.size(1) - x.size(1)
+        y = attend(rotate(q, P), rotate(k), v, self.block, 2 * self.block)  # (B, t, H, D)
+
+        # the next piece needs the last two blocks, and encodes an unfinished chunk again
+        end = k.size(1) // self.m * self.m
+        start = max(0, end // self.block - 1) * self.block
+        return self.proj(y.flatten(2)), kv[:, start:end]
 
 
 class Attention(nn.Module):
-    """Tokens of x attend to those of y where mask is True; positions start at 0, x's at `first`."""
+    """Tokens of x attend to all tokens of y, in both directions. With shift, a token of y has the
+    value of the next one, so that who attends to a token reads what followed it."""
     def __init__(self, config, shift=False):
         super().__init__()
-        C, self.n_head, self.shift = config.n_embd, config.n_head, shift
-        self.query, self.kv = nn.Linear(C, C, bias=False), nn.Linear(C, 2 * C, bias=False)
+        C = config.n_embd
+        self.n_head = config.n_head
+        self.shift = shift
+        self.query = nn.Linear(C, C, bias=False)
+        self.kv = nn.Linear(C, 2 * C, bias=False)
         self.proj = nn.Linear(C, C, bias=False)
 
     def forward(self, x, y, first=0, mask=None):
-        """x (n, a, t, C), y (n, b, s, C), mask broadcast to (n, H, a t, b s) -> as x"""
+        """x (n, a, t, C), `a` texts with positions first, first + 1, ...; y (n, b, s, C), b texts
+        with positions 0, 1, ...; an axis of one text can be absent: x (n, t, C)
+        mask (n, 1, a t, b s), True: x may attend to y -> as x"""
         q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, a, t, H, D)
-        k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)     # 2 x (n, b, s, H, D)
-        v = v.roll(-1, dims=2) if self.shift else v                         # next token's; cyclic
-        q, k, v = (z.flatten(1, 2) for z in (rotate(q, first), rotate(k), v))
-        mask = None if mask is None else (mask.to(q.dtype) - 1) * 1e9       # 0; -1e9: e^z is 0
-        y = softmax_attention(q, k, v, mask)                                # (n, a t, H, D)
+        k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(-3)    # 2 x (n, b, s, H, D)
+        if self.shift:
+            v = v.roll(-1, -3)                              # the last token has the first one's
+        q = rotate(q, first).flatten(1, -3)                                 # (n, a t, H, D)
+        k = rotate(k).flatten(1, -3)                                        # (n, b s, H, D)
+        v = v.flatten(1, -3)
+
+        # e^-1e9 is 0; not -inf, as softmax of a row of -inf is nan
+        bias = None
+        if mask is not None:
+            bias = torch.where(mask, 0.0, -1e9).to(q.dtype)
+        y = softmax_attention(q, k, v, bias)                                # (n, a t, H, D)
         return self.proj(y.flatten(2)).view_as(x)
+
+
+def in_chunks(x, m):
+    """Cuts x (B, t, ...) into whole chunks (B, N, m, ...), without the tokens after them."""
+    N = x.size(1) // m
+    return x[:, :N * m].unflatten(1, (N, m))
+
+
+def doc_of_chunks(doc, m):
+    """doc (B, T) of tokens -> (B, N) of whole chunks, -1: tokens of two documents, or padding"""
+    low, high = in_chunks(doc, m).aminmax(dim=2)                            # 2 x (B, N)
+    return low.where(low == high, -1)
 
 
 class Retriever(nn.Module):
@@ -247,53 +361,122 @@ class Retriever(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        self.norm, self.attention = RMSNorm(C), Attention(config)
-        self.norm_q, self.norm_k = RMSNorm(C), RMSNorm(C)
-        self.query, self.key = nn.Linear(C, C), nn.Linear(C, C)             # W_Q, W_K
+        self.norm = RMSNorm(C)
+        self.attention = Attention(config)
+        self.norm_q = RMSNorm(C)
+        self.norm_k = RMSNorm(C)
+        self.query = nn.Linear(C, C)                                        # W_Q
+        self.key = nn.Linear(C, C)                                          # W_K
 
     def forward(self, x):
-        """x (B, c, m, C) -> states (B, c, m, C) to be retrieved, queries and keys (B, c, C)"""
-        y = self.norm(x).flatten(0, 1)[:, None]                             # (B c, 1, m, C)
+        """Chunks x (B, N, m, C) -> states (B, N, m, C) to be retrieved, queries, keys (B, N, C)"""
+        y = self.norm(x).flatten(0, 1)                                      # (B N, m, C)
         x = x + self.attention(y, y).view_as(x)
-        return x, self.query(self.norm_q(x.mean(2))), self.key(self.norm_k(x.mean(2)))
+        query = self.query(self.norm_q(x.mean(2)))
+        key = self.key(self.norm_k(x.mean(2)))
+        return x, query, key
+
+
+def bm25_vectors(tokens, idf):
+    """Queries and keys of RETRO: <query, key> is BM25, in which len(d) = mean len, as all chunks
+    are equally long. tokens (..., m), idf (V,) -> 2 x (..., V)"""
+    tf = idf.new_zeros(*tokens.shape[:-1], len(idf))
+    tf = tf.scatter_add(-1, tokens, tf.new_ones(tokens.shape))              # occurrences of a term
+    key = idf * tf / (tf + 1.2)
+    return tf, (2 ** 10 * key).round() / 2 ** 10        # so sums are exact, and ties remain ties
+
+
+def permitted(doc, window_chunks, first=0):
+    """(..., N, M): may chunk i, one of the N from `first` on, retrieve chunk j? If j has left the
+    window of i and is of its document. doc (..., M) of all chunks, -1: of no document"""
+    j = torch.arange(doc.size(-1), device=doc.device)                       # (M,)
+    i = j[first:, None]                                                     # (N, 1)
+    has_left = j <= i - window_chunks
+    doc_i = doc[..., first:, None]
+    same_document = (doc[..., None, :] == doc_i) & (doc_i >= 0)
+    return has_left & same_document
+
+
+def top(scores, mask, K):
+    """Indices (..., K) of the highest of scores (..., n) where mask is True; -1: there are fewer"""
+    scores = F.pad(scores.where(mask, -math.inf), (0, K), value=-math.inf)
+    values, indices = scores.sort(descending=True, stable=True)
+    return indices.masked_fill(values == -math.inf, -1)[..., :K]
+
+
+def pseudorandom(M, first, device):
+    """(N, M): scores as if at random of all M chunks j, for each chunk i from `first` on. They are
+    functions of i and j, so that they are the same in pieces of any size. Cubes modulo a prime p
+    look random, and those of 0 to p - 1 differ, as 3 does not divide p - 1."""
+    p = 1_000_037
+    j = torch.arange(M, device=device)
+    i = j[first:, None]
+    return ((7919 * i + j) % p) ** 3 % p
 
 
 class NeighborEncoder(nn.Module):
     """§3.1: a neighbor, a retrieved chunk and its next one, before it is attended to."""
     def __init__(self, config):
         super().__init__()
-        C, self.config = config.n_embd, config
-        self.norm1, self.attention = RMSNorm(C), Attention(config)
-        self.norm2, self.norm_query, self.cross = RMSNorm(C), RMSNorm(C), Attention(config)
+        C = config.n_embd
+        self.config = config
+        self.norm1 = RMSNorm(C)
+        self.attention = Attention(config)
+        self.norm2 = RMSNorm(C)
+        self.norm_query = RMSNorm(C)
+        self.cross = Attention(config)
         if config.gate:
-            self.norm3, self.gate_attention = RMSNorm(C), Attention(config)
-            self.norm_gate, self.gate = RMSNorm(C), nn.Linear(C, 1)
+            self.norm3 = RMSNorm(C)
+            self.gate_attention = Attention(config)
+            self.norm_gate = RMSNorm(C)
+            self.gate = nn.Linear(C, 1)                                     # w_ng, b
 
-    def pairs(self, x):
-        """Each chunk of x (B, n, m, C) and the next, attending to themselves: (B, n - 1, 2m, C)"""
-        x = torch.cat([x[:, :-1], x[:, 1:]], dim=2)
-        y = self.norm1(x).flatten(0, 1)[:, None]                            # (B (n - 1), 1, 2m, C)
+    def join(self, x):
+        """Each chunk of x (B, n, m, C) and the next one attend to each other: (B, n - 1, 2m, C)"""
+        x = torch.cat([x[:, :-1], x[:, 1:]], 2)
+        y = self.norm1(x).flatten(0, 1)                                     # (B (n - 1), 2m, C)
         return x + self.attention(y, y).view_as(x)
 
-    def forward(self, x, chunk):
-        """x (n, K, 2m, C), such pairs, attend to the chunk (n, m, C) that retrieves them -> as x"""
-        return x + self.cross(self.norm2(x), self.norm_query(chunk)[:, None])
+    def forward(self, joined, chosen, chunks):
+        """The states of the neighbors of chunks, which have attended to the chunk that retrieves
+        them. joined (B, M, 2m, C), chosen (B, N, K), chunks (B, N, m, C) -> (B, N, K, 2m, C)"""
+        B, N, K = chosen.shape
+        rows = (chosen + 1).flatten(1)                                      # (B, N K), see Memory
+
+        # not joined[b, rows]: on a CPU its gradient is a sum in any order
+        x = torch.cat([x.index_select(0, i) for x, i in zip(joined, rows)])
+        x = x.unflatten(0, (B * N, K))                                      # (B N, K, 2m, C)
+        chunks = chunks.flatten(0, 1)                                       # (B N, m, C)
+        x = x + self.cross(self.norm2(x), self.norm_query(chunks))
+        return x.unflatten(0, (B, N))
 
     def gates(self, neighbors, chosen):
-        """max(η, σ((w_ng · norm(ĉ) + b) / C)) (B, n, K), 0: no neighbor. ĉ: mean of one (B, n, K,
-        2m, C) after attention to itself, better ones of its chunk, those of w - 1 chunks before."""
-        (B, n, K), config, valid = chosen.shape, self.config, chosen >= 0
-        if not config.gate: return valid.to(neighbors.dtype)
-        # a chunk with neighbors is w chunks into its document or more: the w - 1 before are of it
-        mean = neighbors.mean(3).view(B, 1, n * K, -1)                      # (B, 1, n K, C)
-        j = torch.arange(n * K, device=chosen.device)
-        chunk, w = j // K, config.window // config.chunk_size
-        mask = (j <= j[:, None]) & (chunk > chunk[:, None] - w) & valid.view(B, 1, 1, -1)
+        """A weight in [η, 1) of each neighbor; 0 where there is none:
+
+            gate = max(η, σ((w_ng · norm(ĉ) + b) / C))
+
+        ĉ is the mean of a neighbor's states, after attention to the means of neighbors of higher
+        rank of the same chunk, and of all neighbors of the chunks before it, within a window.
+        neighbors (B, n, K, 2m, C) of n chunks, chosen (B, n, K), -1: none -> (B, n, K)"""
+        _, n, K = chosen.shape
+        valid = chosen >= 0
+        if not self.config.gate:
+            return valid.to(neighbors.dtype)
+
+        # sorted by chunk, then by rank, they attend to themselves and to those before them. A
+        # chunk with neighbors is at least a window into its document, so these are all of it
+        chunk = torch.arange(n * K, device=chosen.device) // K              # (n K,)
+        mask = (chunk > chunk[:, None] - self.config.window_chunks).tril()  # (n K, n K)
+        mask = mask & valid.flatten(1)[:, None, None]                       # (B, 1, n K, n K)
+        mean = neighbors.mean(3).flatten(1, 2)                              # (B, n K, C)
         y = self.norm3(mean)
-        mean = mean + self.gate_attention(y, y, mask=mask)                  # ĉ
-        with torch.autocast(mean.device.type, enabled=False):               # z is tiny
-            z = self.gate(self.norm_gate(fp32(mean))) / config.n_embd       # (B, 1, n K, 1)
-        return z.sigmoid().clamp(min=config.eta).view(B, n, K) * valid
+        mean = mean + self.gate_attention(y, y, mask=mask)                  # ĉ (B, n K, C)
+
+        # in fp32 under autocast too, as the logit is tiny
+        with torch.autocast(mean.device.type, enabled=False):
+            logit = self.gate(self.norm_gate(fp32(mean))) / self.config.n_embd
+        gates = logit.sigmoid().clamp(min=self.config.eta)
+        return gates.view_as(valid).where(valid, 0)
 
 
 class ChunkedCrossAttention(nn.Module):
@@ -302,54 +485,52 @@ class ChunkedCrossAttention(nn.Module):
     positions are m - 1 to 2m - 2, neighbors' 0 to 2m - 1. A norm of these would undo the gate."""
     def __init__(self, config):
         super().__init__()
-        self.norm, self.m = RMSNorm(config.n_embd), config.chunk_size
+        self.norm = RMSNorm(config.n_embd)
+        self.m = config.chunk_size
         self.attention = Attention(config, config.shift_values)
 
-    def forward(self, x, neighbors, mask, attends):
-        """x (B, t, C) of G groups; neighbors (B, G, K, 2m, C), mask (B, G, K 2m); attends (B, t)"""
-        (B, t, C), G, m = x.shape, neighbors.size(1), self.m
-        groups = F.pad(x, (0, 0, 1, G * m - 1 - t)).view(B * G, 1, m, C)
-        y = self.attention(self.norm(groups), neighbors.flatten(0, 1), m - 1,
-                           mask.view(B * G, 1, 1, -1))
-        return y.view(B, G * m, C)[:, 1:t + 1] * attends[..., None]
+    def forward(self, x, states, mask, in_document):
+        """x (B, t, C), in G groups -> (B, t, C)
+
+        states (B G, K, 2m, C) of the neighbors of each group, times their gates
+        mask (B G, 1, 1, K 2m), False: the chunk has fewer neighbors
+        in_document (B, t, 1), False: the token is of another document than the chunk"""
+        _, t, C = x.shape
+
+        # a group begins with the last token of a chunk; zeros precede the first chunk
+        x = F.pad(x, (0, 0, 1, -(1 + t) % self.m))                          # (B, G m, C)
+        groups = self.norm(x).view(-1, self.m, C)                           # (B G, m, C)
+        y = self.attention(groups, states, self.m - 1, mask).view_as(x)
+        return y[:, 1:1 + t].where(in_document, 0)                          # (B, t, C)
 
 
 class Block(nn.Module):
     """One pre-norm Transformer layer; returns its keys and values too, for streaming."""
     def __init__(self, config, cross_attends=False):
         super().__init__()
-        self.norm1, self.attention = RMSNorm(config.n_embd), SelfAttention(config)
-        self.norm2, self.mlp = RMSNorm(config.n_embd), MLP(config)
+        self.norm1 = RMSNorm(config.n_embd)
+        self.attention = SelfAttention(config)
+        self.norm2 = RMSNorm(config.n_embd)
+        self.mlp = MLP(config)
         self.cca = ChunkedCrossAttention(config) if cross_attends else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, past, cross=None):
-        y, kv = self.attention(self.norm1(x), past)
+    def forward(self, x, past, neighbors=None):
+        y, past = self.attention(self.norm1(x), past)
         x = x + self.dropout(y)
-        if self.cca and cross:
-            x = x + self.dropout(self.cca(x, *cross))
-        return x + self.dropout(self.mlp(self.norm2(x))), kv
+        if self.cca and neighbors:
+            x = x + self.dropout(self.cca(x, *neighbors))
+        return x + self.dropout(self.mlp(self.norm2(x))), past
 
 
-def doc_of_chunks(doc, m):
-    """doc (B, T) of tokens -> (B, N) of chunks, -1 if the tokens are of two documents or padding"""
-    last = doc[:, m - 1::m]
-    first = doc[:, ::m][:, :last.size(1)]
-    return first.where(first == last, -1)
+def rank_of(scores):
+    """0 for the highest of scores (..., n), 1 for the next, ...; the first of equals is higher"""
+    return scores.argsort(descending=True, stable=True).argsort()
 
 
-def permitted(doc, c, w):
-    """(B, c, M): may chunk i of the last c retrieve k? doc (B, M) of chunks, -1: of no document"""
-    k = torch.arange(doc.size(-1), device=doc.device)
-    i, doc_i = k[-c:, None], doc[..., -c:, None]
-    return (k <= i - w) & (doc[..., None, :] == doc_i) & (doc_i >= 0)       # k has left i's window
-
-
-def top(scores, allowed, K):
-    """Indices (..., K) of the highest allowed of scores (..., n), -1 where there are fewer"""
-    scores = F.pad(scores.where(allowed, -math.inf), (0, K), value=-math.inf)
-    values, indices = scores.sort(descending=True, stable=True)
-    return indices.masked_fill(values == -math.inf, -1)[..., :K]
+def differences(x):
+    """x_l - x_j of all pairs: (B, N, N) -> (B, N, N, N), the last two l and j"""
+    return x[..., :, None] - x[..., None, :]
 
 
 def ranking_loss(s_q, s_t, tau):
@@ -359,254 +540,188 @@ def ranking_loss(s_q, s_t, tau):
         λ_lj  = |2^s_t(l) - 2^max(s_t(j), 0)| |1 / log2(1 + r_l) - 1 / log2(1 + r_j)| / IDCG
 
     s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret and NDCG@20 of each chunk, (B, N)"""
-    pairs = lambda x: x[..., None] - x[:, :, None]                          # x_l - x_j (B, N, N, N)
-    gain = torch.exp2(s_t.clamp(min=0)) - 1                                 # (B, N, N)
-    rank = 1 + s_q.argsort(descending=True, stable=True).argsort()
+    # the terms of DCG: a positive has gain / log2(1 + r); IDCG is that of the order by s_t
+    gain = torch.exp2(s_t.relu()) - 1                                       # (B, N, N)
+    rank = 1 + rank_of(s_q)
     discount = 1 / torch.log2(1 + rank)
-    ideal = gain.sort(descending=True).values * discount.sort(descending=True).values
-    lam = pairs(gain).clamp(min=0) * pairs(discount).abs()                  # 0 if s_t(l) <= s_t(j)
-    hinge = (tau - pairs(s_q.clamp(min=-1e9))).clamp(min=0)                 # j not permitted: 0
-    loss = (lam * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
-    ndcg = (gain * discount * (rank <= 20)).sum(2) / ideal[..., :20].sum(2).clamp(min=1e-9)
+    sorted_discount = discount.sort(descending=True).values
+    ideal = gain.sort(descending=True).values * sorted_discount
+
+    # λ_lj is 0 unless s_t(l) > s_t(j): a swap changes DCG by the gains' difference times that of
+    # the discounts. The hinge is 0 for a j that is not permitted, whose s_q becomes -1e9
+    weight = differences(gain).relu() * differences(discount).abs()         # λ_lj IDCG
+    hinge = (tau - differences(s_q.clamp(min=-1e9))).relu()                 # (B, N, N, N)
+    loss = (weight * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
+
+    # NDCG of the first 20
+    dcg = (gain * discount).masked_fill(rank > 20, 0).sum(2)
+    ndcg = dcg / ideal[..., :20].sum(2).clamp(min=1e-9)
     return loss, ndcg
-
-
-def bm25_vectors(tokens, idf):
-    """tokens (..., m), idf (V,) -> q, k (..., V); <q, k> is BM25, as chunks are equally long."""
-    q = idf.new_zeros(*tokens.shape[:-1], len(idf))
-    q = q.scatter_add(-1, tokens, q.new_ones(tokens.shape))                 # occurrences
-    k = idf * q / (q + 1.2)
-    return q, (2 ** 10 * k).round() / 2 ** 10           # so sums are exact, and ties remain ties
-
-
-def corpus_idf(tokens, m, V):
-    """idf (V,) of the chunks of a corpus, as in bm25.py"""
-    n, df = len(tokens) // m, np.zeros(V)
-    for chunk in tokens[:n * m].reshape(n, m):
-        df[chunk] += 1                                                      # a repeated id: once
-    return torch.from_numpy(idf_lucene(n, df))
-
-
-def bm25_candidates(chunks, doc, w, J, idf):
-    """§3.2: chunks (N, m), doc (N,) -> s_t of RPT-Lex (N, N): J best: 1 - r / J (ours), else 0"""
-    q, keys = bm25_vectors(chunks, idf)                                     # (N, V)
-    scores = (q + q.roll(-1, 0)) @ keys.T                                   # of (c_i, c_{i+1})
-    has_target = F.pad(doc[1:] == doc[:-1], (0, 1))[:, None]                # c_{i+1}
-    allowed = permitted(doc, len(doc), w) & has_target & (scores > 0)
-    order = (scores * allowed).argsort(descending=True, stable=True)
-    return (1 - order.argsort() / J).clamp(min=0) * allowed                 # r = 0, 1, ...
-
-
-@torch.no_grad()
-def target_scores(reference, chunks, candidates):
-    """§3.2: how much candidate j of chunk i helps the reference LM to predict the target c_{i+1}:
-
-        s_t(c_j) = (log P(c_{i+1} | c_j, c_{j+1}, c_i) - log P(c_{i+1} | c_{i-2}, c_{i-1}, c_i)) / m
-
-    P is (1 - λ) P_LM + λ P_cache, as small LMs hardly copy. Continuous cache (Grave et al. 2017):
-    P_cache(x) = Σ softmax_u(f_t · f_u / sqrt(C)) over the tokens u < t that x follows.
-    chunks (N, m), candidates (N, N): True or not -> s_t (N, N), 0 where not"""
-    (N, m), lam = chunks.shape, reference.config.reference_cache            # λ
-    baseline = candidates.any(1)[2:].diag(-2)                               # (N, N) at j = i - 2
-    log_p = torch.zeros(N, N, device=chunks.device)
-    for pairs in (candidates | baseline).nonzero().split(max(1, 1024 // m)):
-        i, j = pairs.unbind(1)                                              # (n,)
-        tokens = chunks[torch.stack([j, j + 1, i, i + 1], dim=1)].flatten(1)
-        f = reference.encode(tokens)[0]                                     # (n, 4m, C)
-        f_t, x = f[:, -m - 1:-1].contiguous(), tokens[:, -m:, None]         # x follows t
-        s = product(f_t, f[:, :-1]) / f.size(2) ** 0.5                      # (n, m, 4m - 1)
-        later = torch.full_like(s, -math.inf).triu(3 * m - 1)               # row 0: t = 3m - 1
-        p_u = (s + later).softmax(2)                                        # u < t
-        p_cache = (p_u * (tokens[:, None, 1:] == x)).sum(2)                 # x follows u
-        log_lm = reference.logits(f_t).log_softmax(2).gather(2, x)[..., 0]  # (n, m)
-        log_mix = torch.logaddexp(log_lm + math.log(1 - lam), (lam * p_cache).log())
-        log_p[i, j] = log_mix.mean(1)                                       # over m tokens
-    return (log_p - (log_p * baseline).sum(1, keepdim=True)) * candidates
-
-
-def load_reference(c, config, corpus, train_reference):
-    """The reference LM, of --reference or trained first; its window has the four chunks of s_t."""
-    half, window = max(1, c.n_layer // 2), 4 * c.chunk_size
-    path = c.reference or train_reference(
-        replace(c, n_layer=half, n_cca=0, window=max(c.window, window), retriever='none'),
-        replace(config, init='', max_steps=min(c.reference_steps, config.max_steps)))
-    path = Path(path, 'ckpt.pt') if Path(path).is_dir() else path
-    try:
-        file = torch.load(path, map_location='cpu', weights_only=True)
-        assert file['tokenizer'] == corpus.tokenizer.to_dict()
-        assert file['config']['window'] >= window and file['config']['retriever'] == 'none'
-        reference = RPT(RPTConfig(**file['config'])).eval().requires_grad_(False)
-        reference.load_state_dict(file['model'])
-    except Exception as e:                              # a broken file can raise anything
-        raise SystemExit(f'--reference {path}: no RPT of retriever none with this tokenizer and '
-                         f'window >= {window} ({e!r:.99})')
-    reference.config.reference_cache = c.reference_cache
-    return reference
-
-
-# data.Batch, s_t (B, N, N), and how many chunks of a micro-batch have a positive: the step's mean
-TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores ranked')
-
-
-def setup(model, corpus, batches, config, autocast, train_reference, progress):
-    """Stores s_t of each sequence that the run will use in a file, in a folder whose name is a hash
-    of what they depend on; each process does its share. -> attach(batch, g), a TaughtBatch"""
-    c, m, device = model.config, model.config.chunk_size, model.embedding.weight.device
-    if c.retriever == 'none': return lambda batch, g: batch
-    idf, reference, weights = corpus_idf(corpus.train.tokens, m, c.vocab_size), None, b''
-    if c.retriever == 'bm25': model.idf.copy_(idf)
-    if c.retriever == 'sem':
-        reference = load_reference(c, config, corpus, train_reference)
-        weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
-        reference.to(device)
-        reference.encode = autocast()(reference.encode)                 # the scores remain fp32
-    facts = [corpus.fingerprint, corpus.hops, corpus.hops * config.seed, config.dtype, m, model.w,
-             c.n_candidates, c.score_every, c.reference_cache,
-             *map(inspect.getsource, (target_scores, bm25_candidates, bm25_vectors))]
-    name = hashlib.sha256(repr(facts).encode() + weights).hexdigest()[:16]
-    folder = corpus.folder / f'scores-{name}'
-    folder.mkdir(exist_ok=True)
-    n = config.tokens_per_step // (batches.B * batches.T)               # micro-batches of a step
-
-    @functools.lru_cache(n)                                             # attach reads each n times
-    def scores(g):
-        """s_t (B, N, N) of micro-batch g; each sequence's is computed only once"""
-        batch = batches[g]
-        doc, T = doc_of_chunks(batch.doc, m), batch.tokens.size(1)
-        B, N = doc.shape
-        s_t = torch.zeros(B, N, N)
-        scored = (torch.arange(N) % c.score_every == 0)[:, None]
-        for b, row in enumerate(batches.rows(g)):
-            path, temporary = folder / f'{T}-{row}.npy', folder / f'{os.getpid()}.tmp.npy'
-            if not path.exists():
-                chunks = batch.tokens[b, :N * m].view(N, m)
-                new = bm25_candidates(chunks, doc[b], model.w, c.n_candidates, idf)
-                pairs = scored & (new > 0)
-                if reference and pairs.any():
-                    s_lm = target_scores(reference, chunks.to(device), pairs.to(device))
-                    new = s_lm.cpu().where(pairs, new)
-                np.save(temporary, new.numpy())
-                temporary.replace(path)
-            s_t[b] = torch.from_numpy(np.load(path))
-        return s_t
-
-    if reference:                                       # candidate i of chunk i holds the target
-        chunks = batches[0].tokens[0].split(m)[:c.block_size // m]
-        itself = torch.eye(len(chunks), dtype=torch.bool, device=device)
-        itself[-1] = itself[:2] = False                             # no target, no baseline
-        copy = target_scores(reference, torch.stack(chunks).to(device), itself)[itself].mean()
-        weak = ', too little to teach: see --reference-cache' if copy < 0.5 else ''
-        print(f'a copy of the target is worth {copy:.3f} nats per token to the reference LM{weak}')
-    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    for g in progress(range(rank, n * config.max_steps, world), f'scores in {folder}', quiet=rank):
-        scores(g)
-
-    def attach(batch, g):
-        first = g - g % n                                           # of the step
-        ranked = sum((scores(i) > 0).any(2).sum().item() for i in range(first, first + n))
-        return TaughtBatch(*batch, scores(g), max(1, ranked) / n)
-    return attach
 
 
 # --------------------------------------------------------------------------------------------------
 # the model
-class State(NamedTuple):
-    """What a stream keeps of a text: M whole chunks, neighbors of the last n >= w of them"""
-    past: list                  # of each layer, keys and values of the last two blocks
-    rest: torch.Tensor          # (B, fewer than m) tokens of the unfinished chunk
-    last: torch.Tensor          # (B, 1, m, C) of the last chunk, which is not yet a pair
-    pairs: torch.Tensor         # (B, M, 2m, C) to be retrieved: zeros, then chunk and next chunk
-    keys: torch.Tensor          # (B, M, C) of all chunks; RETRO: (B, M, V)
-    chosen: torch.Tensor        # (B, n, K) numbers of the neighbors, -1: none
-    neighbors: torch.Tensor     # (B, n, K, 2m, C) their states
-    gates: torch.Tensor         # (B, n, K) their weights; the first w - 1 of the n are not used
+# Memory of a text with M whole chunks: what can be retrieved, and what the last n chunks, a window
+# or more, have retrieved
+#     last       (B, 1, m, C)      states of the last chunk, which lacks its next one
+#     joined     (B, M, 2m, C)     row j + 1: of chunks j and j + 1; row 0: zeros
+#     keys       (B, M, C)         of all chunks; RETRO: (B, M, V)
+#     chosen     (B, n, K)         the numbers j of neighbors, -1: none
+#     neighbors  (B, n, K, 2m, C)  their states
+#     gates      (B, n, K)         their weights, not valid for the first of the n chunks
+# State: what a stream keeps of a text
+#     past       list              of each layer, keys and values of the last two blocks
+#     unfinished (B, < m)          tokens of the unfinished chunk
+#     memory     Memory
+Memory = namedtuple('Memory', 'last joined keys chosen neighbors gates')
+State = namedtuple('State', 'past unfinished memory')
 
 
 class RPT(nn.Module):
     """A sliding-window LM whose upper layers attend to chunks that its lower layers retrieve."""
     PIECE = 2048                        # tokens of a text that are encoded at once
+    NOT_TAUGHT = -2                     # in place of a teacher's neighbors: the model chooses
 
     def __init__(self, config):
         super().__init__()
-        seed = torch.randint(2 ** 48, (), device='cpu').item()
-        C, kind, upper = config.n_embd, config.retriever, config.n_layer - config.n_layer // 2
-        n_cca = 0 if kind == 'none' else config.n_cca or upper
-        self.config, self.w = config, config.window // config.chunk_size
+        seed = torch.randint(2 ** 48, (), device='cpu').item()              # see init_weights
+
+        # the last n_cca of the upper layers cross-attend
+        n_lower = config.n_layer // 2
+        n_upper = config.n_layer - n_lower
+        n_cca = config.n_cca or n_upper
+        if config.retriever == 'none':
+            n_cca = 0
+
+        # the decoder
+        self.config = config
         self.retrieval = 'on' if n_cca else 'off'                           # see ways
-        self.embedding = nn.Embedding(config.vocab_size, C)                 # also the output's
-        self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - upper))
-        self.upper = nn.ModuleList(Block(config, i >= upper - n_cca) for i in range(upper))
-        self.retriever = Retriever(config) if kind in ('sem', 'lex') else None
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)     # also the output's
+        self.lower = nn.ModuleList(Block(config) for _ in range(n_lower))
+        self.upper = nn.ModuleList(Block(config, i >= n_upper - n_cca) for i in range(n_upper))
+
+        # retrieval: learned, by BM25 with the idf of the corpus, or none
+        self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
         self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
-        self.norm = RMSNorm(C)
-        self.register_buffer('idf', torch.zeros(config.vocab_size) if kind == 'bm25' else None)
-        for name, p in self.named_parameters():     # GPT-2's, for width C; by name, so that equal
-            if p.dim() == 2:                        # parts of different models begin equal
+        self.norm = RMSNorm(config.n_embd)                                  # of the output
+        if config.retriever == 'bm25':
+            self.register_buffer('idf', torch.zeros(config.vocab_size))     # see setup
+        self.init_weights(seed)
+
+    def init_weights(self, seed):
+        """GPT-2's, for width C. The seed of a matrix depends on its name, so that what different
+        models share begins equal."""
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
-                deep = math.sqrt(2 * config.n_layer) if name.endswith('proj.weight') else 1
-                nn.init.normal_(p, std=0.02 * math.sqrt(768 / C) / deep)
+                std = 0.02 * math.sqrt(768 / self.config.n_embd)
+                if name.endswith('proj.weight'):            # of what layers add to x
+                    std /= math.sqrt(2 * self.config.n_layer)
+                nn.init.normal_(p, std=std)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
 
     def empty_state(self, tokens):
-        c, zeros = self.config, self.embedding.weight.new_zeros
-        B, w, m, K, C = len(tokens), self.w, c.chunk_size, c.n_neighbors, c.n_embd
-        keys = zeros(B, 0, c.vocab_size if c.retriever == 'bm25' else C)
-        return State([None] * c.n_layer, tokens[:, :0], zeros(B, 0, m, C), zeros(B, 1, 2 * m, C),
-                     keys, zeros(B, w, K).long() - 1, zeros(B, w, K, 2 * m, C), zeros(B, w, K))
+        """The state before the tokens (B, t) of new texts"""
+        config, B = self.config, len(tokens)
+        m, C = config.chunk_size, config.n_embd
+        key_size = config.vocab_size if config.retriever == 'bm25' else C
+        slots = B, config.window_chunks, config.n_neighbors     # (B, n, K)
+        zeros = self.embedding.weight.new_zeros
+        memory = Memory(
+            zeros(B, 0, m, C),                          # last: of no chunk
+            zeros(B, 1, 2 * m, C),                      # joined: row 0
+            zeros(B, 0, key_size),                      # keys
+            zeros(slots).long() - 1,                    # chosen: none
+            zeros(*slots, 2 * m, C),                    # neighbors
+            zeros(slots))                               # gates
+        return State([None] * config.n_layer, tokens[:, :0], memory)
 
-    def retrieve(self, x, tokens, doc, teacher, state):
-        """§3.1, for c chunks: x (B, t, C), doc (B, c) -> state; s_q (B, c, M), -inf: forbidden"""
-        (B, c), m, K, w = doc.shape, self.config.chunk_size, self.config.n_neighbors, self.w
-        x, tokens = (y[:, :c * m].unflatten(1, (c, m)) for y in (x, tokens))
-        y, q, keys = self.retriever(x) if self.retriever else (x, *bm25_vectors(tokens, self.idf))
-        y = torch.cat([state.last, y], dim=1)                               # of c or c + 1 chunks
-        pairs = torch.cat([state.pairs, self.neighbor_encoder.pairs(y)], dim=1)     # (B, M, 2m, C)
-        keys = torch.cat([state.keys, keys], dim=1)
-        s_q = product(q, keys) / q.size(2) ** 0.5                           # (B, c, M)
-        k = torch.arange(keys.size(1), device=x.device)
-        allowed = permitted(F.pad(doc, (len(k) - c, 0)), c, w)
-        if self.retriever is None:
-            allowed &= s_q > 0                                              # a term in common
-        order = s_q
-        if self.retrieval == 'shuffled':            # a hash of i and k: the same in any pieces
-            order = ((7919 * k[-c:, None] + k) % 1_000_037) ** 3 % 1_000_037
-        chosen = top(order, allowed, K)                                     # (B, c, K)
+    def retrieve(self, x, tokens, doc, teacher, memory):
+        """§3.1, for N whole chunks: x (B, t, C) of the lower layers, tokens (B, t), doc (B, N) of
+        chunks -> the new memory and s_q (B, N, M), -inf where a chunk may not be retrieved"""
+        m, window_chunks = self.config.chunk_size, self.config.window_chunks
+        chunks = in_chunks(x, m)                                            # (B, N, m, C)
+        if self.retriever:
+            states, query, key = self.retriever(chunks)
+        else:
+            states = chunks
+            query, key = bm25_vectors(in_chunks(tokens, m), self.idf)
+
+        # what can be retrieved: each chunk and the next one, by the key of the first
+        states = torch.cat([memory.last, states], 1)                    # N or N + 1 chunks
+        joined = torch.cat([memory.joined, self.neighbor_encoder.join(states)], 1)
+        keys = torch.cat([memory.keys, key], 1)                         # (B, M, C)
+
+        # which K chunks each chunk retrieves
+        first = memory.keys.size(1)                     # the number of the first of these chunks
+        s_q = product(query, keys) / query.size(2) ** 0.5                   # (B, N, M)
+        doc = F.pad(doc, (first, 0))                    # of a stream: its chunks have doc 0
+        mask = permitted(doc, window_chunks, first)
+        if not self.retriever:
+            mask = mask & (s_q > 0)                     # RETRO: only chunks with a common term
+        scores = s_q
+        if self.retrieval == 'shuffled':
+            scores = pseudorandom(s_q.size(2), first, x.device)             # (N, M)
+        chosen = top(scores, mask, self.config.n_neighbors)                 # (B, N, K)
         if teacher is not None:
-            chosen = chosen.where(teacher == -2, teacher)
-        # pair k is row k + 1; index_select: on a CPU the gradient of pairs[b, i] adds in any order
-        new = [pair.index_select(0, i) for pair, i in zip(pairs, (chosen + 1).flatten(1))]
-        new = self.neighbor_encoder(torch.cat(new).view(B * c, K, 2 * m, -1), x.flatten(0, 1))
-        neighbors = torch.cat([state.neighbors[:, -w:], new.unflatten(0, (B, c))], dim=1)
-        chosen = torch.cat([state.chosen[:, -w:], chosen], dim=1)
+            chosen = chosen.where(teacher == self.NOT_TAUGHT, teacher)
+
+        # their states and gates; the gates depend on neighbors of a window of chunks before
+        neighbors = self.neighbor_encoder(joined, chosen, chunks)           # (B, N, K, 2m, C)
+        neighbors = torch.cat([memory.neighbors[:, -window_chunks:], neighbors], 1)
+        chosen = torch.cat([memory.chosen[:, -window_chunks:], chosen], 1)
         gates = self.neighbor_encoder.gates(neighbors, chosen)
-        state = State(state.past, state.rest, y[:, -1:], pairs, keys, chosen, neighbors, gates)
-        return state, s_q.masked_fill(~allowed, -math.inf)
+        memory = Memory(states[:, -1:], joined, keys, chosen, neighbors, gates)
+        return memory, s_q.where(mask, -math.inf)
+
+    def for_groups(self, memory, doc, chunk_doc):
+        """What ChunkedCrossAttention needs: states, mask, in_document. doc (B, t) of tokens,
+        chunk_doc (B, N)"""
+        m = self.config.chunk_size
+        G = chunk_doc.size(1) + 1                       # group 0 is of the chunk before these N
+        states = memory.neighbors[:, -G:] * memory.gates[:, -G:, :, None, None]
+        valid = (memory.chosen[:, -G:] >= 0).flatten(0, 1)                  # (B G, K)
+        mask = valid.repeat_interleave(2 * m, 1)                            # (B G, K 2m)
+
+        # the first token of group 0 is that before these t
+        group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, 1)        # (B, G m)
+        in_document = group_doc[:, 1:1 + doc.size(1)] == doc                # (B, t)
+        return states.flatten(0, 1), mask[:, None, None], in_document[:, :, None]
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
-        """Tokens (B, t) continue the text of state. Of a batch: doc (B, t) and, in training, the
-        teacher's neighbors (B, N, K), -1: none, -2: it does not choose -> f (B, t, C), the new
-        state, s_q (B, c, M) or None. An unfinished chunk is encoded again in the next call"""
-        state, n = state or self.empty_state(tokens), tokens.size(1)
-        tokens, past = torch.cat([state.rest, tokens], dim=1), list(state.past)
-        t, m = tokens.size(1), self.config.chunk_size
-        c, s_q, cross = t // m, None, None
+        """Tokens (B, t) that continue the text of `state`, or begin a text. doc (B, t): their
+        documents, if several. teacher (B, N, K): chunks to retrieve in training, -1: none,
+        NOT_TAUGHT: those with the highest s_q
+        -> f (B, t, C), the new state, s_q (B, N, M) or None"""
+        m = self.config.chunk_size
+        if state is None:
+            state = self.empty_state(tokens)
+        past, unfinished, memory = state
+        past = list(past)                               # a state can be continued more than once
+        tokens = torch.cat([unfinished, tokens], 1)
+
+        # the lower layers
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
         for i, block in enumerate(self.lower):
             x, past[i] = block(x, past[i])
+
+        # each whole chunk retrieves; the tokens after it attend to its neighbors
+        end = tokens.size(1) // m * m                                   # of the whole chunks
+        neighbors = s_q = None
         if self.retrieval != 'off':
-            doc = torch.zeros_like(tokens) if doc is None else doc
-            chunk_doc = doc_of_chunks(doc, m)                               # (B, c)
-            if c:
-                state, s_q = self.retrieve(x, tokens, chunk_doc, teacher, state)
-            chosen, neighbors, gates = (y[:, -1 - c:] for y in state[-3:])  # of G = c + 1 groups
-            mask = (chosen >= 0).repeat_interleave(2 * m, dim=2)            # (B, G, K 2m)
-            group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, dim=1)
-            attends = group_doc[:, 1:t + 1] == doc                          # (B, t)
-            cross = neighbors * gates[..., None, None], mask, attends
+            if doc is None:
+                doc = torch.zeros_like(tokens)
+            chunk_doc = doc_of_chunks(doc, m)                               # (B, N)
+            if end > 0:
+                memory, s_q = self.retrieve(x, tokens, chunk_doc, teacher, memory)
+            neighbors = self.for_groups(memory, doc, chunk_doc)
+
+        # the upper layers
         for i, block in enumerate(self.upper, len(self.lower)):
-            x, past[i] = block(x, past[i], cross)
-        return self.norm(x[:, -n:]), state._replace(past=past, rest=tokens[:, c * m:]), s_q
+            x, past[i] = block(x, past[i], neighbors)
+        state = State(past, tokens[:, end:], memory)
+        return self.norm(x[:, unfinished.size(1):]), state, s_q
 
     def logits(self, f):
         """f (..., C) -> (..., V) fp32"""
@@ -614,28 +729,44 @@ class RPT(nn.Module):
 
     def schedule(self, progress):
         """-> chance that the teacher chooses (§3.4); α and τ of L_ret (§3.3)"""
-        annealed = 0.5 * (1 + math.cos(math.pi * min(1, progress / 0.9)))
-        chance = dict(annealed=annealed, always=1, never=0)[self.config.teacher]
-        alpha = self.config.alpha * min(1, progress / 0.2)
-        return chance, alpha, 1 + (self.config.tau - 1) * progress
+        config = self.config
+        chance = 0.5 * (1 + math.cos(math.pi * min(1, progress / 0.9)))
+        if config.teacher == 'always':
+            chance = 1
+        if config.teacher == 'never':
+            chance = 0
+        alpha = config.alpha * min(1, progress / 0.2)
+        tau = 1 + (config.tau - 1) * progress
+        return chance, alpha, tau
+
+    def teacher_neighbors(self, s_t, chance):
+        """The K chunks that help most, s_t (B, N, N) -> (B, N, K). Scheduled sampling (§3.4): each
+        chunk has them with this chance, else NOT_TAUGHT; in RETRO all have them."""
+        neighbors = top(s_t, s_t > 0, self.config.n_neighbors)
+        if not self.retriever:
+            return neighbors
+        student = torch.rand_like(s_t[..., :1]) >= chance                   # (B, N, 1)
+        return neighbors.masked_fill(student, self.NOT_TAUGHT)
 
     def forward(self, batch, progress):
-        """A batch (target -1: not scored), step / max_steps -> L_LM + α L_ret (), a log"""
-        s_t = getattr(batch, 'target_scores', None) if self.training else None      # (B, N, N)
-        teacher, (chance, alpha, tau) = None, self.schedule(progress)
+        """A batch (target -1: not scored; in training a TaughtBatch), step / max_steps
+        -> L_LM + α L_ret (), what to log"""
+        chance, alpha, tau = self.schedule(progress)
+        s_t = teacher = None
         if self.training:
             torch.manual_seed(batch.seed)                   # for scheduled sampling, dropout
-        if s_t is not None:                                 # the K chunks that help most
-            teacher = top(s_t, s_t > 0, self.config.n_neighbors)
-            if self.retriever:                              # scheduled sampling; not in RETRO
-                student = torch.rand_like(s_t[..., :1]) >= chance                   # (B, N, 1)
-                teacher = teacher.masked_fill(student, -2)
+            s_t = getattr(batch, 'target_scores', None)                     # (B, N, N)
+        if s_t is not None:
+            teacher = self.teacher_neighbors(s_t, chance)
         f, _, s_q = self.encode(batch.tokens, batch.doc, teacher)
         loss = cross_entropy(f, self.embedding.weight, batch.targets)
-        if s_t is None or self.retriever is None:
+        if s_t is None or not self.retriever:
             return loss, {}
-        ret_loss, ndcg = (x.sum() / batch.ranked for x in ranking_loss(s_q, s_t, tau))
-        ranked = (s_t > 0).any(2).sum()                     # chunks with a positive
+
+        # means over the chunks with a positive; `ranked` of them are in a micro-batch of the step
+        of_chunks = ranking_loss(s_q, s_t, tau)                             # 2 x (B, N)
+        ret_loss, ndcg = (x.sum() / batch.ranked for x in of_chunks)
+        ranked = (s_t > 0).any(2).sum()
         log = dict(lm_loss=loss, ret_loss=ret_loss, ndcg=ndcg, ranked=ranked)
         return loss + alpha * ret_loss, log
 
@@ -652,53 +783,292 @@ class RPT(nn.Module):
     @torch.no_grad()
     def read(self, tokens, state=None):
         """The new state of stream(tokens, state), without predictions"""
-        for piece in tokens.split(self.PIECE, dim=1):
+        for piece in tokens.split(self.PIECE, 1):
             state = self.encode(piece, state=state)[1]
         return state
 
     def ways(self):
-        names = ('on', 'shuffled', 'off') if self.neighbor_encoder else ('off',)
-        return {name: {'retrieval': name} for name in names}
+        """What eval.py compares: {name: attributes of the model to set}"""
+        names = 'on shuffled off' if self.neighbor_encoder else 'off'
+        return {name: {'retrieval': name} for name in names.split()}
 
-    def trace(self, tokens, t):
-        """Chunks read for token t + 1: [(gate, tokens, start, end)], largest gate first"""
-        state, m = self.read(tokens[None, :t + 1]), self.config.chunk_size
-        pairs = zip(state.gates[0, -1].tolist(), state.chosen[0, -1].tolist())
-        found = [(gate, tokens, k * m, (k + 2) * m) for gate, k in pairs if k >= 0]
-        return sorted(found, key=lambda read: -read[0])
+    def trace(self, tokens, t, state=None):
+        """What is retrieved to predict token t + 1 of tokens (n,): [(gate, tokens, start, end)],
+        largest gate first. state: of read(tokens[None, :t]), computed if None"""
+        if state is None:
+            state = self.read(tokens[None, :t])
+        memory = self.read(tokens[None, t:t + 1], state).memory
+
+        # the last whole chunk has retrieved chunks j and j + 1
+        m = self.config.chunk_size
+        pairs = zip(memory.gates[0, -1].tolist(), memory.chosen[0, -1].tolist())
+        retrieved = [(gate, tokens, j * m, (j + 2) * m) for gate, j in pairs if j >= 0]
+        return sorted(retrieved, key=lambda item: -item[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# supervision: what RPT learns from is computed before the training, by setup
+VERSION = 1     # of the scores on disk: raise it when a change of this section changes a score
+
+
+def corpus_idf(corpus, config):
+    """idf (V,) of the chunks of a corpus, as in bm25.py"""
+    tokens, m = corpus.train.tokens, config.chunk_size
+    n = len(tokens) // m
+    df = np.zeros(config.vocab_size)
+    for chunk in tokens[:n * m].reshape(n, m):
+        df[chunk] += 1                                                      # a repeated id: once
+    return torch.from_numpy(idf_lucene(n, df))
+
+
+def bm25_candidates(chunks, doc, window_chunks, J, idf):
+    """§3.2: the J chunks most similar to chunk i and its target, c_i and c_{i+1}, by BM25. Their
+    score is s_t of RPT-Lex: 1 - r / J at rank r = 0, 1, ... (ours); that of all others is 0.
+    chunks (N, m), doc (N,) -> (N, N)"""
+    # chunks c_i and c_{i+1} are one query: their occurrences are added
+    tf, keys = bm25_vectors(chunks, idf)                                    # (N, V)
+    scores = (tf + tf.roll(-1, 0)) @ keys.T                                 # (N, N)
+
+    # the last chunk of a document has no target, so that it has no candidates
+    has_target = F.pad(doc[1:] == doc[:-1], (0, 1))                         # (N,)
+    mask = permitted(doc, window_chunks) & has_target[:, None] & (scores > 0)
+    rank = rank_of(scores.where(mask, 0))                                   # r = 0, 1, ...
+    return (1 - rank / J).relu().where(mask, 0)
+
+
+def target_log_p(reference, prompts, m):
+    """Mean of log P of the last m tokens of prompts (n, 4m) -> (n,). As small LMs hardly copy from
+    their context, P is a mixture with a continuous cache (Grave et al. 2017):
+
+        P(w) = (1 - λ) P_LM(w) + λ P_cache(w)
+        P_cache(w) = Σ_{u: token u + 1 is w} softmax_u(f · f_u / sqrt(C))
+
+    f is the state that predicts w, f_u are those before it."""
+    lam = reference.config.reference_cache                                  # λ
+    states = reference.encode(prompts)[0]                                   # (n, 4m, C)
+    f = states[:, -m - 1:-1]                                                # (n, m, C)
+    w = prompts[:, -m:, None]                                               # (n, m, 1)
+
+    # P_cache; the first f is that of position 3m - 1
+    scores = product(f, states[:, :-1]) / f.size(2) ** 0.5                  # (n, m, 4m - 1)
+    not_before = torch.full_like(scores, -math.inf).triu(3 * m - 1)
+    p_u = (scores + not_before).softmax(2)
+    follows = prompts[:, None, 1:] == w                                     # (n, m, 4m - 1)
+    p_cache = p_u.where(follows, 0).sum(2)                                  # (n, m)
+
+    # in logarithms, as P_LM can be 0 in fp32
+    log_lm = reference.logits(f).log_softmax(2).gather(2, w).squeeze(2)
+    log_p = torch.logaddexp(log_lm + math.log(1 - lam), (lam * p_cache).log())
+    return log_p.mean(1)
+
+
+def target_scores(reference, chunks, candidates):
+    """§3.2: what candidate j of chunk i gains the reference LM when it predicts the target c_{i+1}:
+
+        s_t(c_j) = (log P(c_{i+1} | c_j, c_{j+1}, c_i) - log P(c_{i+1} | c_{i-2}, c_{i-1}, c_i)) / m
+
+    chunks (N, m), candidates (N, N) bool, of chunks i >= 2 -> s_t (N, N), 0 for all others"""
+    N, m = chunks.shape
+    chunks = chunks.to(reference.embedding.weight.device)
+    candidates = candidates.to(chunks.device)
+
+    # the second term is the first one of j = i - 2, which may be a candidate, too
+    i = torch.arange(2, N)
+    needed = candidates.clone()
+    needed[i, i - 2] |= candidates[i].any(1)
+
+    # the first terms, of 4,096 tokens at once
+    log_p = torch.zeros(N, N, device=chunks.device)
+    for pairs in needed.nonzero().split(max(1, 1024 // m)):
+        i, j = pairs.unbind(1)                                              # (n,)
+        prompts = chunks[torch.stack([j, j + 1, i, i + 1], 1)]              # (n, 4, m)
+        log_p[i, j] = target_log_p(reference, prompts.flatten(1), m)
+
+    baseline = F.pad(log_p.diagonal(-2), (2, 0))                            # (N,)
+    return (log_p - baseline[:, None]).where(candidates, 0)
+
+
+def load_reference(config, train_config, corpus, train_reference):
+    """The reference LM, of --reference or trained first; its window has the four chunks of s_t."""
+    path, window = config.reference, 4 * config.chunk_size
+    steps = min(config.reference_steps, train_config.max_steps)
+    print(f'stage 1 of 3: the reference LM, {path or f"{steps} steps"} '
+          '(it tells which chunks help)')
+
+    # half as deep as RPT, without retrieval
+    if not path:
+        path = train_reference(
+            replace(config, n_layer=max(1, config.n_layer // 2), n_cca=0,
+                    window=max(config.window, window), retriever='none'),
+            replace(train_config, init='', max_steps=steps))
+    if Path(path).is_dir():
+        path = Path(path, 'ckpt.pt')
+
+    # a file of --reference can be of any run
+    try:
+        file = torch.load(path, map_location='cpu', weights_only=True)
+        assert file['tokenizer'] == corpus.tokenizer.to_dict()
+        reference = RPT(RPTConfig(**file['config'])).eval()
+        reference.requires_grad_(False)
+        reference.load_state_dict(file['model'])
+        assert reference.config.window >= window and reference.neighbor_encoder is None
+    except Exception as e:                              # a broken file can raise anything
+        raise SystemExit(f'--reference {path}: no RPT of retriever none with this tokenizer and '
+                         f'window >= {window} ({e!r:.99})')
+    reference.config.reference_cache = config.reference_cache
+    return reference
+
+
+def print_gain_of_copy(reference, chunks):
+    """A reference LM that does not copy cannot teach. Prints the mean s_t of candidate i of chunk
+    i, whose prompt c_i, c_{i+1}, c_i contains the target; chunks (N, m)"""
+    itself = torch.eye(len(chunks)) > 0
+    itself[[0, 1, -1]] = False                          # without a baseline, or a target
+    gain = target_scores(reference, chunks, itself)[itself].mean()
+    hint = ', too little to teach: see --reference-cache' if gain < 0.5 else ''
+    print(f'a copy of the target is worth {gain:.3f} nats per token to the reference LM{hint}')
+
+
+def sequence_scores(chunks, doc, config, idf, reference):
+    """s_t (N, N) of a sequence: for every n-th chunk by the reference LM, else as in RPT-Lex.
+    chunks (N, m), doc (N,)"""
+    s_t = bm25_candidates(chunks, doc, config.window_chunks, config.n_candidates, idf)
+    candidates = s_t > 0
+    candidates[torch.arange(len(doc)) % config.score_every > 0] = False
+    if reference is None or not candidates.any():
+        return s_t
+    by_reference = target_scores(reference, chunks, candidates).cpu()
+    return by_reference.where(candidates, s_t)
+
+
+# data.Batch, s_t (B, N, N), and `ranked`, the number of chunks with a positive in a micro-batch:
+# the mean over those of the step, so that each chunk of a step has the same weight in L_ret
+TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores ranked')
+
+
+def setup(model, corpus, batches, train_config, autocast, train_reference, progress):
+    """Computes s_t of all sequences of the run, each process its share, and stores it in files. The
+    name of their folder is a hash of all that they depend on: runs that differ in other settings
+    share them. -> attach, a function of micro-batch g and g: a TaughtBatch"""
+    config, m = model.config, model.config.chunk_size
+    if config.retriever == 'none':
+        return lambda batch, g: batch
+
+    # the teacher: BM25, or a reference LM which scores the candidates of BM25
+    idf = corpus_idf(corpus, config)
+    if config.retriever == 'bm25':
+        model.idf.copy_(idf)
+    n_stages, reference, weights = 2, None, b''
+    if config.retriever == 'sem':
+        n_stages = 3
+        reference = load_reference(config, train_config, corpus, train_reference)
+        weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
+        reference.to(model.embedding.weight.device)
+        reference.encode = autocast()(reference.encode)                     # scores remain fp32
+        print_gain_of_copy(reference, in_chunks(batches[0].tokens, m)[0])
+
+    # the folder of the scores, and how many are computed
+    seed = train_config.seed if corpus.hops else 0                          # of the needles
+    facts = [VERSION, corpus.fingerprint, corpus.hops, seed, train_config.dtype, m,
+             config.window_chunks, config.n_candidates, config.score_every, config.reference_cache]
+    digest = hashlib.sha256(repr(facts).encode() + weights)
+    folder = corpus.folder / f'scores-{digest.hexdigest()[:16]}'
+    folder.mkdir(exist_ok=True)
+    n = train_config.tokens_per_step // (batches.B * batches.T)             # micro-batches per step
+    total = n * train_config.max_steps
+
+    @functools.lru_cache(n)                     # for attach, which needs all n of a step each time
+    def scores_of(g):
+        """s_t (B, N, N) of micro-batch g. That of a sequence is computed only once."""
+        batch = batches[g]
+        chunks = in_chunks(batch.tokens, m)                                 # (B, N, m)
+        doc = doc_of_chunks(batch.doc, m)                                   # (B, N)
+        s_t = torch.zeros(*doc.shape, doc.size(1))
+        for b, row in enumerate(batches.rows(g)):
+            path = folder / f'{batch.tokens.size(1)}-{row}.npy'
+            if not path.exists():
+                temporary = folder / f'{os.getpid()}.tmp.npy'
+                np.save(temporary, sequence_scores(chunks[b], doc[b], config, idf, reference))
+                temporary.replace(path)
+            s_t[b] = torch.from_numpy(np.load(path))
+        return s_t
+
+    # compute the scores
+    print(f'stage {n_stages - 1} of {n_stages}: scores of {total * batches.B} sequences '
+          f'in {folder}')
+    rank = int(os.environ.get('RANK', 0))
+    world = int(os.environ.get('WORLD_SIZE', 1))
+    for g in progress(range(rank, total, world), 'scores', quiet=rank > 0):
+        scores_of(g)
+
+    def attach(batch, g):
+        first = g // n * n                                                  # of the step
+        scores = [scores_of(first + i) for i in range(n)]
+        ranked = sum((s_t > 0).any(2).sum().item() for s_t in scores)
+        return TaughtBatch(*batch, scores[g % n], max(1, ranked) / n)
+
+    print(f'stage {n_stages} of {n_stages}: RPT, {train_config.max_steps} steps')
+    return attach
+
+
+# --------------------------------------------------------------------------------------------------
+# evaluation
+def ranking_measures(s_q, s_t):
+    """Of the order by s_q (n, N, N): {name: mean over the chunks with positives, s_t > 0}"""
+    rank = rank_of(s_q)                                                     # (n, N, N)
+    positive = s_t > 0
+    n_positives = positive.sum(2)                                           # (n, N)
+
+    # NDCG of one text at a time, as a text takes (N, N, N)
+    ndcg = [ranking_loss(q[None], t[None], tau=1)[1] for q, t in zip(s_q, s_t)]
+    measures = {'precision@2': (positive & (rank < 2)).sum(2) / 2,          # (n, N) each
+                'recall@10': (positive & (rank < 10)).sum(2) / n_positives,
+                'ndcg@20': torch.cat(ndcg)}
+    return {name: x[n_positives > 0].mean().item() for name, x in measures.items()}
 
 
 @torch.no_grad()
 def ranks(runs, args):
-    """Table 3, over chunks that have a positive: chance, recency, BM25, runs; the last gives s_t"""
-    c, corpus = runs[0].model.config, runs[0].corpus
-    m, N = c.chunk_size, c.block_size // c.chunk_size
-    texts = [x for text in runs[0].documents for x in text.split(N * m) if len(x) == N * m]
+    """Table 3: are the chunks that help ranked first? By chance, recency, BM25 and each run but the
+    last, which is the reference LM; its s_t is positive if a chunk helps."""
+    *rankers, reference = runs
+    config = runs[0].model.config
+    m = config.chunk_size
+    N = config.block_size // m
+    texts = torch.cat([in_chunks(x[None], N * m)[0] for x in runs[0].documents])
+
+    # the last run must be able to score what each of the others retrieves
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
-    *runs, reference = runs
-    retrieve = runs and all(run.model.neighbor_encoder for run in runs)
-    judges = not reference.model.neighbor_encoder and reference.model.w >= 4
-    if not (texts and retrieve and judges) or len(kinds) > 1:
-        raise SystemExit(f'ranks: runs that retrieve, then their reference LM (window: 4 chunks), '
+    retrieve = rankers and all(run.model.neighbor_encoder for run in rankers)
+    is_lm = reference.model.neighbor_encoder is None
+    has_window = reference.model.config.window_chunks >= 4
+    if not (len(texts) and retrieve and is_lm and has_window and len(kinds) == 1):
+        raise SystemExit('ranks: runs that retrieve, then their reference LM (window: 4 chunks), '
                          f'of one tokenizer and chunk size; a document of {N * m} tokens or more')
-    texts = torch.stack(texts[::-(-len(texts) // 16)])                  # (n, T), at most 16
-    chunks, k = texts.view(-1, N, m), torch.arange(N, device=texts.device)
-    allowed = k <= k[:, None] - max(run.model.w for run in runs)
-    allowed[-1] = False                                                 # there is no target
-    s_t = torch.stack([target_scores(reference.model, x, allowed) for x in chunks])     # (n, N, N)
-    q, keys = bm25_vectors(chunks, corpus_idf(corpus.train.tokens, m, c.vocab_size).to(s_t))
+
+    # at most 16 sequences, evenly spread
+    texts = texts[::math.ceil(len(texts) / 16)]                             # (n, T)
+    chunks = in_chunks(texts, m)                                            # (n, N, m)
+
+    # s_t of all chunks that each of the runs may retrieve
+    window_chunks = max(run.model.config.window_chunks for run in rankers)
+    mask = permitted(texts.new_zeros(N), window_chunks)                     # (N, N)
+    mask[-1] = False                                                        # it has no target
+    s_t = torch.stack([target_scores(reference.model, x, mask) for x in chunks])    # (n, N, N)
+
+    # s_q by which the chunks are ranked
+    idf = corpus_idf(runs[0].corpus, config)
+    tf, keys = bm25_vectors(chunks, idf.to(s_t))
     torch.manual_seed(args.seed)
-    scores = {'chance': torch.rand(s_t.shape), 'latest first': k.expand(s_t.shape),
-              'BM25': q @ keys.mT, **{run.name: run.model.encode(texts)[2] for run in runs}}
-    n, result = (s_t > 0).sum(2), {}                                    # (n, N) positives
-    for name, s_q in scores.items():
-        s_q = s_q.to(s_t).masked_fill(~allowed, -math.inf)              # (n, N, N)
-        positive = (s_t > 0).gather(2, s_q.argsort(descending=True, stable=True))
-        measures = {'precision@2': positive[..., :2].sum(2) / 2,        # (n, N) each
-                    'recall@10': positive[..., :10].sum(2) / n,
-                    'ndcg@20': torch.cat([ranking_loss(q[None], t[None], tau=1)[1]
-                                          for q, t in zip(s_q, s_t)])}
-        result[name] = {key: x[n > 0].mean().item() for key, x in measures.items()}
+    rankings = {'chance': torch.rand_like(s_t), 'latest first': torch.arange(N).expand_as(s_t),
+                'BM25': tf @ keys.mT}
+    for run in rankers:
+        rankings[run.name] = run.model.encode(texts)[2]                     # (n, N, N)
+
+    result = {}
+    for name, s_q in rankings.items():
+        s_q = s_q.to(s_t).where(mask, -math.inf)
+        result[name] = ranking_measures(s_q, s_t)
         print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
     return result
 
@@ -706,6 +1076,32 @@ def ranks(runs, args):
 TASKS = {'ranks': ranks}
 
 
+# --------------------------------------------------------------------------------------------------
+# a demo
+def demo():
+    """The source of RPTConfig, from tokens to the loss; what a chunk retrieves; of assets/rpt.pt"""
+    import tiktoken
+    file = torch.load(Path(__file__).parent / 'assets/rpt.pt', weights_only=True)
+    model = RPT(RPTConfig(**file['config'])).eval()
+    model.load_state_dict(file['model'])
+    ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}
+    tokenizer = tiktoken.Encoding('demo', pat_str=file['tokenizer']['pattern'],
+                                  mergeable_ranks=ranks, special_tokens={})
+
+    ids = tokenizer.encode(inspect.getsource(RPTConfig))[-513:]
+    tokens = torch.tensor([ids])
+    f, state, s_q = model.encode(tokens[:, :-1])
+    loss = cross_entropy(f, model.embedding.weight, tokens[:, 1:])
+    print(f"""512 tokens in chunks             (B, N, m)        {tuple(in_chunks(tokens, 32).shape)}
+s_q of each chunk with each one  (B, N, N)        {tuple(s_q.shape)}
+a window of none, then neighbors (B, n, K, 2m, C) {tuple(state.memory.neighbors.shape)}
+their gates                      (B, n, K)        {tuple(state.memory.gates.shape)}
+states that predict              (B, T, C)        {tuple(f.shape)}
+loss of the 512 next tokens                       {loss:.3f}
+To predict what follows {tokenizer.decode(ids[480:-1])!r:.70}, it reads:""")
+    for gate, _, start, end in model.trace(tokens[0], 511):
+        print(f'gate {gate:.3f}  {tokenizer.decode(ids[start:end])!r:.90}')
+
+
 if __name__ == '__main__':
-    f, state, s_q = RPT(RPTConfig()).encode(torch.randint(4096, (1, 1024)))
-    print(f'f {tuple(f.shape)}, s_q {tuple(s_q.shape)}; retrieved', state.chosen[0, -1].tolist())
+    demo()

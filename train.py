@@ -7,12 +7,31 @@ Trains any model of this repository: on a laptop's CPU, on one GPU, or on many u
 The folder of a run, out/<model> or --out, gets config.json, log.jsonl, best.pt (the weights with
 the lowest validation loss; not with TRIME's memory ext) and ckpt.pt, from which the same command
 resumes: on a CPU bit for bit as without interruption. More processes change the order of sums only.
+
+What train.py and eval.py use of a model file x.py, for B sequences of T or t tokens, V ids:
+
+    XConfig, PRESETS        a dataclass, each field is a flag; name -> values of some fields
+    batches(config)         arguments of data.Corpus.batches: what a micro-batch consists of
+    setup(model, corpus, batches, config, autocast, train_reference, progress)
+                            optional, before training: computes what a teacher knows, and returns
+                            attach(batch, g), which adds that to micro-batch g, a data.Batch
+    X(config)               the model; torch.compile is applied to its method `encode`
+    .forward(batch, progress)   loss () and a dict of numbers () to log; batch: tokens, targets, doc
+                            (B, T), and a seed of all its random draws; progress: step / max_steps
+    .stream(tokens, state)  log P (B, t, V) of the token after each of tokens (B, t), t <= PIECE,
+                            which continue the text of state or begin one (None); the new state
+    .read(tokens, state)    the new state alone, for any t; .log_probs(tokens)  log P alone
+    .ways()                 {'on': ..., 'shuffled': ..., 'off': ...}: attributes of the model to set
+    .trace(tokens, t, state)    what is retrieved to predict token t + 1 of tokens (n,), by the
+                            state of tokens[:t]: [(weight, ids, start, end)], largest first
+    .prepare_eval(...)      optional: computes what an evaluation needs
+    EvalConfig, TASKS       optional: flags and tasks of eval.py for this model only
 """
 import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP), then sleep
 os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '1000'} | os.environ
-import argparse, ctypes, datetime, difflib, importlib, inspect, json, math, platform, re, signal
-import shlex, subprocess, sys, time
-from dataclasses import asdict, dataclass, fields, replace
+import argparse, collections, contextlib, ctypes, datetime, difflib, functools, importlib, inspect
+import json, math, platform, re, shlex, signal, subprocess, sys, time
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -21,11 +40,12 @@ import torch.distributed as dist
 import torch.distributed.nn     # if AdamW imports it later, threads remain at exit
 import data
 
-MODELS = ('trime', 'rpt', 'drt')
-NOT_COMPARED = ('out', 'resume', 'device', 'compile', 'kernel')     # may differ when resuming
-NOT_SHOWN = ('step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens')
+MODELS = 'trime', 'rpt', 'drt'
+NOT_COMPARED = 'out', 'resume', 'device', 'compile', 'kernel', 'max_steps'      # of a resumed run
+NOT_SHOWN = 'step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens'
 PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12}  # dense bf16
-WORLD, RANK = int(os.environ.get('WORLD_SIZE', 1)), int(os.environ.get('RANK', 0))
+WORLD = int(os.getenv('WORLD_SIZE', 1))         # processes
+RANK = int(os.getenv('RANK', 0))                # number of this one
 
 
 @dataclass
@@ -33,7 +53,7 @@ class TrainConfig:
     data: str = 'code'              # code, shakespeare, ..., folder or file; niah, niah2, niah:TEXT
     tokenizer: Literal['bpe', 'bytes', 'gpt2', 'word'] = 'bpe'      # bpe is learned from the text
     seed: int = 0                   # of the weights, the order of the data, the model's randomness
-    max_steps: int = 600            # optimizer steps
+    max_steps: int = 600            # optimizer steps; a larger number resumes a finished run
     tokens_per_step: int = 2048     # over all processes; micro-batches are accumulated to reach it
     optimizer: Literal['muon', 'adamw'] = 'muon'        # muon: for matrices; AdamW for others
     lr: float = 8e-3                # peak rate; width 256: 4e-3; AdamW: 2e-3; after --init: 1e-3
@@ -45,80 +65,111 @@ class TrainConfig:
     val_tokens: int = 32768         # tokens of a validation, evenly spread; at the end it has all
     dtype: Literal['auto', 'bf16', 'fp32'] = 'auto'     # auto: bf16 where hardware is fast with it
     grow_context: bool = False      # niah: sequences grow to block_size in the first half
-    init: str = ''                  # start from the weights of this .pt file, with its tokenizer
-    out: str = ''                   # folder of the run; default out/<model>
-    resume: Literal['auto', 'no'] = 'auto'              # auto: an unfinished run is resumed
+    init: str = ''                  # a .pt file: its weights, its tokenizer, its model's settings
+    out: str = ''                   # folder of the run
+    resume: Literal['auto', 'no'] = 'auto'              # auto: the run in the folder is resumed
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
     compile: Literal['auto', 'on', 'off'] = 'auto'      # torch.compile; auto: cuda on Linux
     kernel: Literal['auto', 'triton', 'torch'] = 'auto'     # of drt; auto: triton with cuda
 
     def __post_init__(self):
+        if min(self.max_steps, self.tokens_per_step, self.eval_every, self.val_tokens) < 1:
+            raise ValueError('max_steps, tokens_per_step, eval_every, val_tokens are 1 or more')
         if self.warmup > 1 or self.beta2 >= 1:
             raise ValueError('warmup is a share of the steps, at most 1; beta2 is below 1')
 
 
-def numbers(least, kind):
-    """The type of a flag: text -> int or float, finite and not below `least`"""
-    def number(text):
-        if least <= kind(text) < 2 ** 63: return kind(text)         # nan and inf are not
-        raise argparse.ArgumentTypeError(f'{text} is not a number from {least} on')
-    return number
-
-
+# --------------------------------------------------------------------------------------------------
+# flags, each from a field of a config
 def add_flags(parser, Config):
-    """A flag for each field; its comment is the help. An int with default 0, or "0:", may be 0"""
+    """A flag for each field of a config. Its help is the comment after the field: the text of the
+    class has it, as `    lr: float = 8e-3     # peak rate`."""
     comments = dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', inspect.getsource(Config), re.M))
     group = parser.add_argument_group(Config.__name__)
     for f in fields(Config):
-        text = comments[f.name].replace('%', '%%') + ' (default: %(default)r)'
-        kind = dict(choices=c, metavar='|'.join(c)) if (c := get_args(f.type)) else {}
-        if f.type is bool: kind = dict(action=argparse.BooleanOptionalAction)
-        if f.type is float: kind = dict(type=numbers(0, float))
-        if f.type is int: kind = dict(type=numbers(1 if f.default and '0:' not in text else 0, int))
-        group.add_argument('--' + f.name.replace('_', '-'), default=f.default, help=text, **kind)
+        comment = comments[f.name].replace('%', '%%')
+        choices = get_args(f.type)                      # of a Literal
+        kind = dict(type=f.type)
+        if choices:
+            kind = dict(choices=choices, metavar='|'.join(choices))
+        if f.type is bool:
+            kind = dict(action=argparse.BooleanOptionalAction)
+        group.add_argument(f'--{f.name.replace("_", "-")}', default=f.default,
+                           help=f'{comment} (default: %(default)r)', **kind)
 
 
 def parse_flags(parser, argv):
-    """The values of all flags; an unknown one is an error that names the nearest."""
+    """The values of all flags. An unknown one is an error that names the nearest; numbers have to
+    be finite and not negative. What has to be 1 or more is checked by the config."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        near, = difflib.get_close_matches(unknown[0], parser._option_string_actions, 1, cutoff=0)
-        parser.error(f'{unknown[0]} is no flag here; the nearest is {near}')
+        near = difflib.get_close_matches(unknown[0], parser._option_string_actions, cutoff=0)
+        parser.error(f'{unknown[0]} is no flag here; the nearest is {near[0]}')
+    for name, x in vars(args).items():
+        if isinstance(x, int | float) and not 0 <= x < 2 ** 63:     # nan and inf are not
+            parser.error(f'--{name.replace("_", "-")} {x} is not a number from 0 on')
     return args
 
 
 def parse(argv=None):
     """-> module of the model, its config, TrainConfig. SystemExit with one line for a bad flag."""
+    def error(message):
+        raise SystemExit(f'train.py: {message}')
+
+    # the model has flags, with defaults, and presets, which replace some of the defaults
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = lambda message: sys.exit(f'train.py: {message}')
+    parser.error = error
     parser.add_argument('--model', default='trime', choices=MODELS, help='default: trime')
-    module = importlib.import_module(parser.parse_known_args(argv)[0].model)
+    name = parser.parse_known_args(argv)[0].model
+    module = importlib.import_module(name)
     parser.add_argument('--preset', default='tiny', choices=module.PRESETS, help='default: tiny')
-    preset = module.PRESETS[parser.parse_known_args(argv)[0].preset]
+    configs = getattr(module, f'{name.upper()}Config'), TrainConfig
+    for Config in configs:
+        add_flags(parser, Config)
+    parser.set_defaults(out=f'out/{name}')
+    args, _ = parser.parse_known_args(argv)
+    parser.set_defaults(**module.PRESETS[args.preset])
+
+    # the file of --init replaces those of the model's fields, and the tokenizer
+    if args.init:
+        path = start_of(args)
+        state = read_checkpoint(path)
+        if state['model_name'] != name:
+            error(f'{path} has weights of another model: --model {state["model_name"]}')
+        parser.set_defaults(
+            **state['config'], tokenizer=data.Tokenizer(**state['tokenizer']))
+
+    # what is on the command line comes before all defaults
     parser.add_argument('-h', '--help', action='help')
-    configs = getattr(module, module.__name__.upper() + 'Config'), TrainConfig
-    for Config in configs: add_flags(parser, Config)
-    parser.set_defaults(**preset)
-    args = vars(parse_flags(parser, argv))
+    values = vars(parse_flags(parser, argv))
     try:
-        return module, *(C(**{f.name: args[f.name] for f in fields(C)}) for C in configs)
-    except ValueError as e: parser.error(e)             # fields that do not fit together
+        return module, *(C(**{f.name: values[f.name] for f in fields(C)}) for C in configs)
+    except ValueError as e:                             # fields that do not fit together
+        error(e)
 
 
+# --------------------------------------------------------------------------------------------------
+# hardware
 def hardware(device):
     """The torch.device that --device names; on a CPU, glibc then keeps freed memory, up to 2 GB."""
-    present = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
-    if device == 'auto': device = 'cuda' if present['cuda'] else 'cpu'
-    if not present[device]: raise SystemExit(f'PyTorch finds no {device}: --device cpu works')
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if device != 'cpu' and not torch.get_device_module(device).is_available():
+        raise SystemExit(f'PyTorch finds no {device}: --device cpu works')
     if device == 'cpu' and platform.libc_ver()[0] == 'glibc':
         mallopt = ctypes.CDLL(None).mallopt             # else pages are freed and cleared each step
-        mallopt(-3, 2 ** 25), mallopt(-1, 2 ** 31 - 1)              # M_MMAP_, M_TRIM_THRESHOLD
-    return torch.device(f'cuda:{os.environ.get("LOCAL_RANK", 0)}' if device == 'cuda' else device)
+        mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
+        mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
+    if device == 'cuda':
+        device = f'cuda:{os.getenv("LOCAL_RANK", 0)}'
+        torch.cuda.set_device(device)
+    return torch.device(device)
 
 
 def precision(device, dtype):
     """-> whether the forward pass is in bf16, and a function that returns its autocast context"""
-    if device.type == 'cuda': fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == 'cuda':
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:               # AMX or AMD's AVX512-BF16; with Intel's, bf16 takes twice the time of fp32
         cpu = Path('/proc/cpuinfo').read_text() if sys.platform == 'linux' else ''
         fast = 'amx_bf16' in cpu or 'avx512_bf16' in cpu and 'AuthenticAMD' in cpu
@@ -129,6 +180,17 @@ def precision(device, dtype):
     return bf16, lambda: torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
 
+def peak_tokens_per_s(device, bf16, n_weights):
+    """What mfu is a share of: 6 FLOPs for each weight and token; 0 if the peak is not known"""
+    if bf16 and device.type == 'cuda':
+        for name, flops in PEAK_FLOPS.items():
+            if name in torch.cuda.get_device_name(device):
+                return WORLD * flops / (6 * n_weights)
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------
+# optimizers
 def learning_rate(step, config):
     """Linear rise to config.lr, then a cosine down to a tenth of it."""
     rise = max(1, round(config.warmup * config.max_steps))
@@ -138,50 +200,80 @@ def learning_rate(step, config):
 
 
 def orthogonalize(x):
-    """Roughly U Vᵀ of each x = U S Vᵀ (k, n, m): five Newton-Schulz steps, Jordan's coefficients"""
-    if x.size(1) > x.size(2): return orthogonalize(x.mT).mT
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-12)
-    if torch.get_float32_matmul_precision() != 'highest': x = x.bfloat16()      # see precision
+    """Roughly U Vᵀ of each matrix x = U S Vᵀ: five Newton-Schulz steps with Jordan's coefficients,
+    x <- a x + b (x xᵀ) x + c (x xᵀ)² x, bring all singular values near 1. x (k, n, m) -> as x"""
+    if x.size(1) > x.size(2): return orthogonalize(x.mT).mT         # so x xᵀ is the smaller product
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-12)              # singular values up to 1
+    if torch.get_float32_matmul_precision() != 'highest':
+        x = x.bfloat16()                                            # fast here, see precision
     for _ in range(5):
         A = x @ x.mT                                                # (k, n, n)
-        B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)
-        x = torch.baddbmm(x, B, x, beta=3.4445)                     # 3.4445 x + B x
+        B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)      # b A + c A²
+        x = torch.baddbmm(x, B, x, beta=3.4445)                     # a x + B x
     return x
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum (Jordan et al. 2024), scaled as AdamW's updates (arXiv 2502.16982)"""
+    """Each matrix p (n, m) moves along its momentum, orthogonalized (Jordan et al. 2024) and scaled
+    to the size of AdamW's updates (arXiv 2502.16982):
+
+        M <- 0.95 M + 0.05 G        p <- (1 - lr λ) p - 0.2 sqrt(max(n, m)) lr U Vᵀ
+
+    G is the gradient, λ the weight decay; U Vᵀ is of Nesterov's 0.95 M + 0.05 G, with the new M."""
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            for p in (params := [p for p in group['params'] if p.grad is not None]):
-                self.state[p].setdefault('momentum', torch.zeros_like(p)).lerp_(p.grad, 0.05)
-            for shape in {p.shape for p in params}:                 # stacked: fewer products
+            # the momentum
+            params = [p for p in group['params'] if p.grad is not None]
+            for p in params:
+                momentum = self.state[p].setdefault('momentum', torch.zeros_like(p))
+                momentum.lerp_(p.grad, 0.05)
+
+            # the updates; matrices of a shape are stacked, as fewer products are faster
+            for shape in {p.shape for p in params}:
                 alike = [p for p in params if p.shape == shape]
                 ahead = [p.grad.lerp(self.state[p]['momentum'], 0.95) for p in alike]   # Nesterov's
-                for p, update in zip(alike, orthogonalize(torch.stack(ahead))):
+                updates = orthogonalize(torch.stack(ahead))         # (k, n, m)
+                for p, update in zip(alike, updates):
                     p.mul_(1 - group['lr'] * group['weight_decay'])
                     p.sub_(update, alpha=0.2 * max(shape) ** 0.5 * group['lr'])
 
 
 def optimizers_of(model, config):
-    """AdamW and Muon; with --optimizer muon, Muon has all matrices except the embedding's"""
+    """AdamW and Muon; with --optimizer muon, Muon has all matrices except the embedding's. Vectors
+    (norms, biases) do not decay. `loop` sets the rates."""
     matrices, others, vectors = [], [], []
     for name, p in model.named_parameters():
-        muon = config.optimizer == 'muon' and not name.startswith('embedding')
-        (vectors if p.dim() < 2 else matrices if muon else others).append(p)
-    decay = dict(weight_decay=config.weight_decay)                  # loop sets lr
+        group = others
+        if p.dim() < 2:
+            group = vectors
+        elif config.optimizer == 'muon' and not name.startswith('embedding'):
+            group = matrices
+        group.append(p)
+
     groups = [dict(params=others), dict(params=vectors, weight_decay=0)]
-    adamw = torch.optim.AdamW(groups, betas=(0.9, config.beta2), fused=True, **decay)
-    return adamw, Muon([dict(params=matrices)], decay)
+    adamw = torch.optim.AdamW(groups, betas=(0.9, config.beta2), fused=True,
+                              weight_decay=config.weight_decay)
+    return adamw, Muon([dict(params=matrices)], dict(weight_decay=config.weight_decay))
+
+
+# --------------------------------------------------------------------------------------------------
+# files of a run, and its processes
+def barrier():
+    """Waits until all processes are here."""
+    if WORLD > 1:
+        dist.barrier()
 
 
 def write(path, content):
-    """Writes text, or by torch.save, then renames: a reader finds the old file or the new one."""
+    """Writes text, or other content by torch.save, to a temporary file, then renames it: whenever
+    the program is killed, there is no incomplete file of this name."""
     temporary = Path(f'{path}.tmp')
     try:
-        with open(temporary, 'wb') as f:
-            f.write(content.encode()) if isinstance(content, str) else torch.save(content, f)
+        if isinstance(content, str):
+            temporary.write_text(content, 'utf-8')
+        else:
+            torch.save(content, temporary)
         temporary.replace(path)
     except RuntimeError as e:                           # torch.save hides a full disk
         raise OSError(f'{path} cannot be written: {e}')
@@ -189,71 +281,175 @@ def write(path, content):
         temporary.unlink(missing_ok=True)               # after a failure, as of a full disk
 
 
+def start_of(config):
+    """The file that a run starts from: its last checkpoint, else that of --init, else none, ''"""
+    path = Path(config.out, 'ckpt.pt')
+    return path if path.exists() else config.init
+
+
+def read_checkpoint(path):
+    """-> the state that `loop` wrote to this file. SystemExit if it is of another program."""
+    try:
+        state = torch.load(path, 'cpu', weights_only=True)
+        assert 'model_name' in state, 'of another program'
+        return state
+    except Exception as e:                              # a broken file can raise anything
+        raise SystemExit(f'{path} is no checkpoint: {e!r:.200}')
+
+
 def check_folder(out, about, resume):
-    """Makes the folder of the run; SystemExit if it has another run, whose files would be lost."""
+    """Makes the folder of the run. SystemExit if it has another run, whose files would be lost.
+    about: config.json as it will be -> --max-steps of the run until now, None if it is new"""
     out.mkdir(parents=True, exist_ok=True)
     files = os.listdir(out)
     saved = json.loads((out / 'config.json').read_text()) if 'config.json' in files else {}
     differ = [key for key in about if key not in NOT_COMPARED and saved.get(key) != about[key]]
-    if WORLD > 1: dist.barrier()                        # before the first process writes
+    barrier()                                           # before the first process writes
+
+    # the message has a name that is free
     if files and (differ or resume == 'no'):
-        run = str(out).removesuffix('-reference')       # a reference LM's: the run that it is for
-        n = next(n for n in range(2, 10 ** 6) if not Path(f'{run}-{n}').exists())
-        raise SystemExit(f'{out} has another {", ".join(differ[:4]) or "run"}; try --out {run}-{n}')
+        run, i = str(out).removesuffix('-reference'), 2     # not a reference LM's, but its run's
+        while Path(f'{run}-{i}').exists():
+            i += 1
+        raise SystemExit(f'{out} has another {", ".join(differ[:4]) or "run"}; try --out {run}-{i}')
+    return saved.get('max_steps')
+
+
+def write_config(out, about, ran_on):
+    """Writes config.json: all settings, and what is needed to repeat the run."""
+    git = f'git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty'
+    ran = dict(command=shlex.join(sys.argv), commit=subprocess.getoutput(f'{git} 2>/dev/null'),
+               ran_on=ran_on, python=sys.version, torch=torch.__version__)
+    write(out / 'config.json', json.dumps(about | ran, indent=1))
+
+
+# --------------------------------------------------------------------------------------------------
+# training
+def load_corpus(config, vocab_size):
+    """The first process prepares the corpus on disk, then the others open it."""
+    if RANK > 0:
+        barrier()
+    corpus = data.load(config.data, config.tokenizer, vocab_size)
+    if RANK == 0:
+        barrier()
+    return corpus
+
+
+@contextlib.contextmanager
+def caught_signals():
+    """A list, to which a SIGINT or SIGTERM is appended: `loop` then ends after its step, so that it
+    can write a checkpoint. A second signal has the effect that it has outside."""
+    caught, outside = [], {}
+
+    def receive(number, frame):
+        caught.append(number)
+        signal.signal(number, outside[number])
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        outside[number] = signal.signal(number, receive)
+    try:
+        yield caught
+    finally:
+        for number, handler in outside.items():
+            signal.signal(number, handler)
 
 
 @torch.no_grad()
 def validate(model, forward, batches, progress, at_most=sys.maxsize):
-    """-> causal loss in nats per token of all or evenly spread micro-batches, number of tokens"""
-    N, B, every = len(batches), batches.B, range(batches.n_rows)
+    """The causal loss of all micro-batches, or of evenly spread ones with at most these tokens.
+    -> nats per token, the number of tokens"""
+    # n of N micro-batches; each process has its share of them
+    N, B = len(batches), batches.B
     n = min(N, max(1, at_most // (B * batches.T)))
     chosen = torch.linspace(0, N - 1, n).round().int().tolist()[RANK::WORLD]
-    total = torch.zeros(2, dtype=torch.float64)         # of the losses, of the tokens
+
+    # nats and tokens, added up
+    total = torch.zeros(2, dtype=torch.float64)
     model.eval()
     for i in data.progress(chosen, 'validation', quiet=RANK > 0 or n < N):
-        rows = every[i::N] if batches.kind == 'documents' else every[i * B:i * B + B]
-        batch = batches.take(rows, seed=i)              # rows far apart; else in text order
+        rows = range(batches.n_rows)[i * B:i * B + B]   # in text order
+        if batches.kind == 'documents':
+            rows = range(i, batches.n_rows, N)          # far apart, of different documents
+        batch = batches.take(rows, seed=i)
         scored = (batch.targets >= 0).sum().item()
-        total += torch.tensor([forward(batch, progress)[0].item() * scored, scored])
+        loss, _ = forward(batch, progress)
+        total += torch.tensor([loss.item() * scored, scored])
     model.train()
-    if WORLD > 1: dist.all_reduce(total := total.to(next(model.parameters()).device))
-    return (total[0] / total[1]).item(), int(total[1])
+
+    # the sums over all processes
+    if WORLD > 1:
+        total = total.to(next(model.parameters()).device)
+        dist.all_reduce(total)
+    nats, n_tokens = total.tolist()
+    return nats / n_tokens, int(n_tokens)
 
 
-def loop(out, config, state, model, optimizers, gradient, check, peak):
-    """Steps, validations and checkpoints, until the last step or a signal; peak: in tokens/s"""
-    began, first = time.time(), state['step']
-    if RANK == 0:                                       # the log up to the checkpoint
-        with open(out / 'log.jsonl', 'a') as f: f.truncate(min(f.tell(), state['log_size']))
-    for done in range(first, config.max_steps):
-        start, step, progress = time.time(), done + 1, done / config.max_steps
+def show(entry, max_steps, left):
+    """Prints the metrics of a step in a line: losses with four decimals, the rest with four digits,
+    so that a count has no decimals."""
+    columns = [f'step {entry["step"]:6d}/{max_steps}']
+    for key, x in entry.items():
+        if key not in NOT_SHOWN:
+            digits = '.4f' if 'loss' in key else '.4g'
+            columns.append(f'{key} {x:{digits}}')
+    print(*columns, f'{entry["tokens_per_s"]:,.0f} tokens/s', left, sep=' | ', flush=True)
+
+
+def loop(out, config, state, model, optimizers, gradient, check, signals, peak, stage):
+    """Steps, validations and checkpoints, until the last step or a signal.
+
+    state: what a checkpoint has, but the optimizers    gradient(done): sets .grad -> metrics
+    check(progress, at_most): validates    signals: see caught_signals    peak: in tokens/s"""
+    began, first, max_steps = time.perf_counter(), state['step'], config.max_steps
+    if RANK == 0:                       # the log may have steps after the checkpoint: remove them
+        with open(out / 'log.jsonl', 'a') as f:
+            f.truncate(min(f.tell(), state['log_size']))
+
+    for done in range(first, max_steps):
+        # one step of training
+        start, step, progress = time.perf_counter(), done + 1, done / max_steps
         lr = learning_rate(done, config)
         metrics = gradient(done)
+        metrics['stopped'] = torch.full_like(metrics['loss'], len(signals))
+        if WORLD > 1:       # gradients and metrics become their means over the processes
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            for x in [*grads, *metrics.values()]:
+                dist.all_reduce(x.div_(WORLD))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         for optimizer in optimizers:
-            for group in optimizer.param_groups: group['lr'] = lr
+            for group in optimizer.param_groups:
+                group['lr'] = lr
             optimizer.step()
         model.zero_grad()
         metrics = {key: x.item() for key, x in metrics.items()}     # waits for the GPU
-        speed = config.tokens_per_step / (time.time() - start)
-        stopped, last = metrics.pop('stopped') > 0, step == config.max_steps
+        stopped = metrics.pop('stopped') > 0
+        speed = config.tokens_per_step / (time.perf_counter() - start)
+
+        # its entry in the log, with a validation if it is due
+        last = step == max_steps
         due = last or step % config.eval_every == 0
         entry = dict(step=step, tokens=state['tokens'] + config.tokens_per_step, **metrics, lr=lr,
                      grad_norm=norm.item(), tokens_per_s=speed)
-        if peak: entry['mfu'] = speed / peak
-        if torch.cuda.is_initialized(): entry['gb'] = torch.cuda.max_memory_allocated() / 2 ** 30
-        if due: entry['val_loss'], entry['val_tokens'] = check(progress, config.val_tokens)
-        if last: entry['val_loss_all'], _ = check(progress)
+        if peak:
+            entry['mfu'] = speed / peak
+        if torch.cuda.is_initialized():
+            entry['gb'] = torch.cuda.max_memory_allocated() / 2 ** 30
+        if due:
+            entry['val_loss'], entry['val_tokens'] = check(progress, config.val_tokens)
+        if last:
+            entry['val_loss_all'], _ = check(progress)
         if not all(map(math.isfinite, entry.values())):
-            raise SystemExit(f'step {step} is not finite; try a lower --lr, another --out: {entry}')
+            raise SystemExit(f'step {step} has a number that is not finite; try a lower --lr and '
+                             f'another --out: {entry}')
+
+        # a line on the console, the log, checkpoints
         if RANK == 0:
-            left = (time.time() - began) / (step - first) * (config.max_steps - step) / 60
+            minutes = (time.perf_counter() - began) / 60
+            left = minutes / (step - first) * (max_steps - step)
             if step == 10 and left > 5:
-                print(f'{left:.0f} min; --max-steps {4 * config.max_steps / left:.0f} takes 4 min')
-            if due or step == 1 or step % max(1, config.max_steps // 30) == 0:
-                shown = [f'{key} {x:.4f}' for key, x in entry.items() if key not in NOT_SHOWN]
-                shown += [f'{speed:,.0f} tokens/s', f'{left:.1f} min left']
-                print(f'step {step:6d}/{config.max_steps}', *shown, sep=' | ', flush=True)
+                print(f'{max_steps} steps take {left:.0f} min, {4 * max_steps / left:.0f} take 4')
+            if due or step == 1 or step % max(1, max_steps // 30) == 0:
+                show(entry, max_steps, f'{left:.1f} min left{stage}')
             with open(out / 'log.jsonl', 'a') as f:
                 f.write(json.dumps(entry) + '\n')
                 state.update(step=step, tokens=entry['tokens'], log_size=f.tell())
@@ -262,116 +458,139 @@ def loop(out, config, state, model, optimizers, gradient, check, peak):
                 write(out / 'best.pt', state)
             if due or stopped:
                 write(out / 'ckpt.pt', dict(state, optimizers=[x.state_dict() for x in optimizers]))
-        if stopped: raise SystemExit(f'stopped at step {step}; run it again to resume')
+        if stopped:
+            raise SystemExit(f'stopped at step {step}; run it again to resume')
 
 
 def train(module, model_config, config, corpus=None):
-    """One run, from its configuration to its folder. -> the path of ckpt.pt"""
-    name, out = module.__name__, Path(config.out or f'out/{module.__name__}')
-    bf16, autocast = precision(device := hardware(config.device), config.dtype)
+    """A run, from its configuration to its folder. -> the path of ckpt.pt. With a corpus it is a
+    stage of another run, as RPT's reference LM is."""
+    # where it runs, and how many micro-batches a process has in a step
+    name, out, max_steps = module.__name__, Path(config.out), config.max_steps
+    stage = ' in this stage' if corpus else ''
+    device = hardware(config.device)
+    bf16, autocast = precision(device, config.dtype)
+    ran_on = f'{WORLD} x {device}, {"bf16" if bf16 else "fp32"}'
     B, T = model_config.micro_batch, model_config.block_size
-    passes, rest = divmod(n := config.tokens_per_step, WORLD * B * T)
-    if rest: raise SystemExit(f'--tokens-per-step {n}: no multiple of {WORLD} x {B} x {T} tokens')
-    resumes = (out / 'ckpt.pt').exists()
-    path = out / 'ckpt.pt' if resumes else config.init              # '': new weights
-    try:
-        state = torch.load(path, 'cpu', weights_only=True) if path else {}
-        tokenizer = data.Tokenizer(**state['tokenizer']) if config.init else config.tokenizer
-    except Exception as e: raise SystemExit(f'{path} is no checkpoint: {e!r:.200}')
-    if RANK > 0: dist.barrier()                         # the first process prepares the data
-    corpus = corpus or data.load(config.data, tokenizer, model_config.vocab_size)
-    if RANK == 0 and WORLD > 1: dist.barrier()
+    passes, rest = divmod(config.tokens_per_step, WORLD * B * T)
+    if rest:
+        raise SystemExit(f'--tokens-per-step {config.tokens_per_step}: no multiple of processes x '
+                         f'micro_batch x block_size = {WORLD} x {B} x {T} = {WORLD * B * T}')
+
+    # what it starts from: its last checkpoint, the file of --init, or new weights
+    path = start_of(config)
+    resumes = path != config.init
+    state = read_checkpoint(path) if path else {}
+
+    # the data
+    corpus = corpus or load_corpus(config, model_config.vocab_size)
     sizes = dict(block_size=T, micro_batch=B, **module.batches(model_config))
-    grow = config.max_steps * passes * WORLD // 2 * config.grow_context
+    grow = max_steps * passes * WORLD // 2 if config.grow_context else 0
     batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
     val_batches = corpus.batches(corpus.val, seed=0, **dict(sizes, bm25=False))
-    config.tokenizer, model_config.vocab_size = corpus.tokenizer.name, corpus.tokenizer.n_vocab
-    about = dict(model=name, corpus=corpus.fingerprint, **asdict(model_config), **asdict(config))
-    check_folder(out, about, config.resume)
+
+    # the folder of the run
+    config.tokenizer = corpus.tokenizer.name
+    model_config.vocab_size = corpus.tokenizer.n_vocab
+    about = dict(model=name, corpus=corpus.fingerprint, **vars(model_config), **vars(config))
+    planned = check_folder(out, about, config.resume)
+    if resumes and state['step'] > max_steps:
+        raise SystemExit(f'{out} has {state["step"]} steps; a larger --max-steps resumes it, '
+                         f'another --out starts a new run')
+
+    # the model, and the state of the run: what a checkpoint has
     torch.manual_seed(config.seed)
     model = getattr(module, name.upper())(model_config).to(device)
     if path:
-        try: model.load_state_dict(state['model'])
-        except Exception:
-            other = {key: x for key, x in state['config'].items() if about.get(key) != x}
-            raise SystemExit(f'{path} has weights of {state["model_name"]} with {other}')
-    train_reference = lambda c, config: train(
-        module, c, replace(config, out=f'{out}-reference', resume='auto'), corpus)
-    setup = getattr(module, 'setup', lambda *_: lambda batch, g: batch)
-    attach = setup(model, corpus, batches, config, autocast, train_reference, data.progress)
-    optimizers = optimizers_of(model, config)
-    if resumes:
-        for optimizer, saved in zip(optimizers, state.pop('optimizers')):
-            optimizer.load_state_dict(saved)
-    else:           # a packed run has no best.pt, as it is validated with another memory
+        try:
+            model.load_state_dict(state['model'])
+        except RuntimeError:                            # of other shapes
+            differ = dict(state['config'].items() - about.items())
+            raise SystemExit(f'{path} has weights for other settings: {differ}')
+    if not resumes:     # a packed run has no best.pt, as it is validated with another memory
         state = dict(
-            model_name=name, config=asdict(model_config), data=config.data, step=0, log_size=0,
+            model_name=name, config=vars(model_config), data=config.data, step=0, log_size=0,
             corpus=corpus.fingerprint, tokenizer=corpus.tokenizer.to_dict(),
             tokens=state.get('tokens', 0), best=math.nan if batches.kind == 'packed' else math.inf)
-    state['model'] = model.state_dict()                 # of the live weights
-    n_weights = sum(p.numel() for p in model.parameters())
-    ran_on = f'{WORLD} x {device}, {"bf16" if bf16 else "fp32"}'
-    print(*(f'{key}={value}' for key, value in about.items()))
-    print(f'{out} from step {state["step"]}/{config.max_steps}: {n_weights:,} weights, {ran_on}')
-    if RANK == 0 and not resumes:
-        git = f'git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty'
-        ran = dict(command=shlex.join(sys.argv), commit=subprocess.getoutput(git + ' 2>/dev/null'),
-                   ran_on=ran_on, python=sys.version, torch=torch.__version__)
-        write(out / 'config.json', json.dumps(about | ran, indent=1))
+    state['model'] = model.state_dict()                 # the same tensors: steps change them, too
 
+    # what the console shows of it
+    n_weights = sum(p.numel() for p in model.parameters())
+    print(f'{out}: {name}, {n_weights:,} weights, {ran_on}, step {state["step"]} of {max_steps}')
+    defaults = vars(type(model_config)()) | vars(TrainConfig()) | module.PRESETS['tiny']
+    changed = [f'{key}={x}' for key, x in about.items() if x != defaults.get(key, x)]
+    print('settings other than the defaults:', *changed)
+    if resumes and planned != max_steps:
+        print(f'--max-steps was {planned}: the learning rate is now that of {max_steps} steps')
+
+    # what has to be known before the first step: in RPT, scores by a reference LM
+    def train_reference(reference_config, config):
+        return train(module, reference_config,
+                     replace(config, out=f'{out}-reference', resume='auto'), corpus)
+
+    attach = lambda batch, g: batch
+    if hasattr(module, 'setup'):
+        attach = module.setup(model, corpus, batches, config, autocast, train_reference,
+                              data.progress)
+    if RANK == 0 and not (resumes and planned == max_steps):
+        write_config(out, about, ran_on)
+
+    # a forward pass; the gradient of a step
     def forward(batch, progress):
         batch = batch._make(x.to(device) if torch.is_tensor(x) else x for x in batch)
-        with autocast(): return model(batch, progress)
+        with autocast():
+            return model(batch, progress)
 
-    def gradient(step):
-        """Sets .grad to that of the mean loss of the micro-batches of a step. -> metrics"""
-        metrics = {}
+    def gradient(done):
+        """Sets .grad to that of the mean loss of this process's micro-batches. -> metrics"""
+        metrics = collections.Counter()
         for i in range(passes):
-            g = (step * passes + i) * WORLD + RANK      # its number for any WORLD
-            loss, more = forward(attach(batches[g], g), step / config.max_steps)
+            g = (done * passes + i) * WORLD + RANK      # its number for any WORLD
+            loss, more = forward(attach(batches[g], g), done / max_steps)
             (loss / passes).backward()                  # with padding not the mean over tokens
             for key, value in {'loss': loss, **more}.items():
-                metrics[key] = metrics.get(key, 0) + value.detach() / passes
-        metrics['stopped'] = torch.full_like(metrics['loss'], len(signals))
-        if WORLD > 1:                                   # the means over all
-            grads = [p.grad for p in model.parameters() if p.grad is not None]
-            for x in [*grads, *metrics.values()]: dist.all_reduce(x.div_(WORLD))
+                metrics[key] += value.detach() / passes
         return metrics
 
+    # optimizers, compilation, and all steps
+    optimizers = optimizers_of(model, config)
+    if resumes:
+        for optimizer, moments in zip(optimizers, state.pop('optimizers')):
+            optimizer.load_state_dict(moments)
     model.kernel = config.kernel
-    on = dict(on=True, auto=device.type == 'cuda' and sys.platform == 'linux').get(config.compile)
-    if on: model.encode = torch.compile(model.encode, dynamic=False)
-    gpu = torch.cuda.get_device_name(device) if bf16 and device.type == 'cuda' else ''
-    flops = WORLD * next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), 0)
-    check = lambda *args: validate(model, forward, val_batches, *args)
-    signals = []        # the first one ends the loop after its step; a second one acts as outside
-    receive = lambda s, _: (signals.append(s), signal.signal(s, outside[s]))
-    outside = {s: signal.signal(s, receive) for s in (signal.SIGINT, signal.SIGTERM)}
-    try: loop(out, config, state, model, optimizers, gradient, check, peak=flops / (6 * n_weights))
-    finally:
-        for s in outside: signal.signal(s, outside[s])
-    if signals: raise SystemExit('stopped; run it again to resume')
-    print(f'finished: python eval.py {out}')
-    if WORLD > 1: dist.barrier()                        # all find ckpt.pt
+    compiles = device.type == 'cuda' and sys.platform == 'linux'
+    if config.compile == 'on' or config.compile == 'auto' and compiles:
+        model.encode = torch.compile(model.encode, dynamic=False)
+    peak = peak_tokens_per_s(device, bf16, n_weights)
+    check = functools.partial(validate, model, forward, val_batches)
+    with caught_signals() as signals:
+        loop(out, config, state, model, optimizers, gradient, check, signals, peak, stage)
+    if signals:                                         # after the last step
+        raise SystemExit('stopped; run it again to resume')
+    barrier()                                           # all find ckpt.pt
     return out / 'ckpt.pt'
 
 
 def main(argv=None):
     module, model_config, config = parse(argv)
     if WORLD > 1:
-        cuda = hardware(config.device).type == 'cuda'
-        if cuda: torch.cuda.set_device(hardware(config.device))
-        dist.init_process_group('nccl' if cuda else 'gloo', timeout=datetime.timedelta(hours=6))
-    if RANK > 0: sys.stdout = open(os.devnull, 'w')     # the first process prints
-    try: train(module, model_config, config)
+        backend = 'nccl' if hardware(config.device).type == 'cuda' else 'gloo'
+        dist.init_process_group(backend, timeout=datetime.timedelta(hours=6))
+    if RANK > 0:
+        sys.stdout = open(os.devnull, 'w')              # the first process prints
+    try:
+        train(module, model_config, config)
     except (OSError, NotImplementedError, KeyboardInterrupt, json.JSONDecodeError) as e:
         raise SystemExit(f'train.py: {str(e) or "stopped"}')
     except (RuntimeError, MemoryError) as e:
         if 'allocate' not in str(e): raise
-        B, T = model_config.micro_batch, model_config.block_size
-        smaller = f'--micro-batch {B // 2}' if B > 1 else f'--block-size {T // 2}'
+        smaller = f'--micro-batch {model_config.micro_batch // 2}'
+        if model_config.micro_batch == 1:
+            smaller = f'--block-size {model_config.block_size // 2}'
         raise SystemExit(f'out of memory; try {smaller} and another --out')
-    if WORLD > 1: dist.destroy_process_group()
+    print(f'finished: python eval.py {config.out}')
+    if WORLD > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == '__main__':

@@ -1,5 +1,5 @@
 """data.py: tokenizers, corpora on disk, batches; against brute force and definitions."""
-import hashlib, io, itertools, json, os, random, re, shutil, signal, zipfile
+import hashlib, json, os, random, re, shutil, signal, zipfile
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -10,36 +10,71 @@ import pytest
 import torch
 
 import data
-from data import Batches, Split, Tokenizer, load
+from data import Batches, Needles, Split, Tokenizer, load
 from helpers import formula, jsonl, one_line, ranking, write, write_splits
 
 PROSE = ("The cat's tail isn't 123456 long; it's  red.\n\n\tWhat'll it do?\r\n  naïve 日本語 🎉\n"
          '<|endoftext|>\n    def f(self, x):\n        return x ** 2  # aaa aaaa aaaaaaa\n')
-ALL = [chr(i) for i in range(0xd800)]           # characters
-KINDS = ('segments', 'consecutive', 'packed', 'documents')
 
 
-def words(n, seed, letters='aabcéß  x\n'):
-    return ''.join(random.Random(seed).choices(letters, k=4 * n))
+def random_text(n, seed, symbols='aabcéß  x\n'):
+    return ''.join(random.Random(seed).choices(symbols, k=n))
 
 
-@pytest.mark.parametrize('name, n', [('bytes', 257), ('bpe', 500)])
-def test_decoding_inverts_encoding(name, n):
-    saved = json.dumps(Tokenizer.train(name, [words(3000, 0), PROSE], 500).to_dict())
-    t = Tokenizer(**json.loads(saved))
-    assert (t.name, t.n_vocab, t.eot) == (name, n, n - 1)
-    for text in ('', ' ', '\r\n', PROSE, '\0\ufeff', 'a' * 3000, ' ' * 999, words(999, 1, ALL)):
-        ids = t.encode(text)
-        assert t.decode(ids) == text and t.eot not in ids
-    assert t.decode(torch.tensor([0xe6, 0x97, t.eot])) == '\ufffd<|endoftext|>'
+# --------------------------------------------------------------------------------------------------
+# progress
+class Clock:
+    """Stands for the module time."""
+    seconds = 100.0
+
+    def monotonic(self):
+        return self.seconds
+
+
+@pytest.mark.parametrize('items, options, lines', [
+    ([30, 6, 24, 12], dict(size=lambda seconds: 100 * seconds),
+     ['x: 3,000 of 7,200, 0.7 min left', 'x: 6,000 of 7,200, 0.2 min left']),
+    ([15, 30, 30], dict(size=lambda seconds: seconds - 15), ['x: 15 of 30, 0.8 min left']),
+    ([30, 30, 30], {}, ['x: 1 of 3, 1.0 min left', 'x: 2 of 3, 0.5 min left']),
+    (iter([30, 30]), dict(total=5), ['x: 1 of 5, 2.0 min left']),
+    ([30, 30], dict(quiet=True), [])])
+def test_progress(monkeypatch, capsys, items, options, lines):
+    """The items are the seconds that they take."""
+    clock = Clock()
+    monkeypatch.setattr(data, 'time', clock)
+    for seconds in data.progress(items, 'x', **options):
+        clock.seconds += seconds
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+# --------------------------------------------------------------------------------------------------
+# tokenizers
+@pytest.mark.parametrize('name, n_vocab', [('bytes', 257), ('bpe', 500)])
+def test_decoding_inverts_encoding(name, n_vocab):
+    trained = Tokenizer.train(name, [random_text(12_000, 0), PROSE], 500)
+    tokenizer = Tokenizer(**json.loads(json.dumps(trained.to_dict())))
+    eot = n_vocab - 1
+    assert (tokenizer.n_vocab, tokenizer.eot) == (n_vocab, eot)
+    unicode = random_text(4000, 1, list(map(chr, range(0xd800))))
+    for text in ('', '\r\n', PROSE, '\0\ufeff', 'a' * 3000, ' ' * 999, unicode):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert eot not in ids
+    assert tokenizer.decode(torch.tensor([0xe6, 0x97, eot])) == '\ufffd<|endoftext|>'
+    assert tokenizer.encode('\udcff').tolist() == [ord('?')]
 
 
 def naive_bpe(words, n_merges):
     """Counts all pairs again for each merge -> all tokens, the tokens of each word"""
-    tokens, cut = [chr(i) for i in range(256)], [list(word) for word in words]
+    tokens = [chr(i) for i in range(256)]
+    cut = [list(word) for word in words]
     for _ in range(n_merges):
-        pairs = Counter(pair for parts in cut for pair in zip(parts, parts[1:]))
-        a, b = max(pairs, key=lambda p: (pairs[p], -tokens.index(p[0]), -tokens.index(p[1])))
+        pairs = Counter()
+        for parts in cut:
+            pairs.update(zip(parts, parts[1:]))
+        most = max(pairs.values())
+        best = [pair for pair in pairs if pairs[pair] == most]
+        a, b = min(best, key=lambda pair: [tokens.index(token) for token in pair])
         tokens.append(a + b)
         for parts in cut:
             for i in range(len(parts)):
@@ -55,232 +90,311 @@ def test_bpe_equals_the_naive_loop_and_tiktoken(seed):
     letters = 'ab' if seed % 2 else 'abcz'
     words = [''.join(rng.choices(letters, k=rng.randint(1, 12))) for _ in range(300)]
     tokens, cut = naive_bpe(words, 120)
-    assert data.learn_bpe({'abc': 2}, 9)[256:] == ['ab', 'abc']               # no pair is left
-    assert data.learn_bpe(Counter(sorted(words)), 120) == tokens            # in any order
-    t = Tokenizer('bpe', tokens)
+    assert data.learn_bpe(Counter(words), 120) == tokens
+    tokenizer = Tokenizer('bpe', tokens)
     for word, parts in zip(words, cut):
-        assert [t.tokens[i] for i in t.encode(word)] == parts
+        assert [tokenizer.tokens[i] for i in tokenizer.encode(word)] == parts
+    assert data.learn_bpe({'abc': 2}, 9)[256:] == ['ab', 'abc']     # then no pair is left
 
 
-def test_words(tmp_path):
-    t = Tokenizer.train('word', [' \n = A b = \n', 'b c\n\nb'])     # <eos> 4, b 3, = 2, A, c, <unk>
-    assert t.tokens == ['<eos>', 'b', '=', 'A', 'c', '<unk>']
-    assert t.encode('b zebra\nc\n').tolist() == [1, 5, 0, 4, 0]
-    assert t.decode([1, 5, 0, 4, 0]) == 'b <unk> \n c \n'
+def test_words():
+    """<eos> occurs 4 times, b 3 times, = twice, A and c once, <unk> never."""
+    tokenizer = Tokenizer.train('word', [' \n = A b = \n', 'b c\n\nb'])
+    assert tokenizer.tokens == ['<eos>', 'b', '=', 'A', 'c', '<unk>']
+    assert tokenizer.encode('b zebra\nc\n').tolist() == [1, 5, 0, 4, 0]
+    assert tokenizer.decode([1, 5, 0, 4, 0]) == 'b <unk> \n c \n'
     assert Tokenizer('word', map(str, range(65_537))).dtype == np.uint32
-    where = write_splits(tmp_path / 'src', ['one two', ' ', 'three'], [])       # ' ' is no document
-    assert prepared(where, 'word').train.offsets.tolist() == [0, 2, 3]
 
 
-def prepared(where, tokenizer='bytes', *args):
-    return load(where, tokenizer, *args, root=where.parent / 'corpora', quiet=True)
+def test_a_document_of_blanks_has_no_words(tmp_path):
+    corpus = prepared(write_splits(tmp_path / 'src', ['a b', ' ', 'c'], []), 'word')
+    assert corpus.train.offsets.tolist() == [0, 2, 3]
 
 
-def documents(corpus):
-    """The texts of the documents of train, val and test"""
+# --------------------------------------------------------------------------------------------------
+# corpora: their documents and splits
+def prepared(path, tokenizer='bytes', *args):
+    return load(path, tokenizer, *args, root=path.parent / 'corpora', quiet=True)
+
+
+def texts_of(corpus):
+    """The texts of the documents of train, val and test, three lists"""
+    splits = []
     for split in (corpus.train, corpus.val, corpus.test):
-        ids = np.split(split.tokens, split.offsets[1:-1]) if split else []
-        texts = [corpus.tokenizer.decode(document) for document in ids]
-        assert all(text.endswith('<|endoftext|>') for text in texts)
-        yield [text.removesuffix('<|endoftext|>') for text in texts]
+        documents = np.split(split.tokens, split.offsets[1:-1]) if split else []
+        texts = [corpus.tokenizer.decode(document) for document in documents]
+        splits.append([text.removesuffix('<|endoftext|>') for text in texts])
+    return splits
 
 
-A = (' \n = A = \n \n aa \n \n = = Part = = \n \n x \n = not = \n \n = nor this = \n y \n'
-     ' = nor = \n y \n \n')
-B = ' = B ( c ) = \n \n bb = b = \n'
-TEXTS = ['first\nwith lines\n\n', 'second \u2028 <|endoftext|>', 'third']
-FILES = {                               # files, their documents in train, val and test
-    'named splits': ({'train_txt': '1 2\n3', 'a-valid-00-of-01_txt': '4\n', 'test__5_txt': '5 ß\n',
-                      'test__6_txt': '6', 'notes_txt': 'no', 'notes__test_txt': 'no'},
-                     ['1 2\n3'], ['4\n'], ['5 ß\n', '6']),
-    'articles of WikiText': (dict(train_txt=A + B), [A, B], [], []),
-    'jsonl': (dict(train_jsonl=jsonl([*TEXTS, '', '\ud800']) + '\n', val_jsonl=jsonl([''])),
-              [*TEXTS, '?'], [], []),
-    'files that are no text': (dict(train_txt='a', b_txt=b'caf\xe9', val_txt=b'\xff', _test='x',
-                                    test_txt=b'cut \xe6', corpora__val_txt='x'), ['a'], [], [])}
+ARTICLE_A = (' \n = A = \n \n aa \n \n = = Part = = \n \n x \n = not = \n \n = nor this = \n y \n'
+             ' = nor = \n y \n \n')
+ARTICLE_B = ' = B ( c ) = \n \n bb = b = \n'
+LINES = ['first\nwith lines\n\n', 'second \u2028 <|endoftext|>', 'third']
+FILES = {                               # files, and the documents of train, val and test
+    'named splits': (
+        {'train_txt': '1 2\n3', 'a-valid-00-of-01_txt': '4\n', 'test__5_txt': '5 ß\n',
+         'test__6_txt': '6', 'notes_txt': 'no', 'notes__test_txt': 'no'},
+        ['1 2\n3'], ['4\n'], ['5 ß\n', '6']),
+    'articles of WikiText': (
+        dict(train_txt=ARTICLE_A + ARTICLE_B),
+        [ARTICLE_A, ARTICLE_B], [], []),
+    'jsonl': (
+        dict(train_jsonl=jsonl([*LINES, '', '\ud800']) + '\n', val_jsonl=jsonl([''])),
+        [*LINES, '?'], [], []),
+    'files that are no text': (
+        dict(train_txt='a', b_txt=b'caf\xe9', val_txt=b'\xff', _test='x', test_txt=b'cut \xe6',
+             corpora__val_txt='x'),
+        ['a'], [], [])}
 
 
 @pytest.mark.parametrize('name', FILES)
 def test_documents_of_files(tmp_path, name):
     files, *expected = FILES[name]
-    where = write(tmp_path / 'src', **files)
-    first, _, again = (load(where, 'bytes', root=where / x) for x in ('out', 'corpora', 'out'))
-    assert list(documents(again)) == expected and first.folder == again.folder
+    path = write(tmp_path / 'src', **files)
+    # folders of these names are for corpora, they have no sources
+    corpus, _, again = (load(path, 'bytes', root=path / root) for root in ('out', 'corpora', 'out'))
+    assert texts_of(again) == expected
+    assert again.folder == corpus.folder
 
 
 def test_other_files_are_split_by_the_hash_of_their_names(tmp_path):
     """In order of sha256(name) to val, else to test, while these have at most 5%, else to train."""
-    texts = {f'f{i}.txt': f'{i:4} ' * (40 + 520 * (i % 9 == 0)) for i in range(90)}
+    texts = {}
+    for i in range(90):
+        texts[f'f{i}.txt'] = f'{i:4} ' * (560 if i % 9 == 0 else 40)
     n = sum(map(len, texts.values()))
-    room, expected = dict(val=n // 20, test=n // 20, train=n), dict(train=[], val=[], test=[])
+    room = dict(val=n // 20, test=n // 20, train=n)
+    expected = dict(train=[], val=[], test=[])
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         split = next(split for split in room if len(texts[name]) <= room[split])
         room[split] -= len(texts[name])
         expected[split].append(texts[name])
-    found = documents(prepared(write(tmp_path / 'many', **texts)))
-    assert list(map(sorted, found)) == list(map(sorted, expected.values()))
+
+    splits = texts_of(prepared(write(tmp_path / 'many', **texts)))
+    assert list(map(sorted, splits)) == list(map(sorted, expected.values()))
 
 
-@pytest.mark.parametrize('n', [1, 3, 4])
-def test_few_files_are_cut_at_blanks(tmp_path, n):
+@pytest.mark.parametrize('n_files', [1, 3, 4])
+def test_few_files_are_cut_at_blanks(tmp_path, n_files):
     """Where 2.5% cannot be held out, the end of each file is; train.py is a program, d.py small."""
-    texts = {f'{x}_py': ''.join(f'{x}-{i}{blank}' for i in range(50 if x == 'd' else 999))
-             for x, blank in zip(('train', 'b', 'c', 'd')[:n], '\n \t ')}
-    splits = documents(prepared(write(tmp_path / 'few', **texts)))
+    texts = {}
+    for name, blank in zip(('train', 'b', 'c', 'd')[:n_files], '\n \t '):
+        n_words = 50 if name == 'd' else 999
+        texts[f'{name}_py'] = ''.join(f'{name}-{i}{blank}' for i in range(n_words))
+    splits = texts_of(prepared(write(tmp_path / 'few', **texts)))
     for text, *parts in zip(sorted(texts.values()), *splits, strict=True):
-        assert ''.join(parts) == text and all(part[-1] == text[-1] for part in parts)
-        assert [100 * len(part) / len(text) for part in parts] == pytest.approx([90, 5, 5], abs=2)
+        assert ''.join(parts) == text
+        assert {part[-1] for part in parts} == {text[-1]}
+        shares = [100 * len(part) / len(text) for part in parts]
+        assert shares == pytest.approx([90, 5, 5], abs=2)
 
 
-@pytest.mark.parametrize('name', ['bpe', 'word'])
-def test_pieces_change_nothing(tmp_path, monkeypatch, name):
-    """Threads encode a document in many pieces: the ids are those of the whole, in order."""
-    symbols = ['a', 'bc', ' ', '  ', '\n', '\n\n', '\r\n', '.', "'s", '12', 'é', ' x']
-    texts = [words(2000, i, symbols) for i in range(9)]
-    monkeypatch.setattr(data.pieces, '__defaults__', (50,))
+@pytest.mark.parametrize('name, end', [('bpe', [299]), ('word', [])])
+def test_pieces_change_nothing(tmp_path, name, end):
+    """Threads encode a long document in many pieces: the ids are those of the whole, in order."""
+    texts = [random_text(100_000, seed, "abs'12é.  \r\n\n") for seed in range(3)]
     corpus = prepared(write_splits(tmp_path / 'p', texts, []), name, 300)
-    found = np.split(corpus.train.tokens, corpus.train.offsets[1:-1])
-    for ids, text in zip(found, texts, strict=True):
-        assert ids.tolist() == corpus.tokenizer.encode(text).tolist() + [299] * (name == 'bpe')
+    documents = np.split(corpus.train.tokens, corpus.train.offsets[1:-1])
+    for ids, text in zip(documents, texts, strict=True):
+        assert ids.tolist() == corpus.tokenizer.encode(text).tolist() + end
 
 
 def test_code_is_the_standard_library(tmp_path):
     """A document is a top-level module, or a package: its files in order of their paths."""
-    corpus = load('code', 'bytes', root=tmp_path)
-    found, library = sum(documents(corpus), []), Path(os.__file__).parent
+    documents = sum(texts_of(load('code', 'bytes', root=tmp_path)), [])
+    library = Path(os.__file__).parent
     paths = sorted((library / 'asyncio').rglob('*.py'), key=Path.as_posix)
-    assert ''.join(map(Path.read_text, paths)) in found
-    assert (library / 'heapq.py').read_text() in found
-    assert (library / 'encodings/utf_8.py').read_text() not in ''.join(found)
+    assert ''.join(map(Path.read_text, paths)) in documents
+    assert (library / 'heapq.py').read_text() in documents
+    assert (library / 'encodings/utf_8.py').read_text() not in ''.join(documents)
 
 
+# --------------------------------------------------------------------------------------------------
+# corpora: their folders
 def test_a_changed_source_makes_another_folder(tmp_path):
-    where = write(tmp_path / 'src', train_txt=words(90, 1), val_txt='old')
-    first, same, changed = prepared(where), prepared(where), prepared(write(where, val_txt='new'))
-    assert first.folder == same.folder != changed.folder
-    copy = prepared(shutil.copytree(where, tmp_path / 'x/src'))         # equal names, sizes, times
-    assert copy.fingerprint == changed.fingerprint != first.fingerprint
+    path = write(tmp_path / 'src', train_txt=random_text(360, 1), val_txt='a')
+    corpus = prepared(path)
+    assert prepared(path).folder == corpus.folder
+    changed = prepared(write(path, val_txt='b'))
+    assert changed.folder != corpus.folder
+    copy = prepared(shutil.copytree(path, tmp_path / 'x/src'))  # equal names, sizes, times
+    assert copy.fingerprint == changed.fingerprint != corpus.fingerprint
     assert copy.folder.name != changed.folder.name
-    (where / 'train').symlink_to(write(tmp_path / 'more', a_txt='in a linked folder'))
-    assert 'in a linked folder' in next(documents(prepared(where)))
 
 
-def test_a_given_tokenizer_encodes(tmp_path):
-    one = prepared(write(tmp_path / 'one', train_txt='a stone in the river ' * 40), 'bpe', 262)
-    two = write(tmp_path / 'two', train_txt='the moon and the stars ' * 40)
-    trained, given = prepared(two, 'bpe', 262), prepared(two, one.tokenizer)
-    assert given.tokenizer.tokens == one.tokenizer.tokens != trained.tokenizer.tokens
-    assert list(documents(given)) == list(documents(trained))
-    text, tokenizer = given.fingerprint.split('-')
-    assert trained.fingerprint.startswith(text) and one.fingerprint.endswith(tokenizer)
+def test_links_to_folders_are_followed(tmp_path):
+    path = write(tmp_path / 'src', train__a_txt='a')
+    (path / 'train/link').symlink_to(write(tmp_path / 'more', b_txt='b'))
+    (path / 'train/broken').symlink_to('nowhere')
+    assert texts_of(prepared(path)) == [['a', 'b'], [], []]
+
+
+def test_the_tokenizer_of_another_corpus(tmp_path):
+    stone = prepared(write(tmp_path / 'a', train_txt='a stone in the river ' * 40), 'bpe', 262)
+    path = write(tmp_path / 'b', train_txt='the moon and the stars ' * 40)
+    moon = prepared(path, 'bpe', 262)
+    mixed = prepared(path, stone.tokenizer)
+    assert mixed.tokenizer.tokens == stone.tokenizer.tokens != moon.tokenizer.tokens
+    assert texts_of(mixed) == texts_of(moon)
+    text, tokenizer = mixed.fingerprint.split('-')
+    assert moon.fingerprint.startswith(text)
+    assert stone.fingerprint.endswith(tokenizer)
+    assert prepared(path, moon.tokenizer).folder == moon.folder
+
+
+def kill(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize('owner, name', [(np, 'unique'), (Path, 'write_text'), (Path, 'rename')])
 def test_a_killed_preparation_leaves_no_corpus(tmp_path, monkeypatch, owner, name):
-    """After it, three processes prepare the corpus at once."""
-    where, fork = write(tmp_path / 'src', train_txt=words(30_000, 1)), get_context('fork')
-    with monkeypatch.context() as m, ProcessPoolExecutor(1, fork) as pool:
-        m.setattr(owner, name, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(BrokenProcessPool): pool.submit(prepared, where).result()
+    """The process is killed when it calls owner.name. Then three prepare the corpus at once."""
+    path = write(tmp_path / 'src', train_txt=random_text(120_000, 1))
+    fork = get_context('fork')
+    with monkeypatch.context() as patch, ProcessPoolExecutor(1, fork) as pool:
+        patch.setattr(owner, name, kill)
+        with pytest.raises(BrokenProcessPool):
+            pool.submit(prepared, path).result()
     with ProcessPoolExecutor(3, fork) as pool:
-        corpora = list(pool.map(prepared, [where] * 3))
-    assert [len(corpus.train.tokens) for corpus in corpora] == [1 + corpora[0].train.n_bytes] * 3
+        for corpus in pool.map(prepared, [path] * 3):
+            assert len(corpus.train.tokens) == corpus.train.n_bytes + 1
 
 
 @pytest.mark.parametrize('bad', ['{"txt": "x"}', 'nonsense', '{"text": 3}', '["text"]'])
 def test_bad_lines_of_jsonl(tmp_path, bad):
-    where = write(tmp_path / 'src', train_jsonl=jsonl(['a']) + bad)
-    (where / 'link').symlink_to('nowhere')
-    assert bad in one_line(prepared, where) and not list(tmp_path.glob('corpora/*'))
-    assert Tokenizer('bytes').encode('\udcff').tolist() == [ord('?')]
+    path = write(tmp_path / 'src', train_jsonl=jsonl(['a']) + bad)
+    assert bad in one_line(prepared, path)
+    assert not list(tmp_path.glob('corpora/*'))
+
+
+def test_no_training_text(tmp_path):
+    assert 'no text' in one_line(prepared, write(tmp_path / 'src', train_txt=b'\xff', val_txt='a'))
 
 
 @pytest.mark.parametrize('file, damage', [
-    ('meta.json', lambda b: b[:40]), ('train.idx', lambda b: b[:8] + b[:8] + b[16:]),
-    ('train.bin', lambda b: b[:90]), ('train.bin', lambda b: b'\1\1' + b[2:])])        # the id 257
+    ('meta.json', lambda content: content[:40]),
+    ('train.idx', lambda content: content[:8] + content[:8] + content[16:]),    # an empty document
+    ('train.bin', lambda content: content[:90]),
+    ('train.bin', lambda content: b'\1\1' + content[2:])])                      # the id 257
 def test_a_damaged_corpus_is_named(tmp_path, file, damage):
-    where = write(tmp_path / 'src', a_jsonl=jsonl(words(40, i) for i in range(20)))     # is cut
-    folder = prepared(where).folder
-    (folder / file).write_bytes(damage((folder / file).read_bytes()))
-    assert str(folder) in one_line(prepared, where)
+    path = write(tmp_path / 'src', a_jsonl=jsonl(39 * ['a b']))     # is cut at line ends
+    folder = prepared(path).folder
+    content = (folder / file).read_bytes()
+    (folder / file).write_bytes(damage(content))
+    assert str(folder) in one_line(prepared, path)
 
 
 def test_downloads(tmp_path, monkeypatch):
-    """Once each, files or a zip of them; a failure names the folder for them."""
-    with zipfile.ZipFile(archive := io.BytesIO(), 'w') as z:
-        z.writestr('wikitext-103/wiki.train.tokens', ' train\n' * 100)
-    web = {'wikitext-103-v1.zip': archive.getvalue(), 'input.txt': b'line\n' * 100}
-    with monkeypatch.context() as m:
-        url = write(tmp_path, input_txt='line\n').joinpath('input.txt').as_uri()
-        m.setitem(data.DOWNLOADS, 'shakespeare', {url: 'abcdef'})       # of another file
-        assert 'hash' in one_line(load, 'shakespeare', root=tmp_path)
-    download = lambda url, file, sha256: file.write_bytes(web.pop(Path(url).name))
-    monkeypatch.setattr(torch.hub, 'download_url_to_file', download)
-    for kind in ('bytes', 'word'):                              # twice from one download
-        assert load('shakespeare', kind, root=tmp_path).train.n_words == 90
-        assert load('wikitext103', kind, root=tmp_path).train.n_words == 100
-    assert str(tmp_path / 'downloads/wikitext2') in one_line(load, 'wikitext2', root=tmp_path)
+    """Files or a zip of them are downloaded once for all tokenizers."""
+    web = write(tmp_path / 'web', input_txt='line\n' * 100)
+    with zipfile.ZipFile(web / 'wikitext-103-v1.zip', 'w') as archive:
+        archive.writestr('wikitext-103/wiki.train.tokens', ' train\n' * 100)
+
+    def download_once(url, file, sha256):
+        (web / Path(url).name).rename(file)
+
+    monkeypatch.setattr(torch.hub, 'download_url_to_file', download_once)
+    for tokenizer in ('bytes', 'word'):
+        assert load('shakespeare', tokenizer, root=tmp_path).train.n_words == 90
+        assert load('wikitext103', tokenizer, root=tmp_path).train.n_words == 100
 
 
-def make_split(lengths=(5, 40, 1, 17, 33, 64, 2)):
+def test_a_failed_download(tmp_path, monkeypatch):
+    """The message has the reason, or the folder for the files."""
+    another = write(tmp_path, input_txt='line\n') / 'input.txt'
+    monkeypatch.setitem(data.DOWNLOADS, 'shakespeare', {another.as_uri(): 'abcdef'})
+    assert 'hash' in one_line(load, 'shakespeare', root=tmp_path)
+    assert str(tmp_path / 'downloads/pg19') in one_line(load, 'pg19', root=tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# batches
+KINDS = ('segments', 'consecutive', 'packed', 'documents')
+LENGTHS = [5, 40, 1, 17, 33, 64, 2]
+
+
+def make_split(lengths=LENGTHS):
+    """Documents of these lengths; the token at position i is 1000 + i."""
     offsets = np.cumsum([0, *lengths])
     return Split('train', 1000 + np.arange(offsets[-1], dtype=np.uint16), offsets)
 
 
+def rows_by_definition(T, of_documents):
+    """The rows of an epoch: of a grid; or whole rows of each document, then of their joined ends"""
+    n = sum(LENGTHS)
+    doc = np.repeat(range(len(LENGTHS)), LENGTHS).tolist()
+    stream, not_predicted = np.arange(n - 1), []
+    if of_documents:
+        not_predicted = np.cumsum([0, *LENGTHS])                # first tokens, and beyond the end
+        docs = np.split(np.arange(n), not_predicted[1:-1])
+        whole = [positions[:len(positions) // T * T] for positions in docs]
+        ends = [positions[len(positions) // T * T:] for positions in docs]
+        stream = np.concatenate(whole + ends)
+
+    rows = []
+    for start in range(0, len(stream), T):
+        positions = stream[start:start + T].tolist()
+        padding = T - len(positions)
+        tokens = [1000 + i for i in positions]
+        targets = [-1 if i + 1 in not_predicted else 1001 + i for i in positions]
+        docs = [doc[i] for i in positions]
+        rows.append((tokens + padding * [0], targets + padding * [-1], docs + padding * [-1]))
+    return rows
+
+
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('T, B', [(16, 4), (1, 7), (7, 1), (41, 3), (8, 100)])
+@pytest.mark.parametrize('T, B', [(16, 4), (1, 7), (41, 1), (8, 100)])
 def test_batches_equal_their_definition(kind, T, B):
-    """An epoch has each row of T tokens once: of the grid, or of documents and of their ends."""
-    split, n, doc = make_split(), 162, np.repeat(np.arange(7), [5, 40, 1, 17, 33, 64, 2])
-    place, after = np.arange(n - 1), set(range(1, n))           # positions; those predicted
-    if kind == 'documents':
-        docs = np.split(np.arange(n), split.offsets[1:-1])
-        docs = [np.split(d, [len(d) // T * T]) for d in docs]
-        place = np.concatenate([whole for whole, _ in docs] + [end for _, end in docs])
-        after = {i for d in docs for i in np.concatenate(d)[1:]}
-
-    def row(places):
-        rest = T - len(places)
-        tokens = [1000 + i for i in places] + [0] * rest
-        targets = [1001 + i if i + 1 in after else -1 for i in places] + [-1] * rest
-        return tokens, targets, doc[places].tolist() + [-1] * rest
-
-    batches = Batches(split, kind, T, B, seed=3)
-    n, expected = len(batches), [row(place[i:i + T]) for i in range(0, len(place), T)]
-    expected += [row(place[:0])] * (n * B - len(expected))      # padding
-    assert len(expected) < len(place) / T + B
+    batches = Batches(make_split(), kind, T, B, seed=3)
+    n = len(batches)
+    expected = rows_by_definition(T, kind == 'documents')
+    padding = T * [0], T * [-1], T * [-1]
+    expected += (n * B - len(expected)) * [padding]
     for epoch in range(2):
-        found = (zip(*(x.tolist() for x in batches[epoch * n + g][:3])) for g in range(n))
-        assert sorted(itertools.chain(*found)) == sorted(expected)
+        rows = []
+        for g in range(epoch * n, epoch * n + n):
+            tokens, targets, doc, _ = batches[g]
+            rows += zip(tokens.tolist(), targets.tolist(), doc.tolist())
+        assert sorted(rows) == sorted(expected)
 
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_batch_is_a_pure_function_of_its_number(kind):
+    """The order of calls is irrelevant; epochs and seeds differ."""
     split = make_split(range(20, 60))
     batches = Batches(split, kind, 16, 4, seed=5)
     n = len(batches)
-    a, b, c = ([Batches(split, kind, 16, 4, seed)[g] for g in range(first, first + n)]
-               for seed, first in ((5, 0), (5, n), (6, 0)))
-    for g in (0, 1, n - 1, n, n - 1, 1, 0):
-        assert batches[g].seed == (a + b)[g].seed and batches[g].tokens.equal((a + b)[g].tokens)
-    assert len({batch.seed for batch in a + b + c}) == 3 * n
-    one, two, three = (torch.cat([batch.tokens for batch in epoch]) for epoch in (a, b, c))
-    assert not one.equal(two) and not one.equal(three)
+    in_order = [batches[g] for g in range(2 * n)]
+    again = Batches(split, kind, 16, 4, seed=5)
+    for g in (n, 1, 0):
+        assert again[g].seed == in_order[g].seed
+        assert again[g].tokens.equal(in_order[g].tokens)
+
+    different = Batches(split, kind, 16, 4, seed=6)[0]
+    assert len({batch.seed for batch in [*in_order, different]}) == 2 * n + 1
+    assert not in_order[0].tokens.equal(in_order[n].tokens)
+    assert not in_order[0].tokens.equal(different.tokens)
 
 
 @pytest.mark.parametrize('m', [0, 1, 2, 4])
 def test_consecutive_segments(m):
     """A micro-batch has groups of m segments that follow each other; the groups are shuffled."""
-    batches, n = Batches(make_split(), 'consecutive', 15, 4, 0, consecutive=m), m or 4
+    batches = Batches(make_split(), 'consecutive', 15, 4, 0, consecutive=m)
+    size = m or 4
     groups = []
-    for rows in (batches.rows(g).tolist() for g in range(len(batches))):
-        groups += [rows[i:i + n] for i in range(0, len(rows), n)]
-    assert sorted(groups) == [[*range(11)][i:i + n] for i in range(0, 11, n)] != groups
+    for g in range(len(batches)):
+        rows = batches.rows(g).tolist()
+        groups += [rows[i:i + size] for i in range(0, len(rows), size)]
+    rows = list(range(11))
+    in_order = [rows[i:i + size] for i in range(0, 11, size)]
+    assert sorted(groups) == in_order != groups
 
 
 def algorithm_1(segments, docs, k=20):
     """TRIME's packing (§4.3) by its definition; docs: the documents of each segment, as sets"""
-    drawn, order = np.random.default_rng(0).permutation(len(segments)).tolist(), []
+    drawn = np.random.default_rng(0).permutation(len(segments)).tolist()
+    order = []
     while len(order) < len(segments):
         near = []
         if order:
@@ -292,75 +406,126 @@ def algorithm_1(segments, docs, k=20):
 
 
 @pytest.mark.parametrize('same_document', [True, False])
-def test_packed(same_document):
+def test_packed_is_algorithm_1(same_document):
+    """296 segments of 3 tokens; documents 0 to 5 have words in common, and documents 6 to 11"""
     rng = np.random.default_rng(0)
-    texts = [rng.integers(90 * (d // 6), 90 * (d // 6) + 40, 74) for d in range(12)]
-    split = Split('train', np.concatenate(texts).astype(np.uint16), np.arange(13) * 74)
-    spans = [np.arange(i, min(i + 3, 887)) for i in range(0, 887, 3)]       # 296 segments
-    docs = [set(split.doc_of(p)) if same_document else {p[0]} for p in spans]
-    order = algorithm_1([split.tokens[p].tolist() for p in spans], docs)
+    tokens = np.append(rng.integers(0, 40, 444), rng.integers(90, 130, 444))
+    split = Split('train', tokens, np.arange(0, 889, 74))
+    positions = [np.arange(i, min(i + 3, 887)) for i in range(0, 887, 3)]
+    docs = [{i} for i in range(296)]                            # excluded: the segment itself
+    if same_document:
+        docs = [set(split.doc_of(p)) for p in positions]
+    order = algorithm_1([split.tokens[p].tolist() for p in positions], docs)
     assert Batches(split, 'packed', 3, 296, 0, same_document).rows(0).tolist() == order
-    two = Batches(make_split([444, 444]), 'packed', 443, 56, 0, same_document)
-    assert sorted(two.rows(0).tolist()) == [0, 1, 2]            # one of both shares with all
-    random, alone = (Batches(split, kind, 16, 8, 0, bm25=False) for kind in ('packed', 'segments'))
-    assert [*map(list, map(random.rows, range(7)))] == [*map(list, map(alone.rows, range(7)))]
 
 
-def test_what_cannot_be_loaded_or_batched(tmp_path):
-    one_line(prepared, write(tmp_path / 'none', train_txt=b'\xff', val_txt='no training text'))
+def test_packed_without_bm25_is_segments():
+    packed = Batches(make_split(), 'packed', 16, 8, 0, bm25=False)
+    segments = Batches(make_split(), 'segments', 16, 8, 0)
+    assert packed[3].tokens.equal(segments[3].tokens)
+
+
+def test_what_cannot_be_batched():
     split = make_split()
-    for what, kind, T in ((split, 'segments', 162), (split, 'documents', 162), (None, 'packed', 4)):
-        one_line(Batches, what, kind, T, 2, seed=0)
-    one_line(Batches, split, 'consecutive', 4, 6, seed=0, consecutive=4)
-    one_line(Batches, make_split([99]), 'packed', 9, 2, seed=0)         # a single document
-    for T, chunk in ((256, 8), (255, 32), (224, 32)):
-        one_line(data.Needles, make_split([999]), Tokenizer('bytes'), 1, T, 2, 0, chunk)
+    assert '162' in one_line(Batches, split, 'segments', 162, 2, seed=0)
+    assert 'val' in one_line(Batches, None, 'segments', 4, 2, seed=0)
+    assert 'm = 4' in one_line(Batches, split, 'consecutive', 4, 6, seed=0, consecutive=4)
+    assert 'document' in one_line(Batches, make_split([99]), 'packed', 9, 2, seed=0)
+    Batches(make_split([99, 99]), 'packed', 98, 2, seed=0)      # one segment is of both documents
+    for T, chunk in ((256, 8), (300, 32), (224, 32)):
+        one_line(Needles, make_split([999]), Tokenizer('bytes'), 1, T, 2, 0, chunk)
+
+
+# --------------------------------------------------------------------------------------------------
+# needles
+CHUNK = 31
+T = 32 * CHUNK
+
+
+def make_needles(name, hops, grow=0, seed=0, first=0):
+    """Micro-batches of 2 T tokens of a text of 25 words, from token `first` on"""
+    words = [a + 'o' + b for a in 'bcdfg' for b in 'klmnp']
+    text = ' '.join(random.Random(0).choices(words, k=9999))
+    tokenizer = Tokenizer.train(name, [text], 330)
+    ids = tokenizer.encode(text)[first:]
+    split = Split('train', ids, np.array([0, len(ids)]))
+    return tokenizer, Needles(split, tokenizer, hops, T, 2, seed, CHUNK, grow)
+
+
+def hidden(tokenizer, row):
+    """{A: B} of the needles in chunks of the first half of a row"""
+    opens = {}
+    for chunk in row[:len(row) // 2].reshape(-1, CHUNK):
+        opens.update(re.findall(r'\nKey (.+) opens (.+)\.\n', tokenizer.decode(chunk)))
+    return opens
+
+
+def test_needles_are_a_pure_function_of_the_number():
+    """Names are different for another seed and for another split."""
+    tokenizer, needles = make_needles('bpe', 1)
+    tokens = needles[0].tokens
+    assert needles.rows(1).tolist() == [2, 3]
+    assert tokens.equal(needles[0].tokens)
+    names = hidden(tokenizer, tokens[0]).keys()
+    for options in (dict(seed=1), dict(first=9)):
+        _, different = make_needles('bpe', 1, **options)
+        assert not names & hidden(tokenizer, different[0].tokens[0]).keys()
+
+
+def test_needles_grow():
+    """The rows have T / 8 tokens in the first quarter of 8 micro-batches, then T / 4, T / 2, T."""
+    _, needles = make_needles('bytes', 1, grow=8)
+    tokens = [needles[g].tokens for g in range(9)]
+    assert [len(rows) for rows in tokens] == [16, 16, 8, 8, 4, 4, 2, 2, 2]
+    assert {rows.numel() for rows in tokens} == {2 * T}
+
+
+def check_answers(tokenizer, row, opens, scored, hops):
+    """The answers of a row follow from its needles, and are predicted. -> the number of answers"""
+    n_answers = 0
+    for start in range(CHUNK, len(row), CHUNK):
+        answer = re.match(r' opens (.+)\.\n', tokenizer.decode(row[start:]))
+        if not answer:
+            continue
+        n_answers += 1
+
+        # the chunk before ends with the question; with 2 hops the chunk before that, too
+        key = tokenizer.decode(row[:start]).split('\nKey ')[-1]
+        expected = [opens[key]]
+        if hops == 2:
+            assert tokenizer.decode(row[:start - CHUNK]).endswith('\nKey ' + key)
+            expected.append(opens[opens[key]])
+        assert answer[1].split(', ') == expected
+
+        # a name has 4 tokens, a comma at least one; token i is predicted at i - 1
+        stop = start + len(tokenizer.encode(' opens ' + answer[1]))
+        assert scored[stop - 5 * hops:stop - 1].all()
+    return n_answers
 
 
 @pytest.mark.parametrize('name', ['bytes', 'bpe'])
 @pytest.mark.parametrize('hops, grow', [(1, 0), (1, 8), (2, 0)])
-def test_needles(name, hops, grow):
-    """Names differ; an answer begins with a chunk, follows from the sentences, and is predicted."""
-    vocabulary = [a + 'o' + b for a in 'bcdfg' for b in 'klmnp']
-    text = ' '.join(random.Random(0).choices(vocabulary, k=9999))
-    tokenizer = Tokenizer.train(name, [text], 330)
-    split = Split('train', tokenizer.encode(text), np.array([0, len(tokenizer.encode(text))]))
-    make = lambda seed, split=split: data.Needles(split, tokenizer, hops, 992, 2, seed, 31, grow)
-    names = lambda needles: {*re.findall(' opens(.*)[.]', tokenizer.decode(needles.row(0, 32)[0]))}
-    assert not names(make(0)) & names(make(0, Split('val', split.tokens[9:], split.offsets)))
-    assert make(0).rows(9).tolist() == [18, 19]
-    for g, parts in enumerate([8, 8, 4, 4, 2, 2, 1, 1, 1]):
-        tokens, targets, _, seed = make(0)[g]
-        assert tokens.equal(make(0)[g].tokens) and not tokens.equal(make(1)[g].tokens)
-        n = tokens.size(1) // 31
-        assert tokens.shape == ((2 * parts, 992 // parts) if grow else (2, 992))
+def test_answers_follow_from_the_needles(name, hops, grow):
+    tokenizer, needles = make_needles(name, hops, grow)
+    for g in range(9):
+        tokens, targets, _, _ = needles[g]
         for row, target in zip(tokens.numpy(), targets.numpy()):
-            sentences = tokenizer.decode(row[:n // 2 * 31]).split('\nKey')[1:]
-            opens = dict(sentence.split('.\n')[0].split(' opens') for sentence in sentences)
-            names = {*opens, *opens.values()}
-            assert len(names) == len(opens) * (hops + 1) // hops
-            assert max(tokenizer.decode(row).count(x) for x in names) <= hops + 1   # not in text
-            scored, asked = target >= 0, 0
-            assert (target == np.append(row[1:], target[-1]))[scored].all()
-            for i in range(31, len(row), 31):
-                before, after = tokenizer.decode(row[:i]), tokenizer.decode(row[i:])
-                if after.startswith(' opens'):
-                    key, answer = before.split('\nKey')[-1], after[6:].split('.\n')[0].split(',')
-                    assert answer == [opens[key]] + [opens.get(opens[key])] * (hops - 1)
-                    assert tokenizer.decode(row[:i - (hops - 1) * 31]).endswith('\nKey' + key)
-                    end = i - 1 + len(tokenizer.encode(' opens' + ','.join(answer)))
-                    assert scored[end - (5 * hops - 1):end].all()       # four words, a comma
-                    asked += 1
-            assert 0 < asked <= len(opens) // hops and scored.mean() < 0.35
+            scored = target[:-1] >= 0
+            assert (target[:-1] == row[1:])[scored].all()
+            assert scored.mean() < 0.35
+            opens = hidden(tokenizer, row)
+            n_answers = check_answers(tokenizer, row, opens, scored, hops)
+            assert 0 < n_answers <= len(opens) // hops, 'answers that begin a chunk'
 
 
 def test_names_differ_and_are_not_in_the_text():
-    """Of the 24 orders of four words, a text has 18: the six names are the others."""
-    names = [' '.join(p) for p in itertools.permutations(['aaa', 'bbb', 'ccc', 'ddd'])]
-    text = '\n'.join(names[:18] * 4)
-    tokenizer = Tokenizer.train('word', [text, ' '.join(3 * a for a in 'efghijklmnopq')])
-    ids = tokenizer.encode(text).astype(int)
-    needles = data.Needles(Split('train', ids, np.array([0, len(ids)])), tokenizer, 1, 256, 2, 0)
-    needles.words = tokenizer.encode('aaa bbb ccc ddd').astype(int)
-    found = needles.chains(np.random.default_rng(0), 3, ids).reshape(6, 4)
-    assert sorted(map(tokenizer.decode, found)) == names[18:]
+    """The text has nearly all of the 43,680 names of four of 16 words."""
+    tokenizer = Tokenizer.train('word', [' '.join(3 * letter for letter in 'abcdefghijklmnop')])
+    words = [i for i, word in enumerate(tokenizer.tokens) if len(word) == 3]
+    rng = np.random.default_rng(0)
+    ids = rng.choice(words, 200_000)
+    needles = Needles(Split('train', ids, np.array([0, len(ids)])), tokenizer, 1, 256, 2, 0)
+    names = set(map(tuple, needles.chains(rng, 60, ids).reshape(120, 4)))
+    assert len(names) == 120
+    in_text = set(zip(ids, ids[1:], ids[2:], ids[3:]))
+    assert not names & in_text

@@ -1,7 +1,6 @@
 """eval.py: its numbers by hand, its commands with a stand-in model, three models in one table."""
-import json, math, os, pickle, re, sys, types
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+import html, itertools, json, math, os, pickle, re, shutil, subprocess, sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,19 +9,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import data, drt, train, trime
+import data, train
 import eval as evaluation
-from helpers import FLAGS, flags, log_p, one_line, write, write_splits
+from helpers import flags, one_line, write_splits
 
 TEXTS = ['The first text has\nsome words.\n', 'third\n' * 800, 'A text of two lines,\nénd this.\n']
+WAYS = {'on': 1.0, 'shuffled': -1.0, 'off': 0.0}        # of the stand-in: its strength
 
 
+# --------------------------------------------------------------------------------------------------
+# a stand-in for the models; this file is its model file
 @dataclass
 class BIGRAMConfig:
     vocab_size: int = 257           # ids
     block_size: int = 8             # tokens
     micro_batch: int = 2            # sequences
     width: int = 4                  # of the matrix that only `speed` uses
+    groups: int = 1                 # of layers, for `trace`
+    chunk: int = 31                 # tokens that are retrieved together
 
 
 @dataclass
@@ -31,23 +35,26 @@ class EvalConfig:
 
 
 class BIGRAM(torch.nn.Module):
-    """P(next | token) = softmax(strength * table). off is uniform, shuffled the reverse of on."""
+    """P(next | token) = softmax(strength * table). Its state is the number of tokens so far."""
     made, PIECE = [], 512           # all models; tokens that one call of stream gets
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.strength, self.streamed, self.prepared = config, 1.0, [], None
+        self.config, self.strength = config, 1.0
+        self.streamed, self.read_tokens = [], 0                 # what the calls got
         generator, V = torch.Generator().manual_seed(0), config.vocab_size
         self.table = torch.nn.Parameter(torch.randn(V, V, generator=generator))
         self.matrix = torch.nn.Parameter(torch.ones(config.width, config.width))
         BIGRAM.made.append(self)
 
     def stream(self, tokens, state=None):
-        start = 0 if state is None else state
-        self.streamed.append((self.strength, start, tokens[0].tolist()))
-        return (self.strength * self.table[tokens]).log_softmax(-1), self.read(tokens, state)
+        state = state or 0
+        self.streamed.append((self.strength, state, tokens[0].tolist()))
+        log_probs = (self.strength * self.table[tokens]).log_softmax(-1)
+        return log_probs, state + tokens.numel()
 
     def read(self, tokens, state=None):
+        self.read_tokens += tokens.numel()
         return (state or 0) + tokens.numel()
 
     def forward(self, batch, progress):
@@ -55,51 +62,53 @@ class BIGRAM(torch.nn.Module):
         return F.scaled_dot_product_attention(q, q, q).mean() + 0 * self.table.sum(), {}
 
     def prepare_eval(self, corpus, external, args, path, progress):
-        self.on, self.prepared = args.strength, (corpus.name, external.name, path)
+        self.on = args.strength
+        self.prepared = corpus.name, external.name, path
 
     def ways(self):
-        return {'on': dict(strength=self.on), 'shuffled': dict(strength=-self.on),
-                'off': dict(strength=0.0)}
+        return {way: dict(strength=sign * self.on) for way, sign in WAYS.items()}
 
-    def trace(self, tokens, t):
-        return [(0.75 * self.strength, tokens, t - 1, t + 1),
-                (0.25, np.frombuffer(b'a datastore', np.uint8), 2, 6)]
+    def trace(self, tokens, t, state=None, group=0):
+        """The last tokens up to t, and four of another text; nothing at the beginning"""
+        assert state in (None, t)                       # the state is that of the tokens before t
+        if t < 2:
+            return []
+        datastore = np.frombuffer(b'a datastore', np.uint8)
+        text = 0.75 - 0.25 * group, tokens, max(0, t - 150), t + 1
+        return [text, (0.25, datastore, 2, 6)]
+
+
+def batches(config):
+    return dict(chunk=config.chunk)
+
+
+TASKS = dict(count=lambda runs, args: len(runs[0].split.tokens))
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A folder with two corpora and the run `a` of the stand-in; a function that makes more"""
+    """A folder with a corpus and the run `a` of the stand-in; a function that makes more"""
     monkeypatch.chdir(tmp_path)
-    others = [text.replace('third', 'forth') for text in TEXTS]
-    for folder, texts in (('texts', TEXTS), ('b/texts', others)):
-        write_splits(tmp_path / folder, texts, texts)
-    for name in ('bigram', 'bigram2', 'unknown'):
-        module = types.ModuleType(name)
-        tasks = dict(count=lambda runs, args: dict(tokens=len(runs[0].split.tokens)))
-        vars(module).update({name.upper(): BIGRAM, name.upper() + 'Config': BIGRAMConfig,
-                             'TASKS': tasks, 'batches': lambda config: dict(chunk=31)})
-        monkeypatch.setitem(sys.modules, name, module)
-    sys.modules['bigram'].EvalConfig = EvalConfig
-    monkeypatch.setattr(train, 'MODELS', ('bigram', 'bigram2'))
+    write_splits(tmp_path / 'texts', TEXTS, TEXTS)
+    monkeypatch.setitem(sys.modules, 'bigram', sys.modules[__name__])
+    monkeypatch.setattr(train, 'MODELS', ['bigram'])
 
-    def make(path='a/best.pt', model_name='bigram', texts='texts', tokenizer='bytes', **more):
+    def make(path='a/best.pt', texts='texts', tokenizer='bytes', **more):
         corpus = data.load(texts, tokenizer, vocab_size=270, quiet=True)
         config = BIGRAMConfig(corpus.tokenizer.n_vocab, **more)
-        os.makedirs(Path(path).parent, exist_ok=True)
+        Path(path).parent.mkdir(exist_ok=True, parents=True)
         torch.save(dict(
-            model_name=model_name, config=asdict(config), model=BIGRAM(config).state_dict(), step=3,
+            model_name='bigram', config=asdict(config), model=BIGRAM(config).state_dict(), step=3,
             tokens=1234, best=1.0, data=texts, tokenizer=corpus.tokenizer.to_dict(),
             corpus=corpus.fingerprint), path)
-        log = [dict(step=1, tokens=8, loss=5.0), dict(step=2, tokens=16, loss=4.0, val_loss=4.5)]
-        Path(path).with_name('log.jsonl').write_text('\n'.join(map(json.dumps, log)))
 
     make()
     return make
 
 
-def evaluate(*flags):
+def evaluate(command, *more):
     """-> what --json FILE has"""
-    evaluation.main([*flags, '--json', 'out.json'])
+    evaluation.main([*command.split(), *more, '--json', 'out.json'])
     return json.loads(Path('out.json').read_text())
 
 
@@ -107,61 +116,104 @@ def log_p_by_hand(strength):
     """Of the tokens of each text but the first; texts end with <|endoftext|>, 256."""
     log_p = (strength * BIGRAM(BIGRAMConfig()).table.detach().double()).log_softmax(1)
     texts = [[*text.encode(), 256] for text in TEXTS]
-    return [log_p[ids[:-1], ids[1:]].tolist() for ids in texts]
+    return [log_p[ids[:-1], ids[1:]].numpy() for ids in texts]
 
 
-def test_the_table_by_hand(run):
+# --------------------------------------------------------------------------------------------------
+# the table
+def test_each_token_is_scored_once_in_each_way(run):
+    """In pieces of 512; the way `off` is first, because all gains are over it."""
     torch.set_float32_matmul_precision('medium')            # as after training in bf16
-    result = evaluate('a', '--task', 'table', '--strength', '0.5')
+    evaluate('a --task table --strength 0.5')
     assert torch.get_float32_matmul_precision() == 'highest'
-    assert BIGRAM.made[-1].streamed == [                    # each once, in pieces of 512
-        (x, start, [*text.encode()][start:start + 512]) for x in (0.5, 0.0, -0.5)
-        for text in TEXTS for start in range(0, len(text.encode()), 512)]
-    n_bytes, n_words = len(''.join(TEXTS).encode()), len(' '.join(TEXTS).split())
-    assert (result['bytes'], result['words'], result['documents']) == (n_bytes, n_words, 3)
+    expected = []
+    for strength in (0.0, 0.5, -0.5):
+        for text in TEXTS:
+            ids = [*text.encode()]
+            for start in range(0, len(ids), 512):
+                expected.append((strength, start, ids[start:start + 512]))
+    assert BIGRAM.made[-1].streamed == expected
+
+
+def test_the_table_of_a_text(run):
+    result = evaluate('a --task table')
+    n_bytes = len(''.join(TEXTS).encode())
+    assert (result['bytes'], result['documents']) == (n_bytes, 3)
+    assert result['words'] == len(' '.join(TEXTS).split())
     assert result['scored'] == n_bytes                  # <|endoftext|> is, the first one is not
-    off, ways = log_p_by_hand(0.0), dict(on=0.5, shuffled=-0.5, off=0.0)
-    for row, (way, strength) in zip(result['rows'], ways.items(), strict=True):
-        total = -sum(map(sum, log_p := log_p_by_hand(strength)))
-        expected = {'run': 'a', 'way': way, 'params': 257 ** 2 + 16, 'trained on': 1234,
-            'loss': total / n_bytes, 'ppl': math.exp(total / n_bytes),
-            'bits/byte': total / math.log(2) / n_bytes, 'word ppl': math.exp(total / n_words)}
-        for key, value in expected.items():
-            assert row[key] == value or row[key] == pytest.approx(value, rel=1e-4), key     # fp32
-        for name, first, last in (('<512', 1, 511), ('<1,024', 512, 1023), ('<2,048', 1024, 2047),
-                                  ('<4,096', 2048, 4095), ('4,096+', 4096, 9999)):
-            part = [-x for doc in log_p for i, x in enumerate(doc, 1) if first <= i <= last]
-            assert row[name] == pytest.approx(sum(part) / len(part), rel=1e-5), name
-        differences = [(sum(a) - sum(b), len(a)) for a, b in zip(log_p, off)]
-        mean = sum(D for D, _ in differences) / n_bytes
-        squares = sum((D - mean * n) ** 2 for D, n in differences)
-        assert row['gain over off'] == pytest.approx(mean, abs=1e-5)
-        assert row['±'] == pytest.approx(math.sqrt(3 / 2 * squares) / n_bytes, rel=1e-3, abs=1e-6)
+    for row, (way, strength) in zip(result['rows'], WAYS.items(), strict=True):
+        assert (row['run'], row['way'], row['trained on']) == ('a', way, 1234)
+        loss = -np.concatenate(log_p_by_hand(strength)).mean()
+        assert row['loss'] == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_metrics_by_hand():
+    """The tokens of two documents gain 1, 2 and 0: 1 on average. D - gain n is 1 and -1."""
+    log_p = [np.array([-1.0, -2.0]), np.array([-3.0])]
+    log_p_off = [np.array([-2.0, -4.0]), np.array([-3.0])]
+    row = evaluation.metrics(log_p, log_p_off, SimpleNamespace(n_bytes=4, n_words=3))
+    assert row['loss'] == 2
+    assert row['ppl'] == row['word ppl'] == pytest.approx(math.e ** 2)
+    assert row['bits/byte'] == pytest.approx(1.5 / math.log(2))
+    assert row['gain over off'] == 1
+    assert row['±'] == pytest.approx(math.sqrt(2 / 1 * (1 + 1)) / 3)
+
+
+def test_the_losses_by_position_by_hand():
+    """The first number of a document is of token 1."""
+    log_p = [np.array([-1.0, -2.0, -3.0]), np.array([-5.0])]
+    assert evaluation.by_position(log_p, [1, 2, 4, 8]) == [3, 2.5, None]
+
+
+def test_a_short_document(run, capsys):
     Path('short.jsonl').write_text('{"text": "one short document"}')
-    row = evaluate('a', '--task', 'table', '--data', 'short.jsonl', '--split', 'train')['rows'][0]
-    assert row['±'] is None and row['<512'] > 0 and row['<1,024'] is None
+    row = evaluate('a --task table --data short.jsonl --split train')['rows'][0]
+    assert row['±'] is None
+    assert 'note: 1 documents are too few' in capsys.readouterr().out
+    run('c/best.pt', tokenizer='word')
+    Path('short.jsonl').write_text('{"text": "short"}')
+    assert 'has two tokens' in one_line(evaluate, 'c --data short.jsonl --split train')
+
+
+def test_rows_are_printed_when_they_are_known(run, monkeypatch, capsys):
+    """There is one progress, in tokens, for all runs and ways."""
+    def progress(jobs, desc, size):
+        assert sum(map(size, jobs)) == 6 * (len(''.join(TEXTS).encode()) + 3)
+        for job in jobs:
+            print('document')
+            yield job
+
+    run('c/best.pt')
+    monkeypatch.setattr(data, 'progress', progress)
+    evaluate('a c --task table')
+    out = capsys.readouterr().out
+    events = re.findall('^(document|[ac] +on|[ac] +shuffled|[ac] +off)', out, re.M)
+    one_run = 6 * ['document'] + ['on'] + 3 * ['document'] + ['shuffled', 'off']
+    assert [event.split()[-1] for event in events] == 2 * one_run
 
 
 def test_other_texts_are_refused_and_other_tokenizers_are_not(run, capsys):
-    run('b/best.pt', texts='b/texts')                               # same name, bytes, words
+    others = [text.replace('third', 'forth') for text in TEXTS]
+    write_splits(Path('b/texts'), others, others)                   # same name, bytes, words
+    run('b/best.pt', texts='b/texts')
     run('c/best.pt', tokenizer='bpe')
-    assert 'different texts' in one_line(evaluation.main, ['a', 'b'])
-    evaluation.main(['a', 'b', '--task', 'table', '--data', 'texts'])
-    rows = evaluate('a', 'c', '--task', 'table')['rows']
-    assert rows[5]['bits/byte'] < rows[2]['bits/byte'] and rows[5]['loss'] > 0      # fewer tokens
+    assert 'different texts' in one_line(evaluate, 'a b')
+    evaluate('a b --task table --data texts')
+    rows = evaluate('a c --task table')['rows']
+    assert rows[5]['bits/byte'] < rows[2]['bits/byte']                # fewer tokens
     Path('texts/train.jsonl').write_text('{"text": "new"}')
-    evaluation.main(['a', '--task', 'table'])
+    evaluate('a --task table')
     assert 'another version' in capsys.readouterr().err
 
 
+# --------------------------------------------------------------------------------------------------
+# runs and flags
 def test_retrieve_from_reaches_each_model_that_can_use_it(run, monkeypatch):
     write_splits(Path('more'), TEXTS, TEXTS)
-    evaluate('a', '--task', 'count', '--retrieve-from', 'more')
+    evaluate('a --task count --retrieve-from more')
     assert BIGRAM.made[-1].prepared == ('texts', 'more', Path('a/best.pt'))
-    evaluate('a', '--task', 'count')
-    assert BIGRAM.made[-1].prepared == ('texts', 'texts', Path('a/best.pt'))
     monkeypatch.delattr(BIGRAM, 'prepare_eval')
-    assert 'a retrieves' in one_line(evaluate, 'a', '--retrieve-from', 'more')
+    assert 'a retrieves' in one_line(evaluate, 'a --retrieve-from more')
 
 
 def test_a_run_is_its_best_weights_else_its_last(run):
@@ -169,8 +221,9 @@ def test_a_run_is_its_best_weights_else_its_last(run):
     run('c/ckpt.pt', width=6)
     for path, width in (('a', 4), ('a/best.pt', 4), ('a/ckpt.pt', 5), ('c', 6)):
         model, tokenizer = evaluation.load(path)
-        assert model.config.width == width and not model.training and tokenizer.n_vocab == 257
-        assert evaluate(path, '--task', 'table')['rows'][0]['run'] == path
+        assert model.config.width == width and not model.training
+        assert tokenizer.n_vocab == 257
+        assert evaluate(f'{path} --task table')['rows'][0]['run'] == path
 
 
 def test_what_is_no_checkpoint_is_one_line(run):
@@ -179,220 +232,416 @@ def test_what_is_no_checkpoint_is_one_line(run):
             return os.mkdir, ('hostile',)
 
     good = torch.load('a/best.pt', weights_only=True)
-    other = dict(empty={}, unknown=dict(good, model_name='unknown'),
-                 weights=dict(good, config=dict(good['config'], width=5)))
-    for name, content in other.items(): torch.save(content, name)
+    torch.save({}, 'empty')
+    torch.save(dict(good, model_name='this'), 'unknown')
+    torch.save(dict(good, config=dict(vocab_size=257)), 'older')
+    torch.save(dict(good, config=dict(good['config'], width=5)), 'weights')
     Path('hostile.pt').write_bytes(pickle.dumps(Hostile(), protocol=2))
-    for path in (*other, 'hostile.pt', 'texts/val.jsonl', 'nothing'):
-        assert path in one_line(evaluation.load, path)
-    assert not os.path.exists('hostile')
+    for path in ('empty', 'unknown', 'older', 'weights', 'hostile.pt', 'texts/val.jsonl'):
+        assert f'{path} is not a checkpoint' in one_line(evaluation.load, path)
+    assert not os.path.exists('hostile') and 'this' not in sys.modules
+    for path in ('nothing', 'texts'):
+        assert one_line(evaluation.load, path) == f'no such run: {path}'
 
 
 @pytest.mark.parametrize('flags, words', [
-    ('a --temprature 1', 'the nearest is --temperature'), ('--task table', 'RUN'),
-    ('a c --task count', 'examples'), ('a --split test', 'split test'), ('a --json no/x', 'no/x'),
-    ('a --json .', "'.'"), ('a --task niah --lengths 1kx', '--lengths'),
+    ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'niah, count'),
+    ('a --split test', 'split test'), ('a --task examples --prompt x', 'two tokens'),
+    ('a --json no/x', 'no/x'), ('a --html texts', 'texts'), ('a --json pipe', 'pipe'),
+    ('a --task niah --lengths 1kx', '--lengths'),
     ('a --task niah --lengths 64', '64'), ('a --task niah --lengths 512 --depths 0,1', '0,1'),
-    ('a --task niah --depths 101', '--depths'), ('a --task niah --depths x', '--depths')])
+    ('a --task niah --depths 101', '--depths')])
 def test_a_wrong_flag_is_one_line(run, flags, words):
-    run('c/best.pt', model_name='bigram2')
+    os.mkfifo('pipe')
     BIGRAM.made.clear()
     assert words in one_line(evaluation.main, flags.split())
     assert not any(model.streamed for model in BIGRAM.made)
 
 
+def test_files_are_written_after_the_work_or_not_at_all(run, monkeypatch):
+    def stream(self, tokens, state):
+        raise KeyboardInterrupt
+
+    # a name that is too long with .tmp
+    assert 'too long' in one_line(evaluation.main, ['a', '--json', 252 * 'x'])
+    Path('out.json').write_text('earlier')
+    files = os.listdir()
+    monkeypatch.setattr(BIGRAM, 'stream', stream)
+    assert 'stopped' in one_line(evaluate, 'a --task examples --html page.html')
+    assert os.listdir() == files and Path('out.json').read_text() == 'earlier'
+
+
+# --------------------------------------------------------------------------------------------------
+# examples
 def test_examples_are_where_the_gain_is_largest(run):
-    """The token of each document with the largest gain, and what was read to predict it."""
-    result = evaluate('a', '--task', 'examples')
-    gains = [np.array(on) - off for on, off in zip(log_p_by_hand(1.0), log_p_by_hand(0.0))]
-    expected = sorted(((x.max(), x.argmax(), d) for d, x in enumerate(gains)), reverse=True)
-    for x, (gain, t, d) in zip(result, expected, strict=True):
-        text = TEXTS[d].encode() + b'$'                                         # <|endoftext|>
-        assert (x['document'], x['token'], x['gain']) == (d, t + 1, pytest.approx(gain, abs=1e-4))
-        before, after = text[:t + 1][-32:].decode(), text[t + 1:][:16].decode()
-        assert (x['before'], x['text'].replace('<|endoftext|>', '$')) == (before, after)
-        assert x['retrieved'] == [
-            dict(weight=0.75, start=t - 1, end=t + 1, ago=1, text=text[t - 1:t + 1].decode()),
-            dict(weight=0.25, start=2, end=6, ago=None, text='data')]
-    x, = evaluate('a', '--task', 'examples', '--prompt', 'some tex')
-    assert (x['before'], x['retrieved'][0]['text']) == ('some tex', 'ex')
+    """The token of each document with the largest gain, and what was retrieved to predict it."""
+    result = evaluate('a --task examples')
+    gains = [on - off for on, off in zip(log_p_by_hand(1.0), log_p_by_hand(0.0))]
+    order = sorted(range(3), key=lambda d: -gains[d].max())
+    assert [x['document'] for x in result] == order
+    x, d = result[0], order[0]
+    gains, text = gains[d], TEXTS[d] + '<|endoftext|>'
+    t = gains.argmax()
+    assert x['gain'] == pytest.approx(gains[t], abs=1e-4)
+    assert (x['token'], x['before']) == (t + 1, text[:t + 1][-32:])
+    assert text[t + 1:].startswith(x['text']) and len(x['text']) >= 13
+    assert x['retrieved'] == [
+        dict(weight=0.75, start=max(0, t - 150), end=t + 1,
+             ago=1, text=text[:t + 1][-100:]),
+        dict(weight=0.25, start=2, end=6, ago=None, text='data')]
 
 
-def test_the_default_tasks_and_those_of_a_model(run, monkeypatch, capsys):
+@pytest.mark.parametrize('name, prompt, shown', [
+    ('a', 'some tex', "before    'some tex'\n\n"),
+    ('a', 100 * 'x', f" '{100 * 'x'}'"), ('a', 'y' + 100 * 'x', f" …'{100 * 'x'}'"),
+    ('c', 'some tex', " 'some te' -> 'x'"), ('c', 'some tex', " 'dat' -> 'a'"),
+    ('a', 'xy', 'nothing: among 2 tokens')])
+def test_what_the_example_of_a_prompt_shows(run, capsys, name, prompt, shown):
+    """The run `c` retrieves memories: a context and a value."""
+    run('c/best.pt', chunk=1)
+    x, = evaluate(f'{name} --task examples --prompt', prompt)
+    assert shown in capsys.readouterr().out
+    assert prompt.endswith(x['before']) and x['text'] == ''
+
+
+# --------------------------------------------------------------------------------------------------
+# the page
+HOSTILE = '</script><script>throw 1</script> "é" <b>\u2028\n' * 9
+
+
+def page_of(names, *flags):
+    """-> the data of the runs in a page"""
+    evaluate(f'{names} --task examples --html page.html', *flags)
+    page = Path('page.html').read_text('utf-8')
+    return json.loads(re.search('id="data">(.*?)</script>', page)[1])
+
+
+def test_the_data_of_a_page(run):
+    """Of the document that gains most; what is retrieved for each chunk but the first"""
+    page, = page_of('a')
+    on = log_p_by_hand(1.0)
+    off = log_p_by_hand(0.0)
+    d = np.argmax([sum(x - y) for x, y in zip(on, off)])
+    assert (page['run'], page['chunk'], page['tokenizer']['name']) == ('a', 31, 'bytes')
+    assert page['tokens'] == [*TEXTS[d].encode(), 256]
+    for losses, x in zip(page['losses'], (off, on), strict=True):
+        assert losses == pytest.approx(-x[d], abs=1e-3)
+    assert len(page['traces']) == len(page['tokens']) // 31
+    first, second = page['traces'][0][0]
+    assert first == [0.75, 0, 32, []]
+    assert second == [0.25, 2, 6, [*b'data']]               # of another text
+
+
+def test_a_page_reads_its_text_once(run):
+    run('c/best.pt', chunk=1)
+    page, = page_of('c', '--prompt', HOSTILE)
+    assert len(page['traces']) == len(page['tokens']) - 1           # for each token
+    assert BIGRAM.made[-1].read_tokens == len(page['tokens']) - 1
+
+
+def test_a_page_of_groups(run):
+    run('c</script>/best.pt', groups=2)                     # a name that could end the script
+    _, page = page_of('a c</script>', '--prompt', HOSTILE)
+    assert page['run'] == 'c</script>'
+    assert [reads[0][0] for reads in page['traces'][0]] == [0.75, 0.5]
+
+
+def test_a_page_shows_the_beginning_of_a_long_document(run, monkeypatch):
+    monkeypatch.setattr(evaluation, 'PAGE_TOKENS', 20)
+    page, = page_of('a')
+    assert len(page['tokens']) == 20
+
+
+CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser')
+BROWSER = '''--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking
+--disable-component-update --disable-sync --user-data-dir=browser --virtual-time-budget=5000
+--enable-logging=stderr --dump-dom'''
+PROBE = '''<script>
+const panels = []
+const key = name => document.dispatchEvent(new KeyboardEvent('keydown', {key: name}))
+const note = () => panels.push(document.getElementById('panel').textContent)
+const coloured = [...text.querySelectorAll('.row.chosen span')].filter(x => x.style.backgroundColor)
+key('Home'), note(), key('ArrowDown'), note(), key('ArrowDown'), note(), key('ArrowUp'), note()
+rows[3].click(), note()
+tabs.lastChild.click(), note(), key('ArrowRight'), note()
+add(document.body, 'output', JSON.stringify(
+  {panels, coloured: coloured.length, text: rows.map(row => row.textContent).join('')}))
+</script>'''
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason='there is no Chromium')
+def test_the_page_in_a_browser(run):
+    run('c/best.pt', chunk=1)
+    page_of('a c', '--prompt', HOSTILE)
+    with open('page.html', 'a', encoding='utf-8') as file:
+        file.write(PROBE)
+    command = [CHROMIUM, *BROWSER.split(), Path('page.html').resolve().as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert 'CONSOLE' not in done.stderr                             # no error
+    output = re.search('<output>(.*?)</output>', done.stdout, re.S)[1]
+    result = json.loads(html.unescape(output))
+    assert result['text'] == HOSTILE and result['coloured'] > 9
+    first, second, third, again, fourth, token, next_token = result['panels']
+    assert 'Chunk 0' in first and 'Nothing is retrieved' in first
+    assert 'Chunk 1' in second and 'weight 0.750' in second and 'data' in second
+    assert 'Chunk 2' in third and again == second and 'Chunk 3' in fourth
+    assert 'Token 93' in token and '75.0%' in token and '→ a' in token      # 3 x 31: the same place
+    assert 'Token 94' in next_token
+
+
+# --------------------------------------------------------------------------------------------------
+# the report and samples
+def test_the_report(run, capsys):
     """The JSON file has every number of the screen; what is scored once is not scored again."""
     run('c/best.pt')
-    result = evaluate('a', 'c', '--max-tokens', '5')
+    result = evaluate('a c --max-tokens 5')
     screen = capsys.readouterr().out
     assert [row['run'] for row in result['table']['rows']] == [*'aaaccc']
-    assert all(f'{row["loss"]:#.5g}' in screen for row in result['table']['rows'])
-    assert [x['run'] for x in result['examples']] == ['a', 'c']
-    for text, on, off in zip(*(result['samples'][i::3] for i in range(3)), strict=True):
-        assert [x['way'] for x in (text, on, off)] == ['the document', 'on', 'off']
-        assert text['text'] == TEXTS[1][2400:2405]
-        assert on['prompt'] == off['prompt'] == TEXTS[1][1376:2400]         # up to its middle
-        assert on['text'] != off['text'] and on['text'] in screen and off['text'] in screen
+    for row in result['table']['rows']:
+        assert f'{row["loss"]:#.5g}' in screen
     scored = [start for _, start, tokens in BIGRAM.made[-1].streamed if len(tokens) > 1]
-    assert scored.count(0) == 9 and os.path.exists('a/loss.png')
-    assert max(map(len, screen.splitlines())) <= 160
-    assert evaluate('a', 'c', '--task', 'count') == dict(tokens=len(''.join(TEXTS).encode()) + 3)
-    Path('a/loss.png').unlink(), os.mkdir('a/loss.png')
-    assert evaluate('a')['samples'] and 'no picture' in capsys.readouterr().err
+    assert scored.count(0) == 9
+
+
+def test_without_a_picture(run, monkeypatch, capsys):
+    os.mkdir('a/loss.png')
+    assert evaluate('a --max-tokens 1')['samples']
+    assert 'no picture' in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
-    evaluation.main(['a', '--max-tokens', '1'])
+    evaluate('a --max-tokens 1')
     assert 'matplotlib' in capsys.readouterr().err
-    monkeypatch.setattr(train, 'write', lambda *_: os.write(-1, b''))           # OSError
-    assert 'descriptor' in one_line(evaluate, 'a', '--task', 'examples')
 
 
-def test_generate():
-    """Temperature 0: the likeliest; top_p: the fewest of that mass; the seed decides."""
-    model, tokenizer = BIGRAM(BIGRAMConfig()), data.Tokenizer('bytes')
-    table, draw = model.table.data, partial(evaluation.generate, model, tokenizer)
-    table[:] = -math.inf
-    table[:, 97:101] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    assert draw('x', 400, temperature=0) == 400 * 'a'
-    for top_p, kept in ((0.0, 'a'), (0.35, 'a'), (0.45, 'ab'), (0.69, 'ab'), (0.75, 'abc')):
-        assert set(draw('x', 400, temperature=1.0, top_p=top_p)) == set(kept)
-    assert draw('x', 400, temperature=1.0).count('a') == pytest.approx(160, abs=40)     # four sigma
-    assert draw('x', 400, temperature=0.5).count('a') == pytest.approx(213, abs=40)     # p^2
-    assert draw(seed=1) == draw(seed=1) != draw(seed=2)
-    ids = [*'né 你!'.encode(), 256]                         # ends with <|endoftext|>
-    table[[ord('b'), *ids[:-1]], ids] = 99.0
-    model.streamed.clear()
-    assert draw('ab', 50, temperature=0) == 'né 你!'
-    assert [tokens for *_, tokens in model.streamed] == [[x] for x in [ord('b'), *ids[:-1]]]
-    table[256, 97] = 99.0
-    assert draw('', 1, 0) == 'a' and model.streamed[-1][2] == [256]
-
-
-@pytest.mark.parametrize('text, share', [('abcdefgh' * 2, 1 / 9), ('abcdefgh', 0), ('abc', 0)])
-def test_the_share_of_repeated_8_grams(run, monkeypatch, text, share):
-    monkeypatch.setattr(evaluation, 'generate', lambda *_: text)
-    rows = evaluate('a', '--task', 'generate')
-    assert [row['way'] for row in rows] == ['the document', 'on', 'off']
-    assert rows[1]['repeated'] == pytest.approx(share)
-    assert rows[0]['text'] in ''.join(TEXTS) and rows[0]['repeated'] > 0.9      # 'third\n'
-
-
-def test_the_plot_has_the_losses_by_position(run, monkeypatch):
-    """A line for each way, of the table's log_p, in powers of two; block_size is a line."""
-    figure, drawn = pytest.importorskip('matplotlib.figure'), []
-    monkeypatch.setattr(figure.Figure, 'savefig', lambda self, *_, **__: drawn.append(self))
-    evaluation.main(['a', '--max-tokens', '1'])
-    curves, positions = drawn[0].axes
-    block_size, *lines = positions.lines
-    assert list(block_size.get_xdata()) == [8, 8]
-    for line, strength in zip(lines, (1.0, -1.0, 0.0), strict=True):
-        log_p = log_p_by_hand(strength)
-        points = [(x, y) for x, y in line.get_xydata() if not math.isnan(y)]
-        for b, (x, y) in enumerate(points):
-            part = [-p for doc in log_p for i, p in enumerate(doc, 1) if 2**b <= i < 2**(b + 1)]
-            assert 2 ** b <= x <= 2 ** (b + 1) and y == pytest.approx(np.mean(part), rel=1e-5)
-        assert 2 ** b <= max(map(len, log_p)) < 2 ** (b + 1)            # the longest is in the last
-    assert list(curves.lines[0].get_ydata()) == [5.0, 4.0]
-
-
-def test_speed(run, monkeypatch):
-    """MACs of a (w, w) matrix and of attention; medians of the times that the clock gives"""
-    run('c/best.pt', width=16, block_size=32)
-    times = [(9, 9), (1, 8), (4, 3), (2, 6), (9, 9), (3, 1)]    # the first while MACs are counted
-    clock = iter([t for a, c in times for t in (0, a, 0, c)])           # medians 3 and 6
-    monkeypatch.setattr(evaluation, 'time', SimpleNamespace(perf_counter=clock.__next__))
-    rows = evaluate('a', 'c', '--task', 'speed')
-    for row, w, T, seconds in zip(rows, (4, 16), (8, 32), (3, 6), strict=True):
-        matrix, attention = w * w, 2 * T * w                    # 2 and 3 times, with gradients
-        assert row['MACs/token'] == 2 * matrix + 3 * attention
-        assert row['s/token'] == seconds / (2 * T)
-    assert rows[1]['MACs ratio'] == rows[1]['MACs/token'] / rows[0]['MACs/token']
-    assert rows[1]['time ratio'] == 0.5
-
-
-def test_the_three_models_in_one_table(run, monkeypatch):
-    """The same tokens for all; log_p is log_probs of the whole document; a prompt is read."""
-    monkeypatch.setattr(train, 'MODELS', tuple(FLAGS))
-    text = 'abc def\n' * 20 + 'the end\n' * 20
-    texts = [text[i:] + text for i in (0, 1, 120, 317)]
-    write_splits(Path('texts'), texts, texts)
-    larger = {'trime': '--block-size 64 --tokens-per-step 256'}         # fewer windows
-    for name in FLAGS: train.main(flags(name, larger.get(name, '')))
-    names = [f'out/{name}' for name in FLAGS]
-    result = evaluate(*names, '--max-tokens', '3')
-    assert [(row['run'], row['way']) for row in result['table']['rows']] == [
-        (name, way) for name in names for way in ('on', 'shuffled', 'off')]
-    assert [x['run'] for x in result['examples'] if x['retrieved']] == names
-    args = asdict(evaluation.EvalConfig()) | asdict(trime.EvalConfig()) | asdict(drt.EvalConfig())
-    for r in map(evaluation.Run, names):
-        r.prepare(SimpleNamespace(**args | dict(device='cpu')))
-        for way in ('off', 'on'):
-            vars(r.model).update(r.ways[way])
-            tokens = r.documents[1]
-            torch.testing.assert_close(r.log_p(tokens), log_p(r.model, tokens), atol=2e-4, rtol=0)
-            for n in (1, 99):                       # read all but the last, as of a prompt
-                last, _ = r.model.stream(tokens[None, n - 1:n], r.model.read(tokens[None, :n - 1]))
-                expected = r.model.log_probs(tokens[None, :n])[:, -1:]
-                torch.testing.assert_close(last, expected, atol=2e-4, rtol=0)
-    train.main(flags('drt', '--groups 0 --out out/base'))               # from a corpus:
-    write_splits(Path('more'), texts[:1], texts[1:])                    # TRIME's Table 5, DRT's 4
-    names, corpus = ['out/trime', 'out/drt', 'out/base'], ('--retrieve-from', 'more')
-    first, again = (Path('out/trime/tuned.json').write_text('{"torn') and
-                    evaluate(*names, '--task', 'table', *corpus)['rows'] for _ in 'ab')
-    assert first == again and ' '.join(row['way'] for row in first) == (
-        'on shuffled off on corpus both shuffled off off')
-    monkeypatch.setattr(trime, 'tune', lambda windows, x: replace(x, tau=9.0))      # other code
-    evaluate('out/trime', '--task', 'table', *corpus)
-    assert '"tau": 9' in Path('out/trime/tuned.json').read_text()
-    found = evaluate(*names, '--task', 'examples', *corpus)
-    assert {x['run'] for x in found for y in x['retrieved'] if y['ago'] is None} == {*names[:2]}
-    rows = evaluate('out/drt', '--task', 'generate', '--max-tokens', '2', *corpus)
-    assert [row['way'] for row in rows] == ['the document', 'both', 'off']
-
-
-@pytest.mark.parametrize('task, hops', [('niah', 1), ('niah2', 2)])
-def test_needles_are_found_by_a_model_that_reads_them(run, monkeypatch, task, hops):
-    """It continues "Key A opens " by what `seen` bytes of the text have, over so many sentences."""
-    def stream(self, tokens, state=None):
-        text = bytes(torch.cat([state, tokens], dim=1)[0].clamp(max=255).tolist())
-        ids = []
-        for n in range(state.numel() + 1, len(text) + 1):
-            question = re.search(rb'Key (\w{4}) opens ([\w, ]*)\Z', text[:n]) or 3 * [b'']
-            names = [question[1]]
-            for _ in range(known):
-                names += re.findall(rb'Key %s opens (\w{4})\.' % names[-1], text[:seen])[:1]
-            ids.append((b', '.join(names[1:]) + b'?' * 99)[len(question[2])])
-        return F.one_hot(torch.tensor([ids]), 257).float().log(), None
-
-    monkeypatch.setattr(BIGRAM, 'read', lambda self, x, state=None: x)
-    monkeypatch.setattr(BIGRAM, 'stream', stream)
-    flags = f'a --task niah --lengths 512,1k --depths 0,50,100 --data {task}:texts'.split()
-    seen, known = None, hops
-    rows = evaluate(*flags)
-    assert [(row['tokens'], row['needles']) for row in rows] == [('512', 30), ('1k', 30)]
-    assert all(row[key] == 1 for row in rows for key in ('right', '0%', '50%', '100%'))
-    known = hops - 1                                            # a part of the answer
-    assert [row['right'] for row in evaluate(*flags)] == [0, 0]
-    seen, known = 31, 1                                         # the first needle alone
-    if hops == 1:
-        assert [(x['0%'], x['50%'], x['100%']) for x in evaluate(*flags)] == [(1, 0, 0)] * 2
+def test_samples_continue_the_middle_of_the_longest_document(run):
+    text, on, off = evaluate('a --task generate --max-tokens 5')
+    assert [x['way'] for x in (text, on, off)] == ['the document', 'on', 'off']
+    assert text['text'] == TEXTS[1][2400:2405]
+    assert on['prompt'] == off['prompt'] == TEXTS[1][1376:2400]
+    assert on['text'] != off['text']
 
 
 @pytest.fixture
+def model():
+    """Its next token is a, b, c or d with probability 0.4 to 0.1."""
+    model = BIGRAM(BIGRAMConfig())
+    model.table.data[:] = -math.inf
+    model.table.data[:, 97:101] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    return model
+
+
+def generate(model, prompt='x', n=400, **options):
+    args = evaluation.EvalConfig(max_tokens=n, **options)
+    return evaluation.generate(model, data.Tokenizer('bytes'), prompt, args)
+
+
+def test_generate_draws_from_the_probabilities(model):
+    assert generate(model, temperature=0) == 400 * 'a'
+    for temperature, n_a in ((1.0, 160), (0.5, 213)):                       # p^(1/temperature)
+        text = generate(model, temperature=temperature)
+        assert text.count('a') == pytest.approx(n_a, abs=40)                # four sigma
+    assert generate(model, seed=1) == generate(model, seed=1) != generate(model, seed=2)
+
+
+@pytest.mark.parametrize('top_k, top_p, kept', [
+    (0, 0.0, 'a'), (0, 0.69, 'ab'), (0, 0.75, 'abc'),
+    (3, 1.0, 'abc'), (3, 0.45, 'ab')])
+def test_generate_draws_from_the_likeliest(model, top_k, top_p, kept):
+    assert {*generate(model, temperature=1.0, top_k=top_k, top_p=top_p)} == {*kept}
+
+
+def test_generate_reads_the_prompt_and_ends(model):
+    ids = [*'né 你!'.encode(), 256]                         # ends with <|endoftext|>
+    model.table.data[[ord('b'), *ids[:-1]], ids] = 99.0
+    assert generate(model, 'ab', 50, temperature=0) == 'né 你!'
+    streamed = [tokens[0] for *_, tokens in model.streamed]
+    assert streamed == [ord('b'), *ids[:-1]] and model.read_tokens == 1
+    model.table.data[256, 97] = 99.0
+    assert generate(model, '', 1, temperature=0) == 'a' and model.streamed[-1][2] == [256]
+
+
+@pytest.mark.parametrize('text, share', [
+    (b'abcdefgh' * 2, 1 / 9), (b'abcdefgh', 0), (b'abc', 0)])
+def test_the_share_of_repeated_8_grams(text, share):
+    assert evaluation.repeated(text) == pytest.approx(share)
+
+
+# --------------------------------------------------------------------------------------------------
+# pictures
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved"""
+    figures, matplotlib = [], pytest.importorskip('matplotlib.figure')
+    monkeypatch.setattr(matplotlib.Figure, 'savefig', lambda self, *_, **__: figures.append(self))
+    return figures
+
+
+def test_the_plot_has_the_losses_by_position(run, drawn):
+    """A line for each way, of means over 1,000 tokens or more; no panel without a log"""
+    evaluate('a --max-tokens 1')
+    positions, = drawn[0].axes
+    for line, strength in zip(positions.lines, WAYS.values(), strict=True):
+        start, stop, *_ = line.get_xdata()
+        losses = -np.concatenate([x[start - 1:stop - 1] for x in log_p_by_hand(strength)])
+        assert start == 64 and len(losses) >= 1000
+        assert line.get_ydata()[0] == pytest.approx(losses.mean(), rel=1e-5)
+
+
+def test_the_plot_has_smooth_training_losses(run, drawn):
+    log = [dict(tokens=10_000 * i, loss=i) for i in range(1, 61)]
+    Path('a/log.jsonl').write_text('\n'.join([*map(json.dumps, log), '{"torn": 1, "li']))
+    evaluate('a --max-tokens 1')
+    line, = drawn[0].axes[1].lines
+    assert line.get_xdata()[-1] == 0.6                              # millions
+    assert line.get_ydata() == pytest.approx(np.arange(7.5, 60))    # means over 2 of steps 7 to 60
+
+
+# --------------------------------------------------------------------------------------------------
+# speed
+def test_the_speed_of_training(run, monkeypatch):
+    """MACs of a (w, w) matrix and of attention; medians of the times that the clock gives"""
+    run('c/best.pt', width=16, block_size=32)
+    unused = [0, 0, 0, 9, 9]                                    # reading, and counting of MACs
+    times = [*unused, 1, 8, 4, 3, 2, 6, 9, 9, 3, 1]             # medians 3 and 6
+    clock = iter([t for seconds in times for t in (0, seconds)])
+    monkeypatch.setattr(evaluation, 'clock', lambda tokens: next(clock))
+    *_, first, second = evaluate('a c --task speed --lengths 1')
+    # matrix: 2 times w², as its input has no gradient; attention: 3 times 2 T w
+    assert first['MACs/token'] == 2 * 4 * 4 + 3 * 2 * 8 * 4
+    assert second['MACs/token'] == 2 * 16 * 16 + 3 * 2 * 32 * 16
+    assert second['MACs ratio'] == second['MACs/token'] / first['MACs/token']
+    assert (first['s/token'], second['s/token']) == (3 / 16, 6 / 64)
+    assert second['time ratio'] == 0.5
+
+
+def test_the_speed_of_reading(run, monkeypatch):
+    """A text of each length is read, 32 tokens are streamed after it."""
+    times = iter([0, 512, 576, 0, 4096, 4097])
+    monkeypatch.setattr(evaluation, 'clock', lambda tokens: next(times))
+    monkeypatch.setattr(evaluation, 'training_speed', lambda runs, device: [])
+    first, second = evaluate('a --task speed --lengths 512,2k')
+    assert (first['reading s/token'], second['reading s/token']) == (1, 2)
+    assert (first['generating s/token'], second['generating s/token']) == (2, 1 / 32)
+    streamed = [start for _, start, _ in BIGRAM.made[-1].streamed]
+    assert streamed == [*range(512, 544), *range(2048, 2080)]
+
+
+def test_the_memory_of_a_state():
+    x = torch.zeros(2, 3)
+    assert evaluation.n_bytes(([None, (x, x.half())], x, 7)) == 24 + 12 + 24
+
+
+# --------------------------------------------------------------------------------------------------
+# needles
+class Copier(BIGRAM):
+    """Predicts the byte that followed the last 11 bytes in the first `limit` bytes of the text."""
+    limit = None
+
+    def read(self, tokens, state=None):
+        return tokens
+
+    def stream(self, tokens, state):
+        text = bytes(torch.cat([state, tokens], dim=1)[0].clamp(max=255).tolist())
+        ids = []
+        for end in range(state.numel() + 1, len(text) + 1):
+            place = text[:self.limit].find(text[end - 11:end])
+            ids.append(text[place + 11])
+        return F.one_hot(torch.tensor([ids]), 257).float().log(), None
+
+
+@pytest.mark.parametrize('limit, right', [
+    (None, [1, 1, 1]), (31, [1, 0, 0])])
+def test_needles_of_a_model_that_copies(run, monkeypatch, drawn, limit, right):
+    monkeypatch.setattr(sys.modules[__name__], 'BIGRAM', Copier)
+    monkeypatch.setattr(Copier, 'limit', limit)
+    rows = evaluate('a --task niah --lengths 512,1k --depths 0,50,100')
+    assert [row['tokens'] for row in rows] == ['512', '1k']
+    for row in rows:
+        assert row['needles'] == 30
+        assert [row['0%'], row['50%'], row['100%']] == right
+        assert row['right'] == pytest.approx(sum(right) / 3)
+    heat_map = drawn[0].axes[0]
+    assert heat_map.images[0].get_array().tolist() == [right, right]
+    assert [x.get_text() for x in heat_map.get_yticklabels()] == ['a, 512', 'a, 1k']
+
+
+def test_the_text_of_two_hops(run, monkeypatch):
+    """Of five chains A, B, C the text has "Key A opens B." and "Key B opens C."."""
+    texts = []
+    monkeypatch.setattr(BIGRAM, 'read', lambda self, tokens: texts.append(tokens[0]))
+    evaluate('a --task niah --lengths 1k --data niah2:texts')
+    for ids in texts:
+        text = bytes(ids.clamp(max=255).tolist()).decode('latin-1')
+        opens = dict(re.findall(r'Key (\w{4}) opens (\w{4})\.', text))
+        assert len(opens) == 10
+        assert sum(B in opens for B in opens.values()) == 5
+
+
+# --------------------------------------------------------------------------------------------------
+# the models
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """A folder with a run of each model on short texts"""
+    folder = tmp_path_factory.mktemp('trained')
+    text = 'abc def\n' * 20 + 'the end\n' * 20
+    texts = [text[i:] + text for i in (0, 1, 120, 317)]
+    write_splits(folder / 'texts', texts, texts)
+    write_splits(folder / 'more', texts[:1], texts[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train.main(flags('trime', '--block-size 64 --tokens-per-step 256'))     # fewer windows
+        train.main(flags('rpt'))
+        train.main(flags('drt'))
+        train.main(flags('drt', '--groups 0 --out out/base'))
+    return folder
+
+
+@pytest.fixture
+def models(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    return 'out/trime out/rpt out/drt'
+
+
+def test_the_three_models_in_one_table(models):
+    result = evaluate(f'{models} --max-tokens 3 --html page.html')
+    names = models.split()
+    rows = [(row['run'], row['way']) for row in result['table']['rows']]
+    assert rows == [*itertools.product(names, WAYS)]
+    assert [x['run'] for x in result['examples'] if x['retrieved']] == names
+    assert 'these runs together' in one_line(evaluate, 'out/rpt out/drt --task ranks')
+
+
+def test_retrieval_from_a_corpus(models):
+    """TRIME's Table 5, DRT's Table 4"""
+    command = 'out/trime out/drt out/base --retrieve-from more --task'
+    rows = evaluate(command, 'table')['rows']
+    ways = ' '.join(row['way'] for row in rows)
+    assert ways == 'on shuffled off on corpus both shuffled off off'
+    for x in evaluate(command, 'examples'):
+        assert x['run'] != 'out/base'                       # it retrieves nothing
+        assert None in [read['ago'] for read in x['retrieved']]
+
+
+# --------------------------------------------------------------------------------------------------
+# trained weights
+@pytest.fixture
 def weights(tmp_path, monkeypatch, request):
-    """A copy of assets/NAME.pt, as eval.py writes beside it; drt.py as a corpus"""
+    """A copy of assets/NAME.pt, as eval.py writes next to it; drt.py as a corpus"""
     monkeypatch.chdir(tmp_path)
     folder = Path(evaluation.__file__).parent
-    Path('copy.pt').write_bytes((folder / 'assets' / f'{request.param}.pt').read_bytes())
-    source = (folder / 'drt.py').read_bytes()
-    write(tmp_path, train_txt=source, val_txt=source)
-    return 'copy.pt', '--data', '.'
+    shutil.copy(folder / f'assets/{request.param}.pt', 'copy.pt')
+    shutil.copy(folder / 'drt.py', 'train.txt')
+    shutil.copy(folder / 'drt.py', 'val.txt')
+    return 'copy.pt --data . --task'
 
 
 @pytest.mark.parametrize('weights', ['trime', 'rpt', 'drt'], indirect=True)
 def test_the_trained_weights_gain_by_what_they_read(weights):
-    on, shuffled, _ = evaluate(*weights, '--task', 'table')['rows']
+    on, shuffled, _ = evaluate(f'{weights} table')['rows']
     assert on['gain over off'] > 0.06 and on['loss'] < shuffled['loss'] - 0.02
 
 
 @pytest.mark.parametrize('weights', ['drt-niah'], indirect=True)
 def test_the_trained_weights_find_needles(weights):
-    rows = evaluate(*weights, '--task', 'niah', '--lengths', '4k')
-    assert rows[0]['needles'] == 50 and rows[0]['right'] > 0.9, rows
+    rows = evaluate(f'{weights} niah --lengths 4k')
+    assert rows[0]['needles'] == 50 and rows[0]['right'] > 0.9

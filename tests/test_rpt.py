@@ -1,6 +1,7 @@
 """RPT against its definitions, with loops in fp64."""
 import math
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,21 +9,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import data, rpt
+import data, rpt, train
 from helpers import batch_of, close, formula, learn, one_line, ranking, rope, write_splits
 from rpt import RPT, RPTConfig, bm25_candidates, ranking_loss, target_scores
-from train import TrainConfig
 
-V, M, W, K = 23, 4, 2, 2                        # ids, m, chunks of a window, neighbors
+V, CHUNK, WINDOW, K = 23, 4, 2, 2               # ids, m, chunks of a window, neighbors
 N, B = 11, 2                                    # chunks, sequences
-T, EPS = N * M, 1e-9
-START = W * M + M - 1                           # the first token that may use a neighbor
+T, EPS = N * CHUNK, 1e-9
+START = WINDOW * CHUNK + CHUNK - 1              # the first token that may use a neighbor
 SETTINGS = [{}, dict(retriever='lex'), dict(retriever='bm25'), dict(retriever='none'),
             dict(gate=False), dict(n_neighbors=1), dict(n_cca=1, n_neighbors=3),
-            dict(window=4 * M, n_layer=3), dict(chunk_size=1, window=4),
+            dict(window=4 * CHUNK, n_layer=3), dict(chunk_size=1, window=4),
             dict(eta=0.5, n_neighbors=4), dict(retriever='bm25', gate=False, dropout=0.5),
             dict(shift_values=False)]
-CONFIG = TrainConfig(tokens_per_step=4 * 48, max_steps=3, dtype='fp32')
+CONFIG = train.TrainConfig(tokens_per_step=4 * 48, max_steps=3, dtype='fp32')
 
 
 @pytest.fixture(autouse=True)
@@ -32,179 +32,282 @@ def fp64():
     torch.set_default_dtype(torch.float32)
 
 
+# --------------------------------------------------------------------------------------------------
+# models and texts
 def small(**more):
     """A model far from its initial state, where all chunks look alike and all gates are 1/2."""
     torch.manual_seed(0)
     config = dict(vocab_size=V, block_size=T, micro_batch=B, n_layer=4, n_head=2, n_embd=16,
-                  window=W * M, chunk_size=M, n_neighbors=K, n_candidates=4)
-    model = RPT(RPTConfig(**{**config, **more})).eval()
+                  window=WINDOW * CHUNK, chunk_size=CHUNK, n_neighbors=K, n_candidates=4)
+    model = RPT(RPTConfig(**config | more)).eval()
     for name, p in model.named_parameters():
         p.data += 0.3 * torch.randn_like(p)
-        p.data *= 30 if name.endswith('.gate.weight') else 1
-        p.data -= 48 if name.endswith('.gate.bias') else 0              # some gates below eta
-    if model.config.retriever == 'bm25': model.idf[:V] = IDF
+        if name.endswith('.gate.weight'):
+            p.data *= 30
+        if name.endswith('.gate.bias'):
+            p.data -= 48                                # some gates are below eta
+    if model.config.retriever == 'bm25':
+        model.idf[:V] = IDF
     return model
 
 
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
 def tokens_of(seed=0, t=T, b=B):
-    return torch.randint(V, (b, t), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(V, (b, t), generator=generator(seed))
 
 
-def docs_of(*lengths):
-    """Documents 0, 1, ... of these lengths in a sequence (1, T); a negative length is padding."""
-    docs = [torch.full((abs(n),), i if n > 0 else -1) for i, n in enumerate(lengths)]
-    return torch.cat(docs)[None]
+def docs_of(*lengths, padding=0):
+    """Documents 0, 1, ... of these lengths in a sequence (1, T), then padding"""
+    doc = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return F.pad(doc, (0, padding), value=-1)[None]
 
 
 def corpus_idf(tokens, V):
-    """By the equation in bm25.py, of all chunks (n, M)"""
-    chunks = [set(tokens[i:i + M]) for i in range(0, len(tokens) - M + 1, M)]
-    df, n = [sum(a in chunk for chunk in chunks) for a in range(V)], len(chunks)
-    idf = [math.log(1 + (n - x + 0.5) / (x + 0.5)) for x in df]
+    """By the equation in bm25.py, of all whole chunks"""
+    chunks = [set(tokens[i:i + CHUNK]) for i in range(0, len(tokens) - CHUNK + 1, CHUNK)]
+    df = [sum(a in chunk for chunk in chunks) for a in range(V)]
+    idf = [math.log(1 + (len(chunks) - n + 0.5) / (n + 0.5)) for n in df]
     return torch.tensor(idf, dtype=torch.float64)
 
 
 IDF = corpus_idf(tokens_of(9, 400)[0].tolist(), V)
 
 
-def taught(tokens, J=4, **more):
-    """Random scores of BM25's candidates; every third chunk has no positive."""
-    chunks = tokens.view(len(tokens), -1, M)
+def taught(tokens, J=4):
+    """A batch with random scores of BM25's candidates; every third chunk has no positive."""
+    chunks = tokens.unflatten(1, (-1, CHUNK))
     doc = torch.zeros(chunks.size(1))
-    candidates = torch.stack([bm25_candidates(x, doc, W, J, IDF) for x in chunks]) > 0
-    scores = torch.randn(candidates.shape, generator=torch.Generator().manual_seed(1))
+    candidates = [bm25_candidates(x, doc, WINDOW, J, IDF) > 0 for x in chunks]
+    candidates = torch.stack(candidates)
+    scores = torch.randn(candidates.shape, generator=generator(1))
     scores[:, 2::3] = -scores[:, 2::3].abs()
-    scores = scores * candidates
-    return batch_of(tokens, target_scores=scores, ranked=(scores > 0).any(2).sum().item(), **more)
+    scores = scores.where(candidates, 0)
+    ranked = (scores > 0).any(2).sum().item()
+    return batch_of(tokens, target_scores=scores, ranked=ranked)
 
 
-def attention(module, x, x_positions, y, y_positions, visible=lambda i, j: True):
-    """Token i of x attends to the tokens j of y that are visible(i, j)."""
-    H, qkv = module.n_head, getattr(module, 'qkv', None)
-    weight = qkv.weight if qkv else torch.cat([module.query.weight, module.kv.weight])
-    q, k, v = (z @ w.T for z, w in zip((x, y, y), weight.split(x.size(1))))
-    q, k, v = (z.unflatten(1, (H, -1)) for z in (q, k, v))              # (t or s, H, D)
-    n = y_positions[-1] + 1                     # tokens of a text
-    if getattr(module, 'shift', False):         # values of the next tokens
-        v = torch.stack([v[i + 1 if (i + 1) % n else i + 1 - n] for i in range(len(v))])
-    q, k = rope(q, x_positions), rope(k, y_positions)
-    mask = torch.tensor([[visible(i, j) for j in range(len(y))] for i in range(len(x))])
-    z = torch.einsum('thd,shd->hts', q, k) / q.size(2) ** 0.5
-    p = z.masked_fill(~mask, -math.inf).softmax(-1)
-    return torch.einsum('hts,shd->thd', p, v).flatten(1) @ module.proj.weight.T
+# --------------------------------------------------------------------------------------------------
+# §3 of the paper, for one sequence, token by token and chunk by chunk
+def norm(module, x):
+    rms = (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    return x / rms * module.weight
+
+
+def attention(module, x, y, x_positions=None, y_positions=None, mask=None):
+    """Token a of x (t, C) attends to the tokens b of y (s, C) where mask[a][b]. Positions are
+    0, 1, ... unless given."""
+    if hasattr(module, 'qkv'):
+        weight = module.qkv.weight
+    else:
+        weight = torch.cat([module.query.weight, module.kv.weight])
+    W_q, W_k, W_v = weight.chunk(3)
+    q, k, v = x @ W_q.T, y @ W_k.T, y @ W_v.T
+    if getattr(module, 'shift', False):                 # in each text of n tokens, the next value
+        n = y_positions[-1] + 1
+        v = v.unflatten(0, (-1, n)).roll(-1, 1).flatten(0, 1)
+
+    # softmax(q kᵀ / sqrt(D)) v in each head
+    q, k, v = (z.unflatten(1, (module.n_head, -1)) for z in (q, k, v))  # (t or s, H, D)
+    q = rope(q, x_positions or range(len(q)))
+    k = rope(k, y_positions or range(len(k)))
+    scores = torch.einsum('ahd,bhd->hab', q, k) / q.size(2) ** 0.5
+    if mask is not None:
+        scores = scores.masked_fill(~torch.tensor(mask), -math.inf)
+    y = torch.einsum('hab,bhd->ahd', scores.softmax(2), v)
+    return y.flatten(1) @ module.proj.weight.T
+
+
+def self_attention(block, x, window):
+    """§3.4: a token attends to its block of half a window, and to the block before."""
+    half, t = window // 2, range(len(x))
+    mask = [[(a // half - 1) * half <= b <= a for b in t] for a in t]
+    y = norm(block.norm1, x)
+    return attention(block.attention, y, y, mask=mask)
+
+
+def mlp(block, x):
+    hidden = F.gelu(norm(block.norm2, x) @ block.mlp.fc.weight.T)
+    return hidden @ block.mlp.proj.weight.T
+
+
+def rank_chunks(model, chunks, tokens, permitted):
+    """§3.1, s_q. -> of each chunk, its states (m, C) to be retrieved, and the chunks that it may
+    retrieve, the best first"""
+    n, r = len(chunks), model.retriever
+    if model.config.retriever == 'none':
+        return chunks, [[]] * n
+    if model.config.retriever == 'bm25':                                # RETRO: a term in common
+        texts = tokens.unfold(0, len(chunks[0]), len(chunks[0])).tolist()
+        order = []
+        for i in range(n):
+            scores = formula(texts, texts[i], b=0, idf=model.idf.tolist())
+            order.append([j for j in ranking(scores) if j in permitted[i]])
+        return chunks, order
+
+    # the mean of the tokens of a chunk, after attention to each other
+    states = []
+    for x in chunks:
+        y = norm(r.norm, x)
+        states.append(x + attention(r.attention, y, y))
+    query = [r.query(norm(r.norm_q, x.mean(0))) for x in states]
+    key = [r.key(norm(r.norm_k, x.mean(0))) for x in states]
+    order = []
+    for i in range(n):
+        s_q = {j: (query[i] @ key[j]).item() for j in permitted[i]}
+        order.append(sorted(s_q, key=s_q.get, reverse=True))
+    return states, order
+
+
+def neighbor(encoder, x, chunk):
+    """§3.1: a retrieved chunk and the next one, (2m, C), for the chunk (m, C) that retrieves it"""
+    y = norm(encoder.norm1, x)
+    x = x + attention(encoder.attention, y, y)
+    return x + attention(encoder.cross, norm(encoder.norm2, x), norm(encoder.norm_query, chunk))
+
+
+def gates_of(model, neighbors, chunk_doc):
+    """§3.1: max(η, σ(w_ng ĉ / C)) of each neighbor of each chunk. ĉ has attended to neighbors of
+    higher rank of its chunk, and to those of the w - 1 chunks before it, of its document."""
+    config, encoder = model.config, model.neighbor_encoder
+    w, K = config.window_chunks, config.n_neighbors
+    slots = [(i, rank) for i in range(len(neighbors)) for rank in range(len(neighbors[i]))]
+    if not slots or not config.gate:
+        return [[1.0] * len(x) for x in neighbors]
+    mean = torch.stack([neighbors[i][rank].mean(0) for i, rank in slots])
+    positions = [i * K + rank for i, rank in slots]
+    mask = [[b <= a and i - j < w and chunk_doc[i] == chunk_doc[j]
+             for b, (j, _) in enumerate(slots)] for a, (i, _) in enumerate(slots)]
+    y = norm(encoder.norm3, mean)
+    mean = mean + attention(encoder.gate_attention, y, y, positions, positions, mask)
+    logits = encoder.gate(norm(encoder.norm_gate, mean)) / config.n_embd
+    gates = [[] for _ in neighbors]
+    for (i, _), logit in zip(slots, logits):
+        gates[i].append(max(config.eta, logit.sigmoid().item()))
+    return gates
+
+
+def cross_attention(cca, x, neighbors, chunk_doc, doc):
+    """§3.1: each token of x (t, C) attends to the neighbors of the last chunk that ends with it or
+    before it, if it is of the same document. Its position is that from the chunk's beginning."""
+    m, y = cca.m, torch.zeros_like(x)
+    for p in range(m - 1, len(x)):
+        i = (p + 1) // m - 1
+        if neighbors[i] and chunk_doc[i] == doc[p]:
+            q = norm(cca.norm, x[p:p + 1])
+            kv = torch.cat(neighbors[i])                                # (K 2m, C)
+            positions = [*range(2 * m)] * len(neighbors[i])
+            y[p] = attention(cca.attention, q, kv, [p - i * m], positions)[0]
+    return y
 
 
 @torch.no_grad()
 def by_definition(model, tokens, doc):
-    """§3 of a sequence (t,) -> log P (t, V), neighbors and gates of each chunk"""
-    c, C, m, t = model.config, model.config.n_embd, model.config.chunk_size, len(tokens)
-    w, n = c.window // m, t // m
-    parts = [set(doc[i * m:(i + 1) * m]) for i in range(n)]
-    of = [min(part) if len(part) == 1 else -1 for part in parts]        # documents of chunks
+    """tokens, doc (t,) -> log P (t, V); of each chunk, the chunks it retrieves and their gates"""
+    config = model.config
+    m, w = config.chunk_size, config.window_chunks
+    n = len(tokens) // m
 
-    def norm(module, x):
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * module.weight
-
-    def mlp(block, x):
-        return F.gelu(norm(block.norm2, x) @ block.mlp.fc.weight.T) @ block.mlp.proj.weight.T
-
-    def self_attention(block, x):
-        y, b = norm(block.norm1, x), c.window // 2
-        return attention(block.attention, y, range(len(x)), y, range(len(x)),
-                         lambda i, j: max(0, (i // b - 1) * b) <= j <= i)
-
-    def within(module, y, z=None):
-        z = y if z is None else z
-        return attention(module, y, range(len(y)), z, range(len(z)))
-
+    # the lower layers
     x = model.embedding.weight[tokens]
     for block in model.lower:
-        x = x + self_attention(block, x)
+        x = x + self_attention(block, x, config.window)
         x = x + mlp(block, x)
-    E = chunks = [x[i * m:(i + 1) * m] for i in range(n)]
-    permitted = [[k for k in range(i - w + 1) if of[i] == of[k] >= 0] for i in range(n)]
-    found, gates = [[] for _ in range(n)], [[] for _ in range(n)]
-    if c.retriever in ('sem', 'lex'):
-        r = model.retriever
-        E = [chunk + within(r.attention, norm(r.norm, chunk)) for chunk in E]
-        q = [r.query(norm(r.norm_q, e.mean(0))) for e in E]
-        k = [r.key(norm(r.norm_k, e.mean(0))) for e in E]
-        found = [sorted(permitted[i], key=lambda j: -(q[i] @ k[j]).item()) for i in range(n)]
-    elif c.retriever == 'bm25':
-        texts = tokens[:n * m].view(n, m).tolist()
-        for i in range(n):
-            score = formula(texts, texts[i], b=0, idf=model.idf.tolist())
-            found[i] = [j for j in ranking(score) if j in permitted[i]]
-    found = [some[:c.n_neighbors] for some in found]
+    chunks = [x[i * m:(i + 1) * m] for i in range(n)]
 
-    pooled, read = [], [[] for _ in range(n)]                           # (chunk, rank, mean)
+    # chunk i retrieves from chunks 0 to i - w of its document
+    docs = [set(doc[i * m:(i + 1) * m]) for i in range(n)]
+    chunk_doc = [min(x) if len(x) == 1 else -1 for x in docs]
+    permitted = [[j for j in range(i - w + 1) if chunk_doc[i] == chunk_doc[j] >= 0]
+                 for i in range(n)]
+    states, order = rank_chunks(model, chunks, tokens, permitted)
+    retrieved = [chosen[:config.n_neighbors] for chosen in order]
+
+    # neighbors and their gates
+    neighbors = []
     for i in range(n):
-        for rank, j in enumerate(found[i]):
-            e, y = model.neighbor_encoder, torch.cat([E[j], E[j + 1]])  # (2m, C)
-            y = y + within(e.attention, norm(e.norm1, y))
-            y = y + within(e.cross, norm(e.norm2, y), norm(e.norm_query, chunks[i]))
-            pooled.append((i, rank, y.mean(0)))
-            read[i].append(y)
-    if c.gate and pooled:
-        e, y = model.neighbor_encoder, torch.stack([mean for _, _, mean in pooled])
-        places, z = [i * c.n_neighbors + rank for i, rank, _ in pooled], norm(e.norm3, y)
-        y = y + attention(e.gate_attention, z, places, z, places, lambda a, b: (
-            b <= a and pooled[b][0] > pooled[a][0] - w and of[pooled[a][0]] == of[pooled[b][0]]))
-        for (i, rank, _), z in zip(pooled, norm(e.norm_gate, y)):
-            gates[i].append(max(c.eta, (e.gate(z)[0] / C).sigmoid()))
-            read[i][rank] = read[i][rank] * gates[i][rank]
+        pairs = [torch.cat([states[j], states[j + 1]]) for j in retrieved[i]]
+        neighbors.append([neighbor(model.neighbor_encoder, pair, chunks[i]) for pair in pairs])
+    gates = gates_of(model, neighbors, chunk_doc)
+    gated = [[gate * x for gate, x in zip(gates[i], neighbors[i])] for i in range(n)]
+
+    # the upper layers
+    first_cca = len(model.upper) - (config.n_cca or len(model.upper))
     for layer, block in enumerate(model.upper):
-        x, y = x + self_attention(block, x), torch.zeros(t, C)
-        cross = c.retriever != 'none' and layer >= len(model.upper) - (c.n_cca or c.n_layer)
-        for p in range(m - 1, t if cross else 0):
-            i = (p + 1) // m - 1                                        # the last whole chunk
-            if read[i] and of[i] == doc[p]:
-                keys, places = torch.cat(read[i]), list(range(2 * m)) * len(read[i])
-                place = m - 1 + p - (i * m + m - 1)
-                y[p] = attention(block.cca.attention, norm(block.cca.norm, x[p:p + 1]), [place],
-                                 keys, places)[0]
-        x = x + y
+        x = x + self_attention(block, x, config.window)
+        if config.retriever != 'none' and layer >= first_cca:
+            x = x + cross_attention(block.cca, x, gated, chunk_doc, doc)
         x = x + mlp(block, x)
-    return (norm(model.norm, x) @ model.embedding.weight.T).log_softmax(-1), found, gates
+    log_p = (norm(model.norm, x) @ model.embedding.weight.T).log_softmax(1)
+    return log_p, retrieved, gates
 
 
-def found_in(trace, m=M):
-    assert all(end == start + 2 * m for _, _, start, end in trace)
-    return [start // m for _, _, start, _ in trace]
+def retrieved_by(model, tokens, doc=None):
+    """For each chunk of a text (1, t): the chunks that it retrieves, the best first"""
+    memory = model.encode(tokens, doc)[1].memory
+    chosen = memory.chosen[0, model.config.window_chunks:].tolist()     # before these: none
+    return [[j for j in row if j >= 0] for row in chosen]
 
 
-@pytest.mark.parametrize('more, doc', [(more, docs_of(T - 3)) for more in SETTINGS] + [
-    (more, doc) for more in ({}, dict(retriever='bm25'))
-    for doc in (docs_of(14, 17, 1, 22, 18, 3, -5), docs_of(40, -40))])
+def streamed(model, tokens, cuts):
+    """log P of tokens in pieces that end before these positions"""
+    state, parts = None, []
+    for piece in tokens.tensor_split(cuts, 1):
+        log_p, state = model.stream(piece, state)
+        parts.append(log_p)
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize('doc', [docs_of(T - 3),
+                                 docs_of(14, 17, 1, 22, 18, 3, padding=25)])
+@pytest.mark.parametrize('more', SETTINGS)
 def test_the_model_is_the_papers(more, doc):
     """Chunks of two documents or padding are not retrieved; a group is of its chunk's document."""
-    model, tokens, several = small(**more), tokens_of(t=doc.size(1), b=1), doc.unique().numel() > 1
-    log_p, found, gates = by_definition(model, tokens[0], doc[0].tolist())
-    f = model.encode(tokens, doc if several else None)[0]
+    model = small(**more)
+    tokens = tokens_of(t=doc.size(1), b=1)
+    log_p, wanted, _ = by_definition(model, tokens[0], doc[0].tolist())
+    assert any(wanted) == (model.config.retriever != 'none')
+    if any(wanted):
+        chosen = retrieved_by(model, tokens, doc)
+        assert chosen == wanted, 'what each chunk retrieves, by the model and by the definition'
+    f = model.encode(tokens, doc)[0]
     close(model.logits(f)[0].log_softmax(-1), log_p)
-    if model.config.retriever == 'none':                                # Transformer-XL
-        assert list(model.ways()) == ['off']
-        return
-    assert any(found)
+
+
+@pytest.mark.parametrize('more', SETTINGS)
+def test_trace_is_what_was_retrieved(more):
+    """With gates, the largest first; from a state of the tokens before, or read in pieces."""
+    model = small(**more)
+    model.PIECE = 3 * CHUNK - 1
+    tokens = tokens_of(b=1)
+    text = tokens[0]
+    _, retrieved, gates = by_definition(model, text, [0] * T)
     m = model.config.chunk_size
-    for t in range(m - 1, 0 if several else T - 3, 3):
-        i, trace = (t + 1) // m - 1, model.trace(tokens[0], t)
-        assert sorted(found_in(trace, m)) == sorted(found[i])
-        weights = [weight for weight, *_ in trace]
-        assert weights == sorted(weights, reverse=True)
-        if model.config.gate:
-            wanted = {j: float(gate) for j, gate in zip(found[i], gates[i])}
-            assert weights == pytest.approx([wanted[j] for j in found_in(trace, m)], abs=EPS)
+    for t in range(m - 1, T, 3):
+        trace = model.trace(text, t, model.read(tokens[:, :t]))
+        assert trace == model.trace(text, t)
+        traced = {}
+        for weight, _, start, end in trace:
+            assert end == start + 2 * m                                 # a chunk and the next one
+            traced[start // m] = weight
+        assert list(traced.values()) == sorted(traced.values(), reverse=True)
+        i = (t + 1) // m - 1                                            # the last whole chunk
+        assert traced == pytest.approx(dict(zip(retrieved[i], gates[i])), abs=EPS)
 
 
 @pytest.mark.parametrize('more', SETTINGS)
 def test_the_future_is_invisible(more, t=T - 3):
     """A row of a batch for each changed token: log P changes from this token on, not before."""
-    model, tokens = small(**more), tokens_of(t=t, b=1)
-    changed = tokens.repeat(t, 1)
-    changed[range(t), range(t)] += 1
-    difference = (model.log_probs(changed % V) - model.log_probs(tokens)).abs().amax(2)
-    assert difference.tril(-1).max() < EPS < difference.diag().min()
+    model = small(**more)
+    tokens = tokens_of(t=t, b=1)
+    changed = tokens + torch.eye(t).long()
+    difference = model.log_probs(changed % V) - model.log_probs(tokens)
+    difference = difference.abs().amax(2)                               # (changed token, position)
+    too_early = (difference.tril(-1) > EPS).nonzero().tolist()
+    assert too_early == [], '[[token, the position of an earlier prediction that depends on it]]'
+    assert difference.diag().min() > EPS
     if model.config.retriever == 'sem':                                 # it is felt later too
         assert difference.triu(START).max() > EPS
 
@@ -212,308 +315,385 @@ def test_the_future_is_invisible(more, t=T - 3):
 @pytest.mark.parametrize('more', SETTINGS[:4])
 def test_the_loss_in_eval_mode(more):
     """Without a teacher; in slices, some targets not scored: value and gradients."""
-    model, batch = small(**more), taught(tokens_of(b=40))
+    model = small(**more)
+    batch = taught(tokens_of(b=40))
     batch.targets = batch.targets.where(torch.arange(T) % 3 > 0, -1)
+    loss, _ = model(batch, 0.5)
     logits = model.logits(model.encode(batch.tokens)[0])
     wanted = F.cross_entropy(logits.mT, batch.targets, ignore_index=-1)
-    loss, parameters = model(batch, 0.5)[0], list(model.parameters())
     close(loss, wanted)
-    grads = (torch.autograd.grad(x, parameters, materialize_grads=True) for x in (loss, wanted))
-    close(*grads)
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    close(grads, torch.autograd.grad(wanted, parameters, materialize_grads=True))
 
 
 @pytest.mark.parametrize('retriever', ['sem', 'lex', 'bm25'])
 def test_without_neighbors_cross_attention_is_zero(retriever):
     """Exactly: chunks before chunk w, and all chunks with an empty choice of a teacher."""
-    model, tokens = small(retriever=retriever), tokens_of()
+    model = small(retriever=retriever)
+    tokens = tokens_of()
     on = model.encode(tokens)[0]
     empty = model.encode(tokens, teacher=torch.full((B, N, K), -1))[0]
-    model.retrieval = model.ways()['off']['retrieval']
+    vars(model).update(model.ways()['off'])
     off = model.encode(tokens)[0]
-    assert torch.equal(empty, off) and torch.equal(on[:, :START], off[:, :START])
+    assert torch.equal(empty, off)
+    assert torch.equal(on[:, :START], off[:, :START])
     assert (on - off)[:, START:].abs().max() > EPS
 
 
 @pytest.mark.parametrize('more', SETTINGS)
-def test_streaming_equals_the_full_pass(more, t=12 * M + 3):
-    """In pieces of any size, over several windows: stream, read, log_p and trace."""
-    model, tokens = small(**more), tokens_of(t=t)
-    cuts = torch.randperm(t - 1, generator=torch.Generator().manual_seed(1))[:12].sort().values + 1
-    for n_cuts, attributes in zip((4, 1, 1), model.ways().values()):
-        vars(model).update(attributes, PIECE=2048)
-        full, trace = model.log_probs(tokens), model.trace(tokens[0], t - 1)
-        model.PIECE = 3 * M - 1
-        for ends in (cuts.tolist(), range(1, t), range(M - 1, t, M), [])[:n_cuts]:
-            state, parts = None, []
-            for piece in tokens.tensor_split(list(ends), dim=1):
-                log_p, state = model.stream(piece, state)
-                parts.append(log_p)
-            close(torch.cat(parts, dim=1), full)
-        first, second, rest = tokens.tensor_split([START + 3, 8 * M + 2], dim=1)
+def test_streaming_equals_the_full_pass(more, t=12 * CHUNK + 3):
+    """In pieces that end anywhere; of a token; of a chunk, shifted; after a text read in pieces"""
+    model = small(**more)
+    model.PIECE = 3 * CHUNK - 1
+    tokens = tokens_of(t=t)
+    anywhere = torch.randperm(t - 1, generator=generator(1))[:12].sort().values + 1
+    first, second, rest = tokens.tensor_split([START + 3, 8 * CHUNK + 2], 1)
+    for attributes in model.ways().values():
+        vars(model).update(attributes)
+        full = model.log_probs(tokens)
+        for cuts in (anywhere.tolist(), range(1, t), range(CHUNK - 1, t, CHUNK)):
+            close(streamed(model, tokens, list(cuts)), full)
         state = model.read(second, model.read(first, model.read(tokens[:, :0])))
         close(model.stream(rest, state)[0], full[:, -rest.size(1):])
-        for (weight, _, start, end), wanted in zip(model.trace(tokens[0], t - 1), trace):
-            assert (start, end) == wanted[2:] and weight == pytest.approx(wanted[0])
 
 
 def test_far_positions_equal_near_ones():
     """In fp32, without retrieval, log P depends on the last windows alone, however far they are."""
     torch.set_default_dtype(torch.float32)
-    model, tokens, near = small(n_layer=2), tokens_of(t=2 ** 14, b=1), []
-    model.retrieval = model.ways()['off']['retrieval']
-    for text in (tokens, tokens[:, -1024:]):
-        _, state = model.stream(text[:, :-64])
-        near.append(model.stream(text[:, -64:], state)[0])
-    close(*near, atol=1e-4)
+    model = small(n_layer=2)
+    tokens = tokens_of(t=2 ** 14, b=1)
+    vars(model).update(model.ways()['off'])
+    far = streamed(model, tokens, [-64])
+    near = streamed(model, tokens[:, -1024:], [-64])
+    close(far[:, -64:], near[:, -64:], atol=1e-4)
 
 
-@pytest.mark.parametrize('more', [{}, dict(retriever='bm25')])
-def test_shuffled_draws_permitted_chunks(more, n=40):
-    """Different ones, at random: none is preferred, and the choice differs from chunk to chunk."""
-    model, tokens = small(**more), tokens_of(t=n * M)[0]
-    own = [found_in(model.trace(tokens, i * M + M - 1)) for i in range(n)]
-    model.retrieval = model.ways()['shuffled']['retrieval']
-    drawn = [found_in(model.trace(tokens, i * M + M - 1)) for i in range(n)]
+@pytest.mark.parametrize('retriever', ['sem', 'bm25'])
+def test_shuffled_draws_permitted_chunks(retriever, n=40):
+    """As many as are retrieved, at random: none is preferred, and chunks draw different ones."""
+    model = small(retriever=retriever)
+    tokens = tokens_of(t=n * CHUNK, b=1)
+    retrieved = retrieved_by(model, tokens)
+    vars(model).update(model.ways()['shuffled'])
+    drawn = retrieved_by(model, tokens)
     for i in range(n):
-        assert len(set(drawn[i])) == len(drawn[i]) == len(own[i])
-        assert all(0 <= k <= i - W for k in drawn[i])
-    same = [len(set(a) & set(b)) for a, b in zip(own, drawn)]
-    places = [k / (i - W) for i in range(20, n) for k in drawn[i]]
-    assert sum(same) < n / 2 and len(set(map(tuple, drawn))) > n * 0.8
-    assert 0.4 < np.mean(places) < 0.6 and 0.2 < np.std(places) < 0.4  # uniform: 0.5, 0.29
+        assert len(set(drawn[i])) == len(drawn[i]) == len(retrieved[i])
+        assert set(drawn[i]) <= set(range(i - WINDOW + 1))
+    same = [len(set(a) & set(b)) for a, b in zip(retrieved, drawn)]
+    assert sum(same) < n / 2
+    assert len(set(map(tuple, drawn))) > n * 0.8
+    places = [j / (i - WINDOW) for i in range(20, n) for j in drawn[i]]
+    assert 0.4 < np.mean(places) < 0.6                                  # uniform: 0.5
+    assert 0.2 < np.std(places) < 0.4                                   # uniform: 0.29
 
 
 def test_scores_and_logits_are_fp32_under_autocast():
     torch.set_default_dtype(torch.float32)
     model = small()
+    E = model.embedding.weight
     with torch.autocast('cpu', torch.bfloat16):
         f, _, scores = model.encode(tokens_of())
         logits = model.logits(f)
         targets = tokens_of().where(torch.arange(T) < 32, -1)           # 64: 1 / 64 is exact
-        loss = rpt.cross_entropy(f.detach(), model.embedding.weight, targets)
-        neighbors, chosen = torch.randn(1, 9, 3, 2 * M, 16), torch.ones(1, 9, 3).long()
-        gates = model.neighbor_encoder.gates(neighbors, chosen)
-    gradient, = torch.autograd.grad(loss, model.embedding.weight)
+        loss = rpt.cross_entropy(f.detach().requires_grad_(), E, targets)
+        neighbors = torch.randn(1, 9, 3, 2 * CHUNK, 16)
+        gates = model.neighbor_encoder.gates(neighbors, torch.ones(1, 9, 3))
+    gradient, = torch.autograd.grad(loss, E)
     for x in (scores[scores > -math.inf], logits, gates, gradient):
-        assert x.dtype == torch.float32 and (x.bfloat16() != x).any()
+        assert x.dtype == torch.float32
+        assert (x.bfloat16() != x).any()
 
 
 def test_gradients_do_not_depend_on_threads():
     """Chunks that are retrieved several times: their gradients are added in one order."""
     torch.set_default_dtype(torch.float32)
-    model, tokens, n = RPT(RPTConfig()), torch.randint(4096, (2, 1024)), torch.get_num_threads()
+    model = RPT(RPTConfig())
+    tokens = torch.randint(4096, (2, 1024))
+    n_threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        grads = [torch.autograd.grad(model.encode(tokens)[0].square().sum(), model.embedding.weight)
-                 for _ in range(4)]
-    finally:
-        torch.set_num_threads(n)
-    assert all(torch.equal(grad, grads[0][0]) for grad, in grads)
+    grads = []
+    for _ in range(4):
+        f = model.encode(tokens)[0]
+        grads += torch.autograd.grad(f.square().sum(), model.embedding.weight)
+    torch.set_num_threads(n_threads)
+    for grad in grads[1:]:
+        assert torch.equal(grad, grads[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# the ranking loss, its labels and schedules
+def dcg(order, s_t, cut=None):
+    gains = [2 ** max(s_t[j], 0) - 1 for j in order]
+    return sum(gain / math.log2(2 + i) for i, gain in enumerate(gains[:cut]))
 
 
 def ranking_by_loops(s_q, s_t, tau):
     """§3.3 of one chunk: λ by a swap in the ranking -> the loss, NDCG@20"""
-    order = [k for k in range(len(s_q)) if s_q[k] > -math.inf]
-    order.sort(key=lambda k: -s_q[k].item())
-    s_t, loss = s_t.tolist(), s_q.new_zeros(())
-    ideal = sorted(order, key=lambda k: -s_t[k])
-    def dcg(chunks, cut=None):
-        return sum((2 ** max(s_t[k], 0) - 1) / math.log2(2 + i)
-                   for i, k in enumerate(chunks[:cut]))
-    for a in order:
-        for b in order:
-            if s_t[a] > max(0, s_t[b]):
-                swapped = [{a: b, b: a}.get(k, k) for k in order]
-                lam = abs(dcg(swapped) - dcg(order)) / dcg(ideal)
-                loss = loss + lam * (tau - (s_q[a] - s_q[b])).clamp(min=0)
-    return loss, dcg(order, 20) / max(1e-9, dcg(ideal, 20))
+    s_t = s_t.tolist()
+    order = [j for j in range(len(s_q)) if s_q[j] > -math.inf]
+    order.sort(key=lambda j: -s_q[j].item())
+    ideal = sorted(order, key=lambda j: -s_t[j])
+    loss = s_q.new_zeros(())
+    for l in order:
+        for j in order:
+            if s_t[l] > max(0, s_t[j]):
+                swapped = [{l: j, j: l}.get(x, x) for x in order]
+                lam = abs(dcg(swapped, s_t) - dcg(order, s_t)) / dcg(ideal, s_t)
+                loss = loss + lam * (tau - (s_q[l] - s_q[j])).clamp(min=0)
+    ndcg = dcg(order, s_t, 20) / max(1e-9, dcg(ideal, s_t, 20))
+    return loss, ndcg
 
 
 @pytest.mark.parametrize('n, J, tau', [(9, 4, 4.0), (9, 20, 0.5), (28, 26, 2.0)])
 def test_ranking_loss(n, J, tau):
-    """Of each chunk, and its gradient; 0 without positives."""
-    s_t, k = taught(tokens_of(t=n * M), J).target_scores, torch.arange(n)
-    s_q = 2 * torch.randn(B, n, n, generator=torch.Generator().manual_seed(2))
-    s_q = s_q.masked_fill(k > k[:, None] - W, -math.inf).requires_grad_()
+    """Of each chunk, and its gradient; every third chunk has no positive."""
+    s_t = taught(tokens_of(t=n * CHUNK), J).target_scores
+    i = torch.arange(n)
+    s_q = 2 * torch.randn(B, n, n, generator=generator(2))
+    s_q = s_q.masked_fill(i > i[:, None] - WINDOW, -math.inf).requires_grad_()
     loss, ndcg = ranking_loss(s_q, s_t, tau)
-    pairs = [ranking_by_loops(s_q[b, i], s_t[b, i], tau) for b in range(B) for i in range(n)]
-    wanted = torch.stack([pair[0] for pair in pairs]).view(B, n)
-    close(loss, wanted)
-    close(ndcg, torch.tensor([pair[1] for pair in pairs]).view(B, n))
-    assert 0 < ndcg.sum() < (s_t > 0).any(2).sum()
-    grads = [torch.autograd.grad(x.sum(), s_q)[0] for x in (loss, wanted)]
-    close(*grads)
-    assert grads[0].abs().sum() > 0
-    for nothing in (-s_t.abs(), 0 * s_t):
-        loss, ndcg = ranking_loss(s_q, nothing, tau)
-        grad, = torch.autograd.grad(loss.sum(), s_q)
-        assert not (loss.any() or ndcg.any() or grad.any())
+    by_loops = [ranking_by_loops(s_q[b, i], s_t[b, i], tau) for b in range(B) for i in range(n)]
+    wanted_loss, wanted_ndcg = zip(*by_loops)
+    wanted_loss = torch.stack(wanted_loss)
+    close(loss.flatten(), wanted_loss)
+    close(ndcg.flatten(), torch.tensor(wanted_ndcg))
+    grad, = torch.autograd.grad(loss.sum(), s_q)
+    close(grad, torch.autograd.grad(wanted_loss.sum(), s_q)[0])
+    assert grad.any()
+
+
+def prompt_log_p(reference, chunks, j, i, cache):
+    """Mean of log P(c_{i+1} | c_j, c_{j+1}, c_i) over tokens, of a mixture with a cache"""
+    prompt = torch.cat([chunks[j], chunks[j + 1], chunks[i], chunks[i + 1]])
+    f = reference.encode(prompt[None])[0][0]                            # (4m, C)
+    nats = []
+    for t in range(3 * CHUNK - 1, 4 * CHUNK - 1):                       # predicts token t + 1
+        scores = [f[t] @ f[u] / f.size(1) ** 0.5 for u in range(t)]
+        weights = torch.stack(scores).softmax(0)
+        p_cache = sum(weights[u] for u in range(t) if prompt[u + 1] == prompt[t + 1])
+        p = reference.logits(f[t]).softmax(0)[prompt[t + 1]]
+        nats.append(((1 - cache) * p + cache * p_cache).log())
+    return torch.stack(nats).mean()
 
 
 @pytest.mark.parametrize('cache', [0.0, 0.3])
 def test_target_scores_by_reading_each_prompt(cache):
-    reference, chunks = small(retriever='none', window=4 * M), (tokens_of() % 9)[0].view(N, M)
-    candidates = bm25_candidates(chunks, torch.zeros(N), W, 4, IDF) > 0     # tokens return
-    candidates[5, 3] = True                                             # the baseline itself
+    reference = small(retriever='none', window=4 * CHUNK)
     reference.config.reference_cache = cache
+    chunks = (tokens_of() % 9)[0].view(N, CHUNK)                        # tokens return
+    candidates = bm25_candidates(chunks, torch.zeros(N), WINDOW, 4, IDF) > 0
+    candidates[5, 3] = True                                             # the baseline itself
     scores = target_scores(reference, chunks, candidates)
-
-    def log_p(j, i):
-        prompt = torch.cat([chunks[j], chunks[j + 1], chunks[i], chunks[i + 1]])
-        f, nats = reference.encode(prompt[None])[0][0], []
-        for t in range(3 * M - 1, 4 * M - 1):                           # it predicts token t + 1
-            weights = torch.stack([f[t] @ f[u] / f.size(1) ** 0.5 for u in range(t)]).softmax(0)
-            copied = sum(w for u, w in enumerate(weights) if prompt[u + 1] == prompt[t + 1])
-            p = reference.logits(f[t]).softmax(0)[prompt[t + 1]]
-            nats.append(((1 - cache) * p + cache * copied).log())
-        return torch.stack(nats).mean()
-    for i in range(N):
-        for j in range(N):
-            wanted = log_p(j, i) - log_p(i - 2, i) if candidates[i, j] else 0
-            assert abs(scores[i, j] - wanted) < EPS
-    assert scores[5, 3].abs() < EPS and candidates.sum() > 15
+    for i, j in candidates.nonzero().tolist():
+        wanted = prompt_log_p(reference, chunks, j, i, cache)
+        wanted = wanted - prompt_log_p(reference, chunks, i - 2, i, cache)
+        assert scores[i, j].item() == pytest.approx(wanted.item(), abs=EPS)
+    assert candidates.sum() > 15
+    assert not scores[~candidates].any()
     reference.norm.weight.data *= 1e5                                   # some P are 0 in fp64
     assert target_scores(reference, chunks, candidates).isfinite().all()
 
 
-def test_bm25(J=3):
+def test_bm25(J=3, n=24):
     """RETRO's scores, and the candidates of chunk and target, out of the chunk's window."""
-    chunks, doc = tokens_of(3, 24 * M)[0].view(24, M), torch.tensor([4] * 13 + [-1] * 2 + [0] * 9)
-    candidates = bm25_candidates(chunks, doc, W, J, IDF)
-    q, keys = rpt.bm25_vectors(chunks, IDF)                             # rounded to 2^-10
-    for i in range(24):
-        permitted = [k for k in range(i - W + 1) if doc[i] == doc[k] >= 0]
+    chunks = tokens_of(3, n * CHUNK)[0].view(n, CHUNK)
+    doc = torch.tensor([4] * 13 + [-1] * 2 + [0] * 9)
+    candidates = bm25_candidates(chunks, doc, WINDOW, J, IDF)
+    tf, keys = rpt.bm25_vectors(chunks, IDF)                            # rounded to 2^-10
+    for i in range(n):
         query = chunks[i:i + 2].flatten().tolist()
         scores = formula(chunks.tolist(), query, b=0, idf=IDF.tolist())
-        close(keys @ q[i:i + 2].sum(0), torch.tensor(scores), 2 * M * 2 ** -11)
-        if i == 23 or doc[i + 1] != doc[i]:                             # without a target
-            scores = [0] * 24
-        best = [k for k in ranking(scores, 24) if k in permitted][:J]
-        wanted = [1 - best.index(k) / J if k in best else 0 for k in range(24)]
+        close(keys @ tf[i:i + 2].sum(0), torch.tensor(scores), 2 * CHUNK * 2 ** -11)
+
+        # the best that are out of the window and of the document, which has the target, too
+        permitted = [j for j in range(i - WINDOW + 1) if doc[i] == doc[j] >= 0]
+        best = [j for j in ranking(scores) if j in permitted][:J]
+        if i == n - 1 or doc[i + 1] != doc[i]:
+            best = []
+        wanted = [1 - best.index(j) / J if j in best else 0 for j in range(n)]
         assert candidates[i].tolist() == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize('teacher, chances', [('annealed', (1, 0.97, 0.75, 0)),
-                                              ('always', (1,) * 4), ('never', (0,) * 4)])
-def test_schedules(teacher, chances, b=300):
-    """§3.4: the share of chunks with the teacher's neighbors; §3.3: α and τ; gradients of each."""
-    model = small(teacher=teacher, n_layer=2, gate=False, alpha=0.5, tau=3.0)
-    batch = SimpleNamespace(**{name: x.expand(b, *x.shape[1:]) if torch.is_tensor(x) else x * b
-                               for name, x in vars(taught(tokens_of(4, b=1))).items()})
-    batch.ranked *= 2.5                                                 # of other micro-batches
-    batch.targets = torch.full((b, T), -1)
-    batch.targets[:, 8 * M - 1] = 5                                     # depends on chunk 7 alone
-    s_t = batch.target_scores[0, 7].tolist()
-    best = sorted([k for k in range(N) if s_t[k] > 0], key=lambda k: -s_t[k])[:K]
-    given = torch.full((1, N, K), -1)
-    given[0, 7, :len(best)] = torch.tensor(best)
-    nll = [-model.logits(model.encode(batch.tokens[:1], teacher=t)[0]).log_softmax(-1)[
-        0, 8 * M - 1, 5].item() for t in (given, None)]
-    assert best and abs(nll[0] - nll[1]) > 1e-3
-    scores = model.encode(batch.tokens[:1])[2]
+@pytest.mark.parametrize('teacher, retriever, chances', [
+    ('annealed', 'sem', (1, 0.97, 0.75, 0)), ('always', 'lex', (1, 1, 1, 1)),
+    ('never', 'sem', (0, 0, 0, 0)), ('never', 'bm25', (1, 1, 1, 1))])
+def test_scheduled_sampling(teacher, retriever, chances, b=60):
+    """§3.4: the share of chunks that read what helps most; others read what they retrieve."""
+    model = small(teacher=teacher, retriever=retriever)
+    batch = taught(tokens_of(b=b))
+    s_t, taught_chunks = batch.target_scores.where(batch.target_scores > 0, -math.inf).topk(K)
+    taught_chunks = taught_chunks.masked_fill(s_t == -math.inf, -1)     # (b, N, K)
+    encode, chosen = model.encode, []
+
+    def recorded(*args):
+        f, state, s_q = encode(*args)
+        chosen.append(state.memory.chosen[:, WINDOW:])                  # (b, N, K)
+        return f, state, s_q
+    model.encode = recorded
+    model(batch, 0)
+    retrieved = chosen[0]
+    differ = (taught_chunks != retrieved).any(2)
     for progress, chance in zip((0, 0.1, 0.3, 0.9), chances):
-        loss, log = model.train()(batch, progress)
-        share = (log['lm_loss'].item() - nll[1]) / (nll[0] - nll[1])
-        assert abs(share - chance) < (0.08 if 0 < chance < 1 else 1e-6)
-        tau, alpha = 1 + 2 * progress, 0.5 * min(1, progress / 0.2)
-        ranked = (batch.target_scores[:1] > 0).any(2)
-        losses = torch.stack(ranking_loss(scores, batch.target_scores[:1], tau))[:, ranked]
-        means = losses.mean(1) * log['ranked'] / batch.ranked           # over those of the step
-        close(torch.stack([log['ret_loss'], log['ndcg']]), means)
-        assert log['ranked'] == b * ranked.sum()
+        model.train()(batch, progress)
+        of_teacher = (chosen[-1] == taught_chunks).all(2)               # (b, N)
+        assert torch.equal(chosen[-1][~of_teacher], retrieved[~of_teacher])
+        share = of_teacher[differ].double().mean().item()
+        tolerance = 0.08 if 0 < chance < 1 else 0
+        assert share == pytest.approx(chance, abs=tolerance)
+
+
+def test_the_loss_in_training():
+    """§3.3: L_LM + α L_ret, the schedules of α and τ, what is logged; W_Q learns by L_ret alone."""
+    model = small(n_layer=2, alpha=0.5, tau=3.0).train()
+    batch = taught(tokens_of(4))
+    n_positive = batch.ranked
+    batch.ranked = 2.5 * n_positive                                     # a mean over micro-batches
+    _, _, s_q = model.encode(batch.tokens)
+    for progress in (0, 0.1, 0.3, 0.9):
+        loss, log = model(batch, progress)
+        ret_loss, ndcg = ranking_loss(s_q, batch.target_scores, tau=1 + 2 * progress)
+        alpha = 0.5 * min(1, progress / 0.2)
+        close(log['ret_loss'], ret_loss.sum() / batch.ranked)
+        close(log['ndcg'], ndcg.sum() / batch.ranked)
         close(loss, log['lm_loss'] + alpha * log['ret_loss'])
+        assert log['ranked'] == n_positive
         grad, = torch.autograd.grad(loss, model.retriever.query.weight)
-        assert (grad.abs().max() > 0) == (progress > 0)                 # W_Q: by L_ret alone
+        assert grad.any() == (progress > 0)
 
 
 def test_training_is_determined_by_the_seed():
-    model, batch, losses = small(dropout=0.2).train(), taught(tokens_of(), J=6), []
-    for batch.seed in (1, 1, 2):
-        losses.append(model(batch, 0.45)[0].item())
+    model = small(dropout=0.2).train()
+    batch = taught(tokens_of())
+    losses = []
+    for seed in (1, 1, 2):
+        batch.seed = seed
+        loss, _ = model(batch, 0.45)
+        losses.append(loss.item())
     assert losses[0] == losses[1] != losses[2]
-    weights = []
-    for retriever in ('sem', 'bm25', 'none'):
+
+
+def test_what_models_share_begins_equal():
+    def parameters(retriever):
         torch.manual_seed(3)
-        weights.append(dict(RPT(RPTConfig(retriever=retriever)).named_parameters()))
-    assert all(torch.equal(w[name], weights[0][name]) for w in weights[1:] for name in w)
+        return RPT(RPTConfig(retriever=retriever)).named_parameters()
+    wanted = dict(parameters('sem'))
+    for retriever in ('bm25', 'none'):
+        for name, p in parameters(retriever):
+            assert torch.equal(p, wanted[name]), name
 
 
+# --------------------------------------------------------------------------------------------------
+# setup: the reference LM and the scores on disk
 @pytest.fixture
 def start(tmp_path):
-    """-> function of settings: the first taught micro-batches, corpus, model, the reference LM"""
-    rng, words = np.random.default_rng(0), 'ab cde fg hi jkl mno pqr stu vwx yz'.split()
-    *texts, val = (' '.join(rng.choice(words, size)) for size in (150, 100, 90, 40))
-    write_splits(tmp_path, texts, [val])
+    """-> function of settings: the first n taught micro-batches, corpus, model, the reference LM"""
+    rng = np.random.default_rng(0)
+    words = 'ab cde fg hi jkl mno pqr stu vwx yz'.split()
+    texts = [' '.join(rng.choice(words, n_words)) for n_words in (150, 100, 90, 40)]
+    write_splits(tmp_path, texts[:3], texts[3:])
     corpus = data.load(tmp_path, 'bytes', root=tmp_path / 'corpora', quiet=True)
-    def run(config=CONFIG, shift=0.0, n=2, **more):
-        model = small(**{**dict(vocab_size=257, block_size=48, window=4 * M), **more})
+    path = tmp_path / 'ckpt.pt'
+
+    def run(train_config=CONFIG, shift=0.0, n=2, **more):
+        model = small(**dict(vocab_size=257, block_size=48, window=4 * CHUNK) | more)
         of_reference = dict(retriever='none', n_layer=2, n_cca=0, reference='')
         reference = small(**vars(model.config) | of_reference)
         reference.norm.weight.data += shift
 
-        def train_reference(model_config, train_config):
-            assert (model_config.retriever, model_config.n_layer) == ('none', 2)
-            assert train_config.max_steps == min(model.config.reference_steps, config.max_steps)
+        def train_reference(reference_config, config):
+            assert (reference_config.retriever, reference_config.n_layer) == ('none', 2)
+            assert config.max_steps == min(model.config.reference_steps, train_config.max_steps)
             torch.save(dict(model=reference.state_dict(), config=asdict(reference.config),
-                            model_name='rpt', tokenizer=corpus.tokenizer.to_dict()),
-                       tmp_path / 'ckpt.pt')
-            return tmp_path / 'ckpt.pt'
+                            model_name='rpt', tokenizer=corpus.tokenizer.to_dict()), path)
+            return path
         batches = data.Batches(corpus.train, 'documents', model.config.block_size,
                                model.config.micro_batch, seed=0)
-        autocast = lambda: torch.autocast('cpu', enabled=False)
-        attach = rpt.setup(model, corpus, batches, config, autocast, train_reference,
-                           lambda items, *_, **more: items)
+        attach = rpt.setup(model, corpus, batches, train_config,
+                           partial(torch.autocast, 'cpu', enabled=False), train_reference,
+                           data.progress)
         return [attach(batches[g], g) for g in range(n)], corpus, model, reference
     return run
 
 
 @pytest.mark.parametrize('retriever', ['sem', 'lex', 'bm25'])
-def test_setup_scores_the_candidates(start, retriever):
+def test_setup_scores_the_candidates(start, capsys, retriever):
     """The reference LM scores every n-th chunk; the others have the ranks of their candidates."""
     taught, corpus, model, reference = start(retriever=retriever, score_every=2, n=9)
-    idf, scored = corpus_idf(corpus.train.tokens.tolist(), 257), 0
-    if retriever == 'bm25': close(model.idf, idf)
+    stages = 3 if retriever == 'sem' else 2
+    out = capsys.readouterr().out
+    assert ('stage 1 of 3: the reference LM, 3 steps' in out) == (retriever == 'sem')
+    assert f'stage {stages - 1} of {stages}: scores of 12 sequences' in out
+    assert f'stage {stages} of {stages}: RPT, 3 steps' in out
+    idf, n_scored = corpus_idf(corpus.train.tokens.tolist(), 257), 0
+    if retriever == 'bm25':
+        close(model.idf, idf)
     for batch in taught:
-        for b in range(B):
-            chunks, doc = batch.tokens[b].view(-1, M), batch.doc[b].view(-1, M)
-            doc = doc[:, 0].where((doc == doc[:, :1]).all(1), -1)
-            wanted = bm25_candidates(chunks, doc, 4, 4, idf)
-            rows = (torch.arange(len(doc)) % 2 == 0) & (retriever == 'sem')
-            candidates = (wanted > 0) & rows[:, None]
-            s_t = target_scores(reference, chunks, candidates)
-            close(batch.target_scores[b].double(), s_t.where(rows[:, None], wanted.double()), 1e-6)
-            scored += candidates.sum()
-    assert any((x.doc < 0).any() for x in taught) and (scored > 10) == (retriever == 'sem')
-    ranked = [(x.target_scores > 0).any(2).sum().item() for x in taught]
-    for g, batch in enumerate(taught[:8]):                              # steps of two
-        assert batch.ranked == sum(ranked[g // 2 * 2:][:2]) / 2
+        sequences = batch.tokens.unflatten(1, (-1, CHUNK))
+        docs = rpt.doc_of_chunks(batch.doc, CHUNK)
+        for chunks, doc, s_t in zip(sequences, docs, batch.target_scores):
+            wanted = bm25_candidates(chunks, doc, 4, 4, idf).double()
+            if retriever == 'sem':
+                candidates = wanted > 0
+                candidates[1::2] = False
+                wanted[::2] = target_scores(reference, chunks, candidates)[::2].double()
+                n_scored += candidates.sum()
+            close(s_t.double(), wanted, 1e-6)
+    assert any((batch.doc < 0).any() for batch in taught)
+    assert (n_scored > 10) == (retriever == 'sem')
+
+    # `ranked` is a mean over the two micro-batches of a step
+    n_positive = [(batch.target_scores > 0).any(2).sum().item() for batch in taught]
+    for g, batch in enumerate(taught[:8]):
+        first = g // 2 * 2
+        assert batch.ranked == sum(n_positive[first:first + 2]) / 2
     model.train()(batch, 0.5)[0].backward()
 
 
-def test_scores_are_computed_once(start, monkeypatch, capsys):
-    """Resumed, and reused by a run that differs in nothing they depend on."""
-    computed, original = [], bm25_candidates
-    monkeypatch.setattr(rpt, 'bm25_candidates', lambda *a: computed.append(0) or original(*a))
+@pytest.fixture
+def count(start, monkeypatch):
+    """-> function of settings: of how many sequences `start` computes the scores"""
+    computed = []
 
-    def count(*a, **more):
+    def counted(*args):
+        computed.append(args)
+        return bm25_candidates(*args)
+    monkeypatch.setattr(rpt, 'bm25_candidates', counted)
+
+    def run(**more):
         computed.clear()
-        start(*a, **more)
+        start(**more)
         return len(computed)
-    assert count(replace(CONFIG, max_steps=1)) == 4 and count() == 8 and count() == 0
-    assert count(eta=0.3, tau=1.0, reference_steps=2) == count(micro_batch=4, n=1, n_cca=2) == 0
-    assert count(reference_cache=0.0) > 0 and capsys.readouterr().out.count('too little') == 1
-    for more in (dict(score_every=3), dict(n_candidates=5), dict(window=6 * M), dict(shift=0.1),
-                 dict(reference_cache=0.5), dict(retriever='lex'), dict(block_size=44),
-                 dict(config=replace(CONFIG, dtype='bf16'))):
+    return run
+
+
+def test_scores_are_computed_once(count, monkeypatch, capsys):
+    """Resumed, and reused by a run that differs in nothing they depend on."""
+    assert count(train_config=replace(CONFIG, max_steps=1)) == 4
+    assert count() == 8
+    assert count() == 0
+    assert count(eta=0.3, tau=1.0, reference_steps=2) == 0
+    assert count(micro_batch=4, n=1, n_cca=2) == 0
+    assert 'too little' not in capsys.readouterr().out
+    assert count(reference_cache=0.0) > 0
+    assert 'too little' in capsys.readouterr().out                      # it hardly copies
+    for more in (dict(score_every=3), dict(n_candidates=5), dict(window=6 * CHUNK),
+                 dict(shift=0.1), dict(retriever='lex'), dict(block_size=44),
+                 dict(train_config=replace(CONFIG, dtype='bf16'))):
         assert count(**more) > 0, more
-    monkeypatch.setattr(rpt, 'target_scores', lambda *a: target_scores(*a))
-    assert count() > 0                                                  # the code is another
-    assert 'window' in one_line(start, window=2 * M)                    # of the reference LM
+    monkeypatch.setattr(rpt, 'VERSION', 0)
+    assert count() > 0
+
+
+def test_a_reference_of_another_run(start, count):
+    """Its file is given; it needs a window of four chunks and the tokenizer of the run."""
+    assert 'window' in one_line(start, window=2 * CHUNK)
     path = start()[1].folder.parent.parent / 'ckpt.pt'
     assert count(reference=str(path)) == 0
-    with pytest.raises(ValueError, match='sem'): RPTConfig(reference='x', retriever='lex')
     torch.save({**torch.load(path), 'tokenizer': {}}, path)
     assert 'tokenizer' in one_line(start, reference=str(path))
+    with pytest.raises(ValueError, match='sem'):
+        RPTConfig(reference='x', retriever='lex')
 
 
 @pytest.mark.parametrize('more, millions', [
@@ -521,65 +701,88 @@ def test_scores_are_computed_once(start, monkeypatch, capsys):
     (dict(retriever='bm25'), 236.05), (dict(), 242.35)])
 def test_parameter_counts_of_the_paper(more, millions):
     """Table 2: Transformer-XL 202M, with two more layers 228M, RETRO 236M, RPT 242M."""
-    sizes = {k: v for k, v in rpt.PRESETS['paper'].items() if k in RPTConfig.__dataclass_fields__}
+    _, config, _ = train.parse('--model rpt --preset paper --vocab-size 50277'.split())
     with torch.device('meta'):
-        model = RPT(RPTConfig(**{**sizes, 'vocab_size': 50_277, **more}))
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+        model = RPT(replace(config, **more))
+    n_weights = sum(p.numel() for p in model.parameters())
+    assert n_weights / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+# --------------------------------------------------------------------------------------------------
+# Table 3
+def measures_by_loops(s_q, s_t, permitted):
+    """Means over the chunks with a positive of precision@2, recall@10, NDCG@20"""
+    rows = []
+    s_q = s_q.clamp(min=-99).masked_fill(~permitted, -math.inf)         # -99: no term in common
+    for i in range(len(s_q)):
+        order = permitted[i].nonzero()[:, 0].tolist()
+        order.sort(key=lambda j: -s_q[i, j].item())
+        helps = [s_t[i, j].item() > 0 for j in order]
+        if any(helps):
+            _, ndcg = ranking_by_loops(s_q[i], s_t[i], 1)
+            rows.append([sum(helps[:2]) / 2, sum(helps[:10]) / sum(helps), ndcg])
+    return np.mean(rows, axis=0)
+
+
+def run_of(name, tokens, fingerprint='', **more):
+    """What `ranks` needs of a run"""
+    split = SimpleNamespace(tokens=tokens.numpy())
+    corpus = SimpleNamespace(fingerprint=fingerprint, train=split)
+    return SimpleNamespace(name=name, model=small(**more), corpus=corpus, documents=[tokens])
 
 
 def test_ranks_by_loops(n=26):
-    """Table 3 by counting; the reference LM scores all permitted chunks."""
-    reference = small(retriever='none', window=4 * M)
-    tokens = tokens_of(5, n * M, 1)[0]
-    models = dict(x=small(n_layer=2, block_size=n * M), y=small(retriever='bm25'), r=reference)
-    corpus = SimpleNamespace(fingerprint='', train=SimpleNamespace(tokens=tokens.numpy()))
-    runs = [SimpleNamespace(name=name, model=model, corpus=corpus, documents=[tokens])
-            for name, model in models.items()]
+    """The reference LM scores all permitted chunks."""
+    tokens = tokens_of(5, n * CHUNK, 1)
+    chunks = tokens.view(n, CHUNK)
+    runs = [run_of('x', tokens[0], n_layer=2, block_size=n * CHUNK),
+            run_of('y', tokens[0], retriever='bm25'),
+            run_of('r', tokens[0], retriever='none', window=4 * CHUNK)]
     result = rpt.TASKS['ranks'](runs, SimpleNamespace(seed=0))
-    k = torch.arange(n)
-    permitted = (k <= k[:, None] - W) & (k[:, None] < n - 1)
-    s_t = target_scores(reference, tokens.view(n, M), permitted)
-    idf = corpus_idf(tokens.tolist(), models['x'].config.vocab_size)
-    q, keys = rpt.bm25_vectors(tokens.view(n, M), idf)
-    s_q = {'BM25': q @ keys.T, 'latest first': k.expand(n, n).double(),
-           **{name: models[name].encode(tokens[None])[2][0] for name in 'xy'}}
+
+    i = torch.arange(n)
+    permitted = (i <= i[:, None] - WINDOW) & (i[:, None] < n - 1)
+    s_t = target_scores(runs[2].model, chunks, permitted)
+    tf, keys = rpt.bm25_vectors(chunks, corpus_idf(tokens[0].tolist(), V))
+    s_q = {'BM25': tf @ keys.T, 'latest first': i.expand(n, n).double()}
+    for run in runs[:2]:
+        s_q[run.name] = run.model.encode(tokens)[2][0]
     for name, scores in s_q.items():
-        values = []
-        scores = scores.clamp(min=-99).masked_fill(~permitted, -math.inf)       # no term in common
-        for i in range(W, n - 1):
-            order = sorted(range(i - W + 1), key=lambda j: -scores[i, j].item())
-            helps = [s_t[i, j].item() > 0 for j in order]
-            if any(helps):
-                ndcg = ranking_by_loops(scores[i], s_t[i], 1)[1]
-                values.append([sum(helps[:2]) / 2, sum(helps[:10]) / sum(helps), ndcg])
         assert list(result[name]) == ['precision@2', 'recall@10', 'ndcg@20']
-        assert list(result[name].values()) == pytest.approx(np.mean(values, axis=0))
-    other = SimpleNamespace(**{**vars(runs[2]), 'corpus': SimpleNamespace(fingerprint='z')})
-    near = SimpleNamespace(**{**vars(runs[2]), 'model': small(retriever='none')})   # two chunks
-    for bad in (runs[:1], [runs[2], runs[2]], [runs[0], other], [runs[0], near]):
-        assert 'reference' in one_line(rpt.TASKS['ranks'], bad, None)
+        wanted = measures_by_loops(scores, s_t, permitted)
+        assert list(result[name].values()) == pytest.approx(wanted)
+
+
+def test_ranks_refuses_runs_that_do_not_fit():
+    """A reference LM alone; in place of a run; with two chunks of window; with another tokenizer"""
+    tokens = tokens_of(5, b=1)[0]
+    run = run_of('x', tokens)
+    near = run_of('r', tokens, retriever='none')
+    far = run_of('r', tokens, 'z', retriever='none', window=4 * CHUNK)
+    for runs in ([far], [far, far], [run, near], [run, far]):
+        assert 'reference' in one_line(rpt.TASKS['ranks'], runs, None)
 
 
 @pytest.mark.slow
 def test_retrieval_is_learned():
     """Twelve chunks, noise, the twelve chunks again: only retrieval knows them then."""
-    generator = torch.Generator().manual_seed(0)
-    k, i = torch.arange(27), torch.arange(27)[:, None]
+    random = generator(0)
+    s_t = (torch.arange(27) == torch.arange(27)[:, None] - 15).double()
 
     def copies(n, seed=0):
-        text, noise = (torch.randint(a, b, (n, t * M), generator=generator)
-                       for a, b, t in ((0, 16, 12), (16, 24, 3)))
-        s_t = (k == i - 15).double().expand(n, -1, -1)
-        batch = batch_of(torch.cat([text, noise, text], dim=1), seed=seed, target_scores=s_t,
-                         ranked=s_t.sum().item())
-        batch.targets[:, :16 * M - 1] = -1                              # the first asks for it
+        text = torch.randint(0, 16, (n, 12 * CHUNK), generator=random)
+        noise = torch.randint(16, 24, (n, 3 * CHUNK), generator=random)
+        batch = batch_of(torch.cat([text, noise, text], 1), seed=seed, ranked=n * 12,
+                         target_scores=s_t.expand(n, -1, -1))
+        batch.targets[:, :16 * CHUNK - 1] = -1                          # the first asks for it
         return batch
     torch.manual_seed(0)
-    model = RPT(RPTConfig(vocab_size=24, block_size=27 * M, n_layer=2, n_embd=64, window=W * M,
-                          chunk_size=M, n_neighbors=1, n_candidates=27))
-    learn(model, 300, lambda step: copies(16, step))
+    model = RPT(RPTConfig(vocab_size=24, block_size=27 * CHUNK, n_layer=2, n_embd=64,
+                          window=WINDOW * CHUNK, chunk_size=CHUNK, n_neighbors=1, n_candidates=27))
+    learn(model, 300, partial(copies, 16))
     batch, nll = copies(64), {}
     for way, attributes in model.ways().items():
         vars(model).update(attributes)
         nll[way] = model(batch, 1)[0].item()
-    assert nll['on'] < 0.3 and min(nll['off'], nll['shuffled']) > 2.3   # at random: ln 16 = 2.77
+    assert nll['on'] < 0.3
+    assert min(nll['off'], nll['shuffled']) > 2.3                       # at random: ln 16 = 2.77
