@@ -116,7 +116,8 @@ def batches(config):
 
 
 # --------------------------------------------------------------------------------------------------
-# the transformer (what two model files define has the same text, but SelfAttention, MLP, Block)
+# the transformer
+# (what several model files define is identical in them, except SelfAttention, MLP and Block)
 def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     return nn.RMSNorm(n_embd, eps=1e-6)
@@ -128,11 +129,12 @@ def fp32(x):
 
 
 def product(a, b):
-    """a bᵀ in fp32, under autocast too: bf16 has steps of 0.125 near 20.
+    """a b with fp32 sums, under autocast too: bf16 has steps of 0.125 near 20. The factors of the
+    sums may be rounded in bf16 runs, see train.precision.
 
-    a (..., n, C)   b (..., m, C) -> (..., n, m)"""
+    a (..., n, C)   b (..., C, m) -> (..., n, m)"""
     with torch.autocast(a.device.type, enabled=False):
-        return fp32(a) @ fp32(b).mT
+        return fp32(a) @ fp32(b)
 
 
 def rotate(x, first=0):
@@ -159,7 +161,7 @@ def softmax_attention(q, k, v, bias=None):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or s, D)
     if q.device.type == 'cpu' and q.dtype == torch.bfloat16:
         # the formula itself: on a CPU in bf16 faster than the fused kernel (torch 2.13)
-        scores = q / q.size(-1) ** 0.5 @ k.mT                           # (B, H, t, s)
+        scores = (q / q.size(-1) ** 0.5) @ k.mT                         # (B, H, t, s)
         if bias is not None:
             scores = scores + bias
         y = scores.softmax(-1) @ v
@@ -179,42 +181,44 @@ def window_attention(q, k, v, window, slopes):
 
 
 def in_blocks(x, block):
-    """Cuts x (B, T, H, D) into n blocks -> (B, n, block, H, D); the last is padded with zeros."""
+    """Cuts x (B, T, H, D) into blocks -> (B, n_blocks, block, H, D). Zeros fill the last one."""
     padding = -x.size(1) % block
     return F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, block))
 
 
 def block_pairs(x, block):
     """Each block of x (B, T, H, D) but the first, after the one before it
-    -> (B, n - 1, 2 block, H, D)"""
+    -> (B, n_blocks - 1, 2 block, H, D)"""
     x = in_blocks(x, block)
     return torch.cat([x[:, :-1], x[:, 1:]], dim=2)
 
 
 def attend(q, k, v, block, window, slopes=0.0):
-    """Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1
-    and n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et
-    al. 2022) subtracts slope * age from each score.
+    """Causal attention in blocks, linear in T: a query attends to the keys of its block and of the
+    block before it, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi
+    (Press et al. 2022) subtracts slope * age from each score.
 
-    q (B, T, H, D)   k, v (B, P + T, H, D): P < 2 block keys precede the queries, the first of them
-    begins a block -> (B, T, H, D)"""
+    q (B, T, H, D)   k, v (B, P + T, H, D): the keys of the past, P < 2 block, come first, and the
+    first of them begins a block -> (B, T, H, D)"""
     T = q.size(1)
     P = k.size(1) - T
 
-    # queries up to the end of the first block: in a stream it can be incomplete
-    n = min(T, block - P % block)
-    first = window_attention(q[:, :n], k[:, :P + n], v[:, :P + n], window, slopes)
-    if n == T:
+    # 1. queries up to the end of the block that the past has begun (a whole block if it has not)
+    n_first = min(T, block - P % block)
+    end = P + n_first
+    first = window_attention(q[:, :n_first], k[:, :end], v[:, :end], window, slopes)
+    if n_first == T:
         return first
 
-    # the blocks after it, in one product, as a GPU needs few and large ones
-    start = P + n - block                                               # keys of one block more
-    q = in_blocks(q[:, n:], block)                                      # (B, N, block, H, D)
-    k, v = (block_pairs(x[:, start:], block) for x in (k, v))           # (B, N, 2 block, H, D)
-    B, N = q.shape[:2]
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))                      # (B N, ...)
-    rest = window_attention(q, k, v, window, slopes).unflatten(0, (B, N)).flatten(1, 2)
-    return torch.cat([first, rest[:, :T - n]], dim=1)
+    # 2. all later blocks, in one product, as a GPU needs few and large ones. Their keys start one
+    # block before the first of these queries
+    q = in_blocks(q[:, n_first:], block)                            # (B, n_blocks, block, H, D)
+    k, v = (block_pairs(x[:, end - block:], block) for x in (k, v))     # ..., 2 block, H, D)
+    B, n_blocks = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))                      # (B n_blocks, ...)
+    y = window_attention(q, k, v, window, slopes)
+    rest = y.unflatten(0, (B, n_blocks)).flatten(1, 2)                  # (B, n_blocks block, H, D)
+    return torch.cat([first, rest[:, :T - n_first]], dim=1)
 
 
 class MLP(nn.Module):
@@ -247,13 +251,13 @@ class CrossEntropy(torch.autograd.Function):
             rows = slice(start, start + CrossEntropy.R)
             w = targets[rows]                                           # (R,)
             i = torch.arange(len(w), device=w.device)
-            log_p = product(f[rows], E).log_softmax(1)                  # (R, V)
+            log_p = product(f[rows], E.T).log_softmax(1)                # (R, V)
             nats -= log_p[i, w].sum()
             if f.requires_grad:
                 dlogits = log_p.exp_()
                 dlogits[i, w] -= 1
-                df[rows] = product(dlogits, E.T)
-                dE += product(dlogits.T, f[rows].T)
+                df[rows] = product(dlogits, E)
+                dE += product(dlogits.T, f[rows])
         ctx.grads = df, dE
         return nats
 
@@ -487,11 +491,11 @@ class DRT(nn.Module):
             h = random_queries(M, h.size(2), seed=g)[M - N:].to(h)
         elif self.config.compare_means:         # its chunk's mean, without what all chunks share
             n_chunks = mask.sum(2, keepdim=True).clamp(min=1)
-            mean = product(mask.type_as(l), l.mT) / n_chunks            # (B, N, C)
+            mean = product(mask.type_as(l), l) / n_chunks               # (B, N, C)
             h = h + F.rms_norm(l[:, M - N:] - mean, l.shape[2:], eps=1e-6)
 
         # scores, with K columns or more
-        r = product(h, l) / h.size(-1) ** 0.5                           # (B, N, M)
+        r = product(h, l.mT) / h.size(-1) ** 0.5                        # (B, N, M)
         r = F.pad(r.masked_fill(~mask, MASKED), (0, K), value=MASKED)
         order = r
         if self.training and self.config.gumbel:                        # noise: -log Exp(1)
@@ -664,7 +668,7 @@ class DRT(nn.Module):
         state = state or self.empty_state(len(tokens))
         ids = self.insert(tokens, V, state)
         f, _, state = self.encode(ids, state)
-        logits = product(f[:, ids[0] < V], self.embedding.weight[:V])   # not of landmarks
+        logits = product(f[:, ids[0] < V], self.embedding.weight[:V].T)     # not of landmarks
         return logits.log_softmax(-1), state
 
     @torch.no_grad()

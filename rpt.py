@@ -126,7 +126,8 @@ def batches(config):
 
 
 # --------------------------------------------------------------------------------------------------
-# the transformer (what two model files define has the same text, but SelfAttention, MLP, Block)
+# the transformer
+# (what several model files define is identical in them, except SelfAttention, MLP and Block)
 def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     return nn.RMSNorm(n_embd, eps=1e-6)
@@ -138,11 +139,12 @@ def fp32(x):
 
 
 def product(a, b):
-    """a bᵀ in fp32, under autocast too: bf16 has steps of 0.125 near 20.
+    """a b with fp32 sums, under autocast too: bf16 has steps of 0.125 near 20. The factors of the
+    sums may be rounded in bf16 runs, see train.precision.
 
-    a (..., n, C)   b (..., m, C) -> (..., n, m)"""
+    a (..., n, C)   b (..., C, m) -> (..., n, m)"""
     with torch.autocast(a.device.type, enabled=False):
-        return fp32(a) @ fp32(b).mT
+        return fp32(a) @ fp32(b)
 
 
 def rotate(x, first=0):
@@ -169,7 +171,7 @@ def softmax_attention(q, k, v, bias=None):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or s, D)
     if q.device.type == 'cpu' and q.dtype == torch.bfloat16:
         # the formula itself: on a CPU in bf16 faster than the fused kernel (torch 2.13)
-        scores = q / q.size(-1) ** 0.5 @ k.mT                           # (B, H, t, s)
+        scores = (q / q.size(-1) ** 0.5) @ k.mT                         # (B, H, t, s)
         if bias is not None:
             scores = scores + bias
         y = scores.softmax(-1) @ v
@@ -189,42 +191,44 @@ def window_attention(q, k, v, window, slopes):
 
 
 def in_blocks(x, block):
-    """Cuts x (B, T, H, D) into n blocks -> (B, n, block, H, D); the last is padded with zeros."""
+    """Cuts x (B, T, H, D) into blocks -> (B, n_blocks, block, H, D). Zeros fill the last one."""
     padding = -x.size(1) % block
     return F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, block))
 
 
 def block_pairs(x, block):
     """Each block of x (B, T, H, D) but the first, after the one before it
-    -> (B, n - 1, 2 block, H, D)"""
+    -> (B, n_blocks - 1, 2 block, H, D)"""
     x = in_blocks(x, block)
     return torch.cat([x[:, :-1], x[:, 1:]], dim=2)
 
 
 def attend(q, k, v, block, window, slopes=0.0):
-    """Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1
-    and n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et
-    al. 2022) subtracts slope * age from each score.
+    """Causal attention in blocks, linear in T: a query attends to the keys of its block and of the
+    block before it, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi
+    (Press et al. 2022) subtracts slope * age from each score.
 
-    q (B, T, H, D)   k, v (B, P + T, H, D): P < 2 block keys precede the queries, the first of them
-    begins a block -> (B, T, H, D)"""
+    q (B, T, H, D)   k, v (B, P + T, H, D): the keys of the past, P < 2 block, come first, and the
+    first of them begins a block -> (B, T, H, D)"""
     T = q.size(1)
     P = k.size(1) - T
 
-    # queries up to the end of the first block: in a stream it can be incomplete
-    n = min(T, block - P % block)
-    first = window_attention(q[:, :n], k[:, :P + n], v[:, :P + n], window, slopes)
-    if n == T:
+    # 1. queries up to the end of the block that the past has begun (a whole block if it has not)
+    n_first = min(T, block - P % block)
+    end = P + n_first
+    first = window_attention(q[:, :n_first], k[:, :end], v[:, :end], window, slopes)
+    if n_first == T:
         return first
 
-    # the blocks after it, in one product, as a GPU needs few and large ones
-    start = P + n - block                                               # keys of one block more
-    q = in_blocks(q[:, n:], block)                                      # (B, N, block, H, D)
-    k, v = (block_pairs(x[:, start:], block) for x in (k, v))           # (B, N, 2 block, H, D)
-    B, N = q.shape[:2]
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))                      # (B N, ...)
-    rest = window_attention(q, k, v, window, slopes).unflatten(0, (B, N)).flatten(1, 2)
-    return torch.cat([first, rest[:, :T - n]], dim=1)
+    # 2. all later blocks, in one product, as a GPU needs few and large ones. Their keys start one
+    # block before the first of these queries
+    q = in_blocks(q[:, n_first:], block)                            # (B, n_blocks, block, H, D)
+    k, v = (block_pairs(x[:, end - block:], block) for x in (k, v))     # ..., 2 block, H, D)
+    B, n_blocks = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))                      # (B n_blocks, ...)
+    y = window_attention(q, k, v, window, slopes)
+    rest = y.unflatten(0, (B, n_blocks)).flatten(1, 2)                  # (B, n_blocks block, H, D)
+    return torch.cat([first, rest[:, :T - n_first]], dim=1)
 
 
 class MLP(nn.Module):
@@ -256,13 +260,13 @@ class CrossEntropy(torch.autograd.Function):
             rows = slice(start, start + CrossEntropy.R)
             w = targets[rows]                                           # (R,)
             i = torch.arange(len(w), device=w.device)
-            log_p = product(f[rows], E).log_softmax(1)                  # (R, V)
+            log_p = product(f[rows], E.T).log_softmax(1)                # (R, V)
             nats -= log_p[i, w].sum()
             if f.requires_grad:
                 dlogits = log_p.exp_()
                 dlogits[i, w] -= 1
-                df[rows] = product(dlogits, E.T)
-                dE += product(dlogits.T, f[rows].T)
+                df[rows] = product(dlogits, E)
+                dE += product(dlogits.T, f[rows])
         ctx.grads = df, dE
         return nats
 
@@ -655,7 +659,7 @@ class RPT(nn.Module):
 
         # which K chunks each chunk retrieves
         first = memory.keys.size(1)                     # the number of the first of these chunks
-        s_q = product(query, keys) / query.size(2) ** 0.5                   # (B, N, M)
+        s_q = product(query, keys.mT) / query.size(2) ** 0.5                # (B, N, M)
         doc = F.pad(doc, (first, 0))                    # of a stream: its chunks have doc 0
         mask = permitted(doc, window_chunks, first)
         if not self.retriever:
@@ -725,7 +729,7 @@ class RPT(nn.Module):
 
     def logits(self, f):
         """f (..., C) -> (..., V) fp32"""
-        return product(f, self.embedding.weight)
+        return product(f, self.embedding.weight.T)
 
     def schedule(self, progress):
         """-> chance that the teacher chooses (§3.4); α and τ of L_ret (§3.3)"""
@@ -850,7 +854,7 @@ def target_log_p(reference, prompts, m):
     w = prompts[:, -m:, None]                                               # (n, m, 1)
 
     # P_cache; the first f is that of position 3m - 1
-    scores = product(f, states[:, :-1]) / f.size(2) ** 0.5                  # (n, m, 4m - 1)
+    scores = product(f, states[:, :-1].mT) / f.size(2) ** 0.5               # (n, m, 4m - 1)
     not_before = torch.full_like(scores, -math.inf).triu(3 * m - 1)
     p_u = (scores + not_before).softmax(2)
     follows = prompts[:, None, 1:] == w                                     # (n, m, 4m - 1)

@@ -146,7 +146,8 @@ def batches(config):
 
 
 # --------------------------------------------------------------------------------------------------
-# the transformer (what two model files define has the same text, but SelfAttention, MLP, Block)
+# the transformer
+# (what several model files define is identical in them, except SelfAttention, MLP and Block)
 def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     return nn.RMSNorm(n_embd, eps=1e-6)
