@@ -337,7 +337,7 @@ class GroupedCrossAttention(nn.Module):
         o = gca(q, k, v, w, idx, S, n_keys=S - 1, sink=self.config.sink, kernel=kernel)
         o = o[:, start:start + L]
         if mask is not None:
-            o = o * mask[:, :, None, None]
+            o = o.where(mask[:, :, None, None], 0)
         return self.proj(o.flatten(2))
 
 
@@ -532,7 +532,7 @@ class DRT(nn.Module):
         idx = order.argsort(descending=True, stable=True)[..., :K]      # (B, N, K)
         w = r.gather(2, idx)
         valid = w > MASKED
-        return w.softmax(2) * valid, idx.masked_fill(~valid, -1).int()
+        return w.softmax(2).where(valid, 0), idx.masked_fill(~valid, -1).int()
 
     def store(self, kv):
         """kv (2, B, N, S, H, D) -> a list of N chunks, 16 bits, with --offload in a mapped file"""
@@ -590,7 +590,8 @@ class DRT(nn.Module):
             w = w.repeat_interleave(2, 2) / 2
             idx = torch.stack([idx, idx + (idx >= 0)], 3).flatten(2)
         if docs is None:                    # a stream copies each chunk that is retrieved once
-            numbers, idx = idx.clamp(min=0).unique(return_inverse=True)         # w is 0 at -1
+            numbers, copies = idx.clamp(min=0).unique(return_inverse=True)
+            idx = copies.masked_fill(idx < 0, -1)
             kv = torch.stack([kv[k] for k in numbers.tolist()], 2).to(w.device)
         else:                               # a landmark retrieves for positions of its document
             docs_before = F.pad(docs[:, S - 1::S], (1, 0)).repeat_interleave(S, 1)
