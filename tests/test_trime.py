@@ -15,7 +15,7 @@ from trime import TRIME, Datastore, EvalConfig, Inference, TRIMEConfig, TrimeLos
 
 torch.set_num_threads(1)                            # the models are tiny
 V, T, B, C = 23, 8, 4, 16
-ADAPTIVE = dict(cutoffs='14,6,6,99', div_value=2)   # clusters of 6, 8, 9 ids and 16, 8, 4 numbers
+ADAPTIVE = dict(cutoffs='6,14,99', div_value=2)     # clusters of 6, 8, 9 ids and 16, 8, 4 numbers
 FAISS = 1e-4                                        # it computes in fp32
 
 
@@ -225,6 +225,12 @@ def test_dropout_comes_from_the_seed():
     assert a == b != c
     a, b = losses(small(dropout=0.5).eval(), [7, 8])
     assert a == b
+
+
+@pytest.mark.parametrize('cutoffs', ['6,', ',6', '14,6', '6,6', '0', '06', 'a6', '6 14', '-6'])
+def test_bad_cutoffs(cutoffs):
+    with pytest.raises(ValueError, match='must rise'):
+        small(cutoffs=cutoffs)
 
 
 # --------------------------------------------------------------------------------------------------
