@@ -85,7 +85,7 @@ class TRIMEConfig:
     n_inner: int = 0            # width inside the MLP; 0: 4 C (paper: 4 C, its 150M model 2,100)
     dropout: float = 0.0        # on embeddings and residual branches (ours; official code: 0.3)
     memory: Literal['none', 'local', 'long', 'ext'] = 'local'   # used in training (paper Table 1)
-    m: int = 0                  # consecutive segments that share long memory; 0: B (paper Table 9)
+    n_consecutive: int = 0      # segments that share long memory, m; 0: B (paper Table 9)
     ce_warmup: float = 0.05     # first share of the steps: cross-entropy alone (paper section 5.2)
     p: float = 0.9              # probability that ext disables local memory (paper section 4.3)
     bm25: bool = True           # ext packs similar segments together (paper section 4.3, Table 11)
@@ -106,8 +106,10 @@ class TRIMEConfig:
             raise ValueError(f'cutoffs {self.cutoffs}: must rise, like 20000,60000')
         if max(self.dropout, self.p, self.ce_warmup) > 1:
             raise ValueError('dropout, p and ce_warmup are shares, at most 1')
-        one_segment = self.micro_batch == 1 or (self.m == 1 and self.memory == 'long')
-        if one_segment and self.memory in ('long', 'ext'):
+        segments = self.micro_batch
+        if self.memory == 'long':
+            segments = self.n_consecutive or segments
+        if segments == 1 and self.memory in ('long', 'ext'):
             raise ValueError('memories long and ext are those of other segments: there is only one')
 
 
@@ -139,8 +141,8 @@ PRESETS = {
         ADAM, **WIKITEXT, block_size=150, micro_batch=60, n_layer=16, n_head=5, n_embd=410,
         n_inner=2100, div_value=1, dropout=0.3, stride=64, tokens_per_step=36_000),
     '247m': dict(
-        WIKITEXT, block_size=3072, micro_batch=8, m=4, n_layer=16, n_head=8, n_embd=1024,
-        dropout=0.3, stride=512, tokens_per_step=73_728, lr=5e-4, warmup=0.056,
+        WIKITEXT, block_size=3072, micro_batch=8, n_consecutive=4, n_layer=16, n_head=8,
+        n_embd=1024, dropout=0.3, stride=512, tokens_per_step=73_728, lr=5e-4, warmup=0.056,
         optimizer='adamw', grad_clip=0.1, max_steps=286_000),
     'enwik8': dict(
         ADAM, data='enwik8', tokenizer='bytes', vocab_size=257, block_size=512, micro_batch=24,
@@ -156,7 +158,7 @@ def batches(config):
         kind = 'consecutive'
     elif config.memory == 'ext':
         kind = 'packed'
-    return dict(kind=kind, consecutive=config.m, bm25=config.bm25,
+    return dict(kind=kind, consecutive=config.n_consecutive, bm25=config.bm25,
                 same_document=config.same_document)
 
 
@@ -367,7 +369,7 @@ def memory_mask(memory, doc, config, rows):
 
     # Eq. 3, §4.2: long memory, those of the m consecutive segments
     if memory == 'long':
-        group = (config.m or B) * T                                 # tokens of m segments
+        group = (config.n_consecutive or B) * T                     # tokens of m segments
         long = earlier & (i // group == j // group)
         if config.same_document:
             long &= same_document
@@ -1000,7 +1002,9 @@ def demo():
     """The source of TRIMEConfig, from tokens to the loss; memories of one. With assets/trime.pt"""
     import tiktoken
     file = torch.load(Path(__file__).parent / 'assets/trime.pt', weights_only=True)
-    model = TRIME(TRIMEConfig(**file['config'])).eval()
+    config = file['config']
+    config['n_consecutive'] = config.pop('m')                   # the former name
+    model = TRIME(TRIMEConfig(**config)).eval()
     model.load_state_dict(file['model'])
     ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}
     tokenizer = tiktoken.Encoding('demo', pat_str=file['tokenizer']['pattern'],
