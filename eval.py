@@ -94,6 +94,8 @@ class Run:
             model = checkpoint['model_name']
             assert model in train.MODELS, model
             module = self.module = importlib.import_module(model)
+            if 'm' in checkpoint['config']:             # TRIME's former name of n_consecutive
+                checkpoint['config']['n_consecutive'] = checkpoint['config'].pop('m')
             config = getattr(module, f'{model.upper()}Config')(**checkpoint['config'])
             assert vars(config) == checkpoint['config'], 'of another version'
             self.model = getattr(module, model.upper())(config).eval()

@@ -292,6 +292,8 @@ def read_checkpoint(path):
     try:
         state = torch.load(path, 'cpu', weights_only=True)
         assert 'model_name' in state, 'of another program'
+        if 'm' in state['config']:                      # TRIME's former name of n_consecutive
+            state['config']['n_consecutive'] = state['config'].pop('m')
         return state
     except Exception as e:                              # a broken file can raise anything
         raise SystemExit(f'{path} is no checkpoint: {e!r:.200}')

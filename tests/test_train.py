@@ -313,7 +313,7 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
     ('--tokens-per-step 100', '1 x 2 x 512 = 1024'), ('--data no/such', 'such'),
     ('--block-size 999999 --tokens-per-step 1999998', 'block-size'), ('--warmup 2', 'at most 1'),
     ('--device cuda', '--device cpu'), ('--out texts/val.jsonl', 'val.jsonl'),
-    ('--memory long --m 1', 'only one'), ('--memory ext --micro-batch 1', 'only one'),
+    ('--memory long --n-consecutive 1', 'only one'), ('--memory ext --micro-batch 1', 'only one'),
     ('--cutoffs 0', 'cutoffs'), ('--dropout 1.5', 'at most 1'),
     ('--model rpt --window 96', 'window'), ('--model rpt --n-candidates 1', 'n_candidates'),
     ('--model rpt --n-cca 2 --n-layer 2', 'n_cca')])

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.run import parse_args
 
+import eval as evaluation
 import train, trime
 from helpers import batch_of, close, learn, log_p, one_line
 from trime import TRIME, Datastore, EvalConfig, Inference, TRIMEConfig, TrimeLoss
 
 torch.set_num_threads(1)                            # the models are tiny
 V, T, B, C = 23, 8, 4, 16
-ADAPTIVE = dict(cutoffs='14,6,6,99', div_value=2)   # clusters of 6, 8, 9 ids and 16, 8, 4 numbers
+ADAPTIVE = dict(cutoffs='6,14,99', div_value=2)     # clusters of 6, 8, 9 ids and 16, 8, 4 numbers
 FAISS = 1e-4                                        # it computes in fp32
 
 
@@ -70,13 +72,14 @@ def word_logits(embedding, f):
     return torch.cat(logits, 1)
 
 
-def has_memory(mode, i, j, doc, local=True, same_document=True, m=0, **_):
+def has_memory(mode, i, j, doc, local=True, same_document=True, n_consecutive=0, **_):
     """Eq. 2, Eq. 3 for groups of m segments, §4.3: whether query i has memory j."""
     if i // T == j // T:
         return mode != 'none' and local and j < i
     if mode == 'ext':
         return not same_document or doc[i] != doc[j]
-    same_group = m == 0 or i // T // m == j // T // m
+    m = n_consecutive or B
+    same_group = i // T // m == j // T // m
     fits = not same_document or doc[i] == doc[j]
     return mode == 'long' and j < i and same_group and fits
 
@@ -114,8 +117,8 @@ def eq5(model, batch, mode, **settings):
     ('local', {}),
     ('local', dict(memory_grad=False)),
     ('long', {}),
-    ('long', dict(m=2)),
-    ('long', dict(m=3, same_document=False)),
+    ('long', dict(n_consecutive=2)),
+    ('long', dict(n_consecutive=3, same_document=False)),
     ('ext', dict(p=0.0)),
     ('ext', dict(p=1.0)),
     ('ext', dict(p=1.0, same_document=False))])
@@ -225,6 +228,12 @@ def test_dropout_comes_from_the_seed():
     assert a == b != c
     a, b = losses(small(dropout=0.5).eval(), [7, 8])
     assert a == b
+
+
+@pytest.mark.parametrize('cutoffs', ['6,', ',6', '14,6', '6,6', '0', '06', 'a6', '6 14', '-6'])
+def test_bad_cutoffs(cutoffs):
+    with pytest.raises(ValueError, match='must rise'):
+        small(cutoffs=cutoffs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -568,6 +577,24 @@ def test_recall(nprobe, percent, tmp_path, stores, monkeypatch, capsys):
 
 # --------------------------------------------------------------------------------------------------
 # whole models
+@pytest.mark.parametrize('model', train.MODELS)
+def test_torchrun_takes_no_flag(model):
+    """--m would be an abbreviation of several of its flags, and is an error."""
+    assert 'no flag here' in one_line(train.parse, ['--model', model, '--m', '2'])
+    _, *configs = train.parse(['--model', model])
+    for name in vars(configs[0]) | vars(configs[1]):
+        flags = [f'--{name.replace("_", "-")}', '2']
+        assert parse_args(['train.py', *flags]).training_script_args == flags
+
+
+def test_a_checkpoint_of_former_names():
+    """In assets/trime.pt n_consecutive is m."""
+    file = Path(trime.__file__).parent / 'assets/trime.pt'
+    model, _ = evaluation.load(file)
+    _, config, _ = train.parse(['--init', str(file)])
+    assert config.n_consecutive == model.config.n_consecutive == 0
+
+
 @pytest.mark.parametrize('preset, millions, memory, kind', [
     ('7m', 7, 'local', 'segments'),
     ('150m', 150, 'long', 'consecutive'),
