@@ -150,6 +150,24 @@ def product(a, b):
         return fp32(a) @ fp32(b)
 
 
+def output_product(a, b):
+    """a b with fp32 sums, for logits and their gradients, the largest products of a step. On a GPU,
+    in bf16 runs (train.precision), the factors are rounded to bf16, as TF32 takes twice the time.
+
+    a (n, C)   b (C, m) -> (n, m)"""
+    if not a.is_cuda or torch.get_float32_matmul_precision() == 'highest':
+        return product(a, b)
+    a, b = a.bfloat16(), b.bfloat16()
+    if torch.__version__ < (2, 8):
+        return (a @ b).float()                                          # logits are rounded, too
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def aligned(E):
+    """E (V, C) with rows of zeros, to a multiple of 64: a GPU multiplies them faster."""
+    return F.pad(E, (0, 0, 0, -len(E) % 64))
+
+
 def rotate(x, first=0):
     """Rotary embeddings (Su et al. 2021): at position p = first, first + 1, ... each pair
     (x_2d, x_2d+1) of a head is rotated by the angle p θ_d, θ_d = 10000^(-2d/D).
@@ -160,11 +178,18 @@ def rotate(x, first=0):
     positions = torch.arange(first, first + x.size(-3), device=x.device)
     angle = positions[:, None, None] * theta                            # (T, 1, D/2)
 
-    # a pair is a complex number, its rotation a product with cos + i sin
+    # a pair is a complex number, its rotation a product with cos + i sin; by real numbers the same
+    # takes several times as long, but complex ones cannot be compiled
     pairs = fp32(x).unflatten(-1, (-1, 2)).contiguous()                 # (..., T, H, D/2, 2)
-    rotation = torch.complex(angle.cos(), angle.sin())
-    rotated = torch.view_as_complex(pairs) * rotation                   # (..., T, H, D/2)
-    return torch.view_as_real(rotated).flatten(-2).type_as(x)
+    cos = angle.cos()
+    sin = angle.sin()
+    if torch.compiler.is_compiling():
+        a, b = pairs.unbind(-1)                                         # (..., T, H, D/2) each
+        rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
+    else:
+        rotated = torch.view_as_complex(pairs) * torch.complex(cos, sin)
+        rotated = torch.view_as_real(rotated)
+    return rotated.flatten(-2).type_as(x)
 
 
 def softmax_attention(q, k, v, bias=None):
@@ -253,25 +278,30 @@ class CrossEntropy(torch.autograd.Function):
     is P - 1[w].
 
     f (n, C)   E (V, C)   targets w (n,) -> ()"""
-    R = 1024
-
     @staticmethod
     def forward(ctx, f, E, targets):
+        V = len(E)
+        E = aligned(E)
+        R = 1024
+        if f.is_cuda:                   # 0.5 GiB of logits, as it needs large products
+            R = 2 ** 27 // len(E)
         nats = f.new_zeros(())
         df = torch.empty_like(f)
         dE = torch.zeros_like(E)
-        for start in range(0, len(f), CrossEntropy.R):
-            rows = slice(start, start + CrossEntropy.R)
+        for start in range(0, len(f), R):
+            rows = slice(start, start + R)
             w = targets[rows]                                           # (R,)
             i = torch.arange(len(w), device=w.device)
-            log_p = product(f[rows], E.T).log_softmax(1)                # (R, V)
+            logits = output_product(f[rows], E.T)
+            logits[:, V:] = -math.inf                                   # of rows that are no words
+            log_p = logits.log_softmax(1)                               # (R, V)
             nats -= log_p[i, w].sum()
             if f.requires_grad:
                 dlogits = log_p.exp_()
                 dlogits[i, w] -= 1
-                df[rows] = product(dlogits, E)
-                dE += product(dlogits.T, f[rows])
-        ctx.grads = df, dE
+                df[rows] = output_product(dlogits, E)
+                dE += output_product(dlogits.T, f[rows])
+        ctx.grads = df, dE[:V]
         return nats
 
     @staticmethod

@@ -175,6 +175,33 @@ def fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def product(a, b):
+    """a b with fp32 sums, under autocast too: bf16 has steps of 0.125 near 20. The factors of the
+    sums may be rounded in bf16 runs, see train.precision.
+
+    a (..., n, C)   b (..., C, m) -> (..., n, m)"""
+    with torch.autocast(a.device.type, enabled=False):
+        return fp32(a) @ fp32(b)
+
+
+def output_product(a, b):
+    """a b with fp32 sums, for logits and their gradients, the largest products of a step. On a GPU,
+    in bf16 runs (train.precision), the factors are rounded to bf16, as TF32 takes twice the time.
+
+    a (n, C)   b (C, m) -> (n, m)"""
+    if not a.is_cuda or torch.get_float32_matmul_precision() == 'highest':
+        return product(a, b)
+    a, b = a.bfloat16(), b.bfloat16()
+    if torch.__version__ < (2, 8):
+        return (a @ b).float()                                          # logits are rounded, too
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def aligned(E):
+    """E (V, C) with rows of zeros, to a multiple of 64: a GPU multiplies them faster."""
+    return F.pad(E, (0, 0, 0, -len(E) % 64))
+
+
 def rotate(x, first=0):
     """Rotary embeddings (Su et al. 2021): at position p = first, first + 1, ... each pair
     (x_2d, x_2d+1) of a head is rotated by the angle p θ_d, θ_d = 10000^(-2d/D).
@@ -185,11 +212,18 @@ def rotate(x, first=0):
     positions = torch.arange(first, first + x.size(-3), device=x.device)
     angle = positions[:, None, None] * theta                            # (T, 1, D/2)
 
-    # a pair is a complex number, its rotation a product with cos + i sin
+    # a pair is a complex number, its rotation a product with cos + i sin; by real numbers the same
+    # takes several times as long, but complex ones cannot be compiled
     pairs = fp32(x).unflatten(-1, (-1, 2)).contiguous()                 # (..., T, H, D/2, 2)
-    rotation = torch.complex(angle.cos(), angle.sin())
-    rotated = torch.view_as_complex(pairs) * rotation                   # (..., T, H, D/2)
-    return torch.view_as_real(rotated).flatten(-2).type_as(x)
+    cos = angle.cos()
+    sin = angle.sin()
+    if torch.compiler.is_compiling():
+        a, b = pairs.unbind(-1)                                         # (..., T, H, D/2) each
+        rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
+    else:
+        rotated = torch.view_as_complex(pairs) * torch.complex(cos, sin)
+        rotated = torch.view_as_real(rotated)
+    return rotated.flatten(-2).type_as(x)
 
 
 def append(x, y):
@@ -318,9 +352,14 @@ class Embedding(nn.Module):
         log_p = f.new_zeros(len(w), 1)
         for a, start, inside in self.clusters(w):
             row[inside] = self.ends[0] + a - 1
-            # (Q, words) is too large to keep; the backward pass computes it again, by 256 rows
-            for queries in torch.where(inside)[0].split(256):
-                log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
+            # (Q, words) in pieces; a GPU takes those of 0.5 GiB
+            n_rows = 2 ** 27 // len(self.tables[a]) if f.is_cuda else 256
+            pieces = torch.where(inside)[0].split(n_rows)
+            for queries in pieces:
+                if len(pieces) == 1:
+                    log_P = self.tail(a, f[queries])
+                else:               # several are too large to keep; the backward pass repeats them
+                    log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
                 # an index, as gather would keep log_P
                 log_p[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
         return row, log_p
@@ -413,18 +452,24 @@ class TrimeLoss(torch.autograd.Function):
         d(-log P(w | c)) / dz  =  exp(z) / Σ  -  exp(z) / Σ_w, the latter for the terms of w"""
     @staticmethod
     def forward(ctx, f, query, key, head, tail, head_row, targets, memories_of):
+        n = len(head)
+        head = aligned(head)
+        block = R
+        if f.is_cuda:                   # 0.25 GiB of exponents, as it needs large products
+            block = 2 ** 26 // (len(head) + len(f))
         n_scored = (targets >= 0).sum().clamp(min=1)
         scale = f.size(1) ** -0.5
         loss, memory_prob, word_loss = f.new_zeros(3)
         df, dquery, dkey, dhead, dtail = map(torch.zeros_like, (f, query, key, head, tail))
-        for start in range(0, len(f), R):
-            rows = slice(start, start + R)
+        for start in range(0, len(f), block):
+            rows = slice(start, start + block)
             memories, mask = memories_of(rows)
             w, value = targets[rows, None], targets[memories]       # (R, 1), x_j (M,)
             weight = (w >= 0).to(f) / n_scored                      # (R, 1) of a query in the mean
 
             # exponents of Eq. 5: of the first term for all words, of the second for all memories
-            logits = f[rows] @ head.T                               # (R, n)
+            logits = output_product(f[rows], head.T)                # (R, n)
+            logits[:, n:] = -math.inf                               # of rows that are no words
             sim = query[rows] @ key[memories].T * scale             # (R, M)
             sim.masked_fill_(~mask | (value < 0), MASKED)
 
@@ -449,15 +494,15 @@ class TrimeLoss(torch.autograd.Function):
             dlogits = P_words.mul_(weight * (log_words - log_total).exp())      # (R, n)
             dtail[rows] = -weight * (log_word - log_w).exp()                    # (R, 1)
             dlogits.scatter_add_(1, head_row[rows], dtail[rows])
-            dsim = P_memory.mul_(weight * share)                                     # (R, M)
+            dsim = P_memory.mul_(weight * share)                                # (R, M)
             dsim -= P_match.mul_(weight * (log_match - log_w).exp())
 
             # and of the vectors whose products they are
-            df[rows] = dlogits @ head
-            dhead += dlogits.T @ f[rows]
+            df[rows] = output_product(dlogits, head)
+            dhead += output_product(dlogits.T, f[rows])
             dquery[rows] = dsim @ key[memories] * scale
             dkey[memories] += dsim.T @ query[rows] * scale
-        ctx.grads = df, dquery, dkey, dhead, dtail
+        ctx.grads = df, dquery, dkey, dhead[:n], dtail
         ctx.mark_non_differentiable(memory_prob, word_loss)
         return loss, memory_prob, word_loss
 
