@@ -152,12 +152,14 @@ def product(a, b):
 
 def output_product(a, b):
     """a b with fp32 sums, for logits and their gradients, the largest products of a step. On a GPU,
-    in bf16 runs (train.precision), the factors are rounded to bf16, as TF32 takes twice the time.
+    in bf16 runs (train.precision), the factors are rounded to bf16, as TF32 takes twice the time:
+    gradients then have relative errors of 0.5%, not of 0.03% (results.md).
 
     a (n, C)   b (C, m) -> (n, m)"""
     if not a.is_cuda or torch.get_float32_matmul_precision() == 'highest':
         return product(a, b)
-    a, b = a.bfloat16(), b.bfloat16()
+    a = a.bfloat16()
+    b = b.bfloat16()
     if torch.__version__ < (2, 8):
         return (a @ b).float()                                          # logits are rounded, too
     return torch.mm(a, b, out_dtype=torch.float32)
