@@ -384,7 +384,7 @@ def test_a_run_that_began_with_init_needs_the_file_no_longer(first, capsys):
 @pytest.mark.parametrize('more, message', [
     ('--n-embd 32', "ckpt.pt has weights for other settings: {'n_embd': 16}"),
     ('--tokenizer bytes', "{'vocab_size': 294}"), ('--model trime', '--model rpt'),
-    ('--init other.txt', 'other.txt is no checkpoint')])
+    ('--init other.txt', 'other.txt is not a checkpoint')])
 def test_init_names_what_does_not_fit(first, more, message):
     assert message in one_line(run, [*first, *more.split()])
 
