@@ -437,9 +437,10 @@ def check_folder(out, about, state, resume):
         run, i = str(out).removesuffix('-reference'), 2     # not a reference LM's, but its run's
         while Path(f'{run}-{i}').exists():
             i += 1
+        message = f'{out} {trouble}; try --out {run}-{i}'
         if 'best.pt' in files:
-            trouble += f' (--init {out}/best.pt has its weights)'
-        raise SystemExit(f'{out} {trouble}; try --out {run}-{i}')
+            message += f'; --init {out}/best.pt has its weights'
+        raise SystemExit(message)
     return saved.get('max_steps')
 
 

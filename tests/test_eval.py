@@ -43,7 +43,7 @@ class BIGRAM(torch.nn.Module):
         self.config, self.strength = config, 1.0
         self.streamed, self.read_tokens = [], 0                 # what the calls got
         generator, V = torch.Generator().manual_seed(0), config.vocab_size
-        self.table = torch.nn.Parameter(torch.randn(V, V, generator=generator))
+        self.table = torch.nn.Parameter(torch.randn(V, V, generator=generator, device='cpu'))
         self.matrix = torch.nn.Parameter(torch.ones(config.width, config.width))
         BIGRAM.made.append(self)
 
