@@ -150,11 +150,13 @@ class Run:
 
 
 def bytes_of_first_tokens(split, tokenizer):
-    """The UTF-8 bytes of the first tokens of all documents, in the sum"""
-    ids = split.tokens[split.offsets[:-1]]
+    """The UTF-8 bytes of the first tokens of all documents; unknown words count as none, as their
+    lengths are not known"""
+    tokens = [tokenizer.tokens[i] for i in split.tokens[split.offsets[:-1]]]
     if tokenizer.name == 'word':
-        return sum(len(tokenizer.decode([i]).encode()) for i in ids)
-    return sum(len(tokenizer.tokens[i]) for i in ids)           # a character for each byte
+        text = ''.join(tokens).replace('<eos>', '\n').replace('<unk>', '')
+        return len(text.encode())
+    return sum(map(len, tokens))                                # a character is a byte
 
 
 def load(path):
