@@ -322,22 +322,21 @@ def check_types(values, types):
     """Asserts that a dict has values of these types, {name: str, int, ... or a Literal}."""
     for name, kind in types.items():
         x = values[name]
-        kinds = (int, float) if kind is float else (kind,)
-        fits = type(x) in kinds or x in get_args(kind)
+        fits = type(x) is kind or x in get_args(kind)
+        if kind is float:
+            fits = type(x) in (float, int)
         assert fits and is_valid(x) and '\0' not in str(x), f'{name} is {x!r:.50}'
 
 
-def read_tokenizer(state):
-    """The Tokenizer of a checkpoint. AssertionError if it is none, or not that of the model"""
-    name = TrainConfig.__annotations__['tokenizer']         # a Literal
-    check_types(state['tokenizer'], dict(name=name, pattern=str))
+def read_tokenizer(values, n_vocab):
+    """The Tokenizer of a checkpoint, from its to_dict(). AssertionError if it is another one's"""
+    check_types(values, dict(name=TrainConfig.__annotations__['tokenizer'], pattern=str))
     needed = data.BYTES
-    if state['tokenizer']['name'] == 'word':
+    if values['name'] == 'word':
         needed = '<unk>', '<eos>'
-    tokens = state['tokenizer']['tokens']
-    assert {*needed} <= {*tokens} and {*map(type, tokens)} == {str}, 'tokens'
-    tokenizer = data.Tokenizer(**state['tokenizer'])
-    assert tokenizer.n_vocab == state['config']['vocab_size'], 'vocab_size'
+    assert {*needed} <= {*values['tokens']} and {*map(type, values['tokens'])} == {str}, 'tokens'
+    tokenizer = data.Tokenizer(**values)
+    assert tokenizer.n_vocab == n_vocab, 'vocab_size'
     return tokenizer
 
 
@@ -354,11 +353,11 @@ def read_checkpoint(path):
             config['n_consecutive'] = config.pop('m')
 
         # the settings: a layer has weights, so there are not more layers than weights
-        check_types(config, {f.name: f.type for f in fields(Config)})
+        check_types(config, Config.__annotations__)
         check_types(state, dict(data=str, corpus=str, step=int, tokens=int))
         for layers in ('n_layer', 'n_encoder'):
             assert config.get(layers, 0) <= len(weights), layers
-        tokenizer = read_tokenizer(state)
+        tokenizer = read_tokenizer(state['tokenizer'], config['vocab_size'])
 
         # on the device meta a model has shapes, but no memory; then it gets the weights
         with torch.device('meta'), mock.patch('torch.Tensor.normal_'):      # which is slow there

@@ -159,10 +159,10 @@ def test_the_metrics_by_hand():
     assert row['±'] == pytest.approx(math.sqrt(2 / 1 * (1 + 1)) / 3)
 
 
-@pytest.mark.parametrize('tokenizer, n_bytes', [('bytes', 2 + 4 + 0), ('word', 0 + 3 + 0)])
+@pytest.mark.parametrize('tokenizer, n_bytes', [('bytes', 2 + 4 + 2), ('word', 0 + 3 + 3)])
 def test_bits_per_byte_are_of_the_bytes_that_are_scored(run, tokenizer, n_bytes):
     """A first token is half of é, or a word; an unknown word counts as none."""
-    write_splits(Path('short'), ['éa bb cc', 'd'], ['éa', 'bb cc', 'd'])
+    write_splits(Path('short'), ['éa bb cc', 'd'], ['éa', 'bb cc', 'x d'])
     run('c/best.pt', texts='short', tokenizer=tokenizer)
     result = evaluate('c --task table')
     row = result['rows'][0]
