@@ -335,6 +335,7 @@ def read_tokenizer(values, n_vocab):
     if values['name'] == 'word':
         needed = '<unk>', '<eos>'
     assert {*needed} <= {*values['tokens']} and {*map(type, values['tokens'])} == {str}, 'tokens'
+    assert not data.regex.match(values['pattern'], ''), 'pattern'       # tiktoken would panic
     tokenizer = data.Tokenizer(**values)
     assert tokenizer.n_vocab == n_vocab, 'vocab_size'
     return tokenizer
@@ -721,7 +722,7 @@ def short_errors(program, smaller):
     except (OSError, NotImplementedError, KeyboardInterrupt) as e:
         raise SystemExit(f'{program}: {str(e) or "stopped"}')
     except (RuntimeError, MemoryError) as e:
-        if re.search('allocate|MemoryError', repr(e)):
+        if re.search('allocate|overflowed|MemoryError', repr(e)):
             raise SystemExit(f'out of memory; try {smaller}')
         if not re.search('unexpected pos|write error|truncate', str(e)): raise
         raise SystemExit(f'{program}: is the disk full? {e!r:.200}')    # of torch, of faiss

@@ -485,7 +485,7 @@ def test_a_checkpoint_that_is_not_of_this_program(here):
         config=[('n_layer', 10 ** 6), ('n_layer', 2.0), ('dropout', math.nan), ('n_embd', 32),
                 ('stride', -1), ('micro_batch', True), ('memory', 'all'), ('unknown', 1)],
         tokenizer=[('name', '/../../zz'), ('tokens', ['a'] * 256), ('tokens', [0] * 256),
-                   ('tokens', [*data.BYTES, 'ab']), ('pattern', '(')],
+                   ('tokens', [*data.BYTES, 'ab']), ('pattern', '(?=a)|'), ('pattern', '(')],
         model=[('norm.weight', torch.full((16,), math.nan)), ('norm.weight', torch.ones(17)),
                ('norm.weight', torch.ones(1).expand(16)), ('norm.weight', None)])
     for part, items in broken.items():
