@@ -39,13 +39,15 @@ def numbers(text):
     """The type of a flag: '1k,16k,2m' -> [('1k', 1024), ('16k', 16384), ('2m', 2097152)]"""
     if not re.fullmatch('[0-9]+[km]?(,[0-9]+[km]?)*', text):
         raise argparse.ArgumentTypeError(f'{text!r} is not like 0,16,1k,2m')
-    names = text.split(',')
-    return [(x, int(x.rstrip('km')) * UNITS.get(x[-1], 1)) for x in names]
+    values = [int(x.rstrip('km')) * UNITS.get(x[-1], 1) for x in text.split(',')]
+    if max(values) > 2 ** 28:
+        raise argparse.ArgumentTypeError(f'{text!r} has more than 256m')
+    return list(zip(text.split(','), values))
 
 
 def output(text):
     """The type of a flag: a path, at which train.write can write a file after the work"""
-    path = Path(text).resolve()                             # a link remains: its file is replaced
+    path = Path(os.path.realpath(train.path(text)))         # a link remains: its file is replaced
     taken = path.exists() and not path.is_file()            # by a folder or a device
     if taken or not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f'{text!r} cannot be written')
@@ -55,8 +57,8 @@ def output(text):
 @dataclass
 class EvalConfig:
     task: str = ''              # table, examples, generate, niah, speed; rpt: ranks; '': a report
-    data: str = ''              # another corpus than the one of training
-    retrieve_from: str = ''     # trime, drt: retrieve from the train split of this corpus
+    data: train.source = ''     # another corpus than the one of training
+    retrieve_from: train.source = ''    # trime, drt: retrieve from the train split of this corpus
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split's
     html: output = None         # examples: a file for a page, a document and what is retrieved
@@ -78,6 +80,7 @@ class Run:
 
     chunk       tokens that are retrieved together; 1: single ones, TRIME's memories
     documents   of the split, each (n,) int64
+    scored      the split, its bytes without those of the first tokens, which are not scored
     ways        name -> attributes of the model to set
     on          the name of the way that retrieves most
     scores      way -> log_p of each document, (n - 1,) fp64; set by `score`"""
@@ -89,21 +92,10 @@ class Run:
             raise SystemExit(f'no such run: {name}')
 
         # the model, from its checkpoint alone
-        try:
-            checkpoint = self.checkpoint = torch.load(self.path, 'cpu', weights_only=True)
-            model = checkpoint['model_name']
-            assert model in train.MODELS, model
-            module = self.module = importlib.import_module(model)
-            if 'm' in checkpoint['config']:             # TRIME's former name of n_consecutive
-                checkpoint['config']['n_consecutive'] = checkpoint['config'].pop('m')
-            config = getattr(module, f'{model.upper()}Config')(**checkpoint['config'])
-            assert vars(config) == checkpoint['config'], 'of another version'
-            self.model = getattr(module, model.upper())(config).eval()
-            self.model.load_state_dict(checkpoint['model'])
-            self.tokenizer = data.Tokenizer(**checkpoint['tokenizer'])
-        except Exception as e:                      # a broken or hostile file can raise anything
-            raise SystemExit(f'{self.path} is not a checkpoint of this version: {e!r:.200}')
-        self.chunk = module.batches(config).get('chunk', 1)
+        self.checkpoint, model, self.tokenizer = train.read_checkpoint(self.path)
+        self.model = model.eval()
+        self.module = importlib.import_module(self.checkpoint['model_name'])
+        self.chunk = self.module.batches(model.config).get('chunk', 1)
 
     def prepare(self, args):
         """Loads the text and what the model needs for it; sets documents, ways and on"""
@@ -116,6 +108,10 @@ class Run:
             print(f'{self.name} was trained on another version of {name}', file=sys.stderr)
         self.text = dict(data=corpus.name, text=corpus.fingerprint[:8],
                          split=args.split, bytes=split.n_bytes, words=split.n_words)
+
+        # the bytes of what is scored
+        n_bytes = split.n_bytes - bytes_of_first_tokens(split, self.tokenizer)
+        self.scored = split._replace(n_bytes=n_bytes)
 
         # the documents in which there is a token to predict
         tokens = torch.tensor(split.tokens.astype(int), device=args.device)
@@ -153,6 +149,16 @@ class Run:
         return list(map(np.subtract, self.scores[self.on], self.scores['off']))
 
 
+def bytes_of_first_tokens(split, tokenizer):
+    """The UTF-8 bytes of the first tokens of all documents; unknown words count as none, as their
+    lengths are not known"""
+    tokens = [tokenizer.tokens[i] for i in split.tokens[split.offsets[:-1]]]
+    if tokenizer.name == 'word':
+        text = ''.join(tokens).replace('<eos>', '\n').replace('<unk>', '')
+        return len(text.encode())
+    return sum(map(len, tokens))                                # a character is a byte
+
+
 def load(path):
     """For a notebook: a run's folder or .pt file -> (model in eval mode, tokenizer)"""
     run = Run(path)
@@ -183,10 +189,11 @@ def by_position(log_p, edges):
 
 
 def metrics(log_p, log_p_off, split):
-    """The columns of a row; bytes and words are all the text's. Tokens of a document depend on each
-    other, so N documents are the sample. D_d: sum of log_p - log_p_off over the n_d tokens of d
+    """The columns of a row. split: its bytes are of the tokens of log_p, its words all the text's.
+    Tokens of a document depend on each other, so N documents are the sample. D_d: sum of log_p -
+    log_p_off over the n_d tokens of d
         gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d"""
-    # losses, per token, byte and word
+    # losses, per token, byte and word; a text can have a single byte, which is not scored
     N = len(log_p)
     n = np.array([len(x) for x in log_p])                                   # (N,)
     total = n.sum()
@@ -204,7 +211,7 @@ def metrics(log_p, log_p_off, split):
     losses = by_position(log_p, [1, *POSITIONS.values()])
     return {'loss': loss,
             'ppl': np.exp(loss),
-            'bits/byte': nats / math.log(2) / split.n_bytes,
+            'bits/byte': nats / math.log(2) / split.n_bytes if split.n_bytes else None,
             'word ppl': np.exp(min(700, per_word)),              # e^710 is infinite
             **dict(zip(POSITIONS, losses)),
             'gain over off': gain,
@@ -247,7 +254,7 @@ def table(runs, args):
             'way': way,
             'params': sum(map(torch.numel, run.model.parameters())),
             'trained on': run.checkpoint['tokens'],
-            **metrics(run.scores[way], run.scores['off'], run.split)})
+            **metrics(run.scores[way], run.scores['off'], run.scored)})
     print('shuffled: wrong memory; corpus, both: --retrieve-from; off: none; ±: standard error '
           f'of {N} documents')
     if N < 5:
@@ -455,6 +462,23 @@ def plot_positions(axes, run):
     axes.legend()
 
 
+def read_log(path):
+    """log.jsonl of a run, if there is one -> (steps, 2): tokens in millions, loss"""
+    rows, damaged = [], 0
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            row = entry['tokens'] / 1e6, entry['loss']
+            assert math.isfinite(sum(row))
+            rows.append(row)
+        except Exception:                               # a broken line can raise anything
+            damaged += 1
+    if damaged:
+        print(f'{path}: {damaged} damaged lines are left out', file=sys.stderr)
+    return np.reshape(rows, (-1, 2))
+
+
 def plot_losses(figure, runs):
     """A panel for each run, then one for the training of all"""
     n_panels = len(runs) + 1
@@ -465,15 +489,12 @@ def plot_losses(figure, runs):
         plot_positions(axes, run)
 
         # means over n steps, a thirtieth; the first tenth of the losses is too high for the axis
-        path = run.path.with_name('log.jsonl')
-        if path.exists():
-            log = [json.loads(line) for line in path.open() if '}' in line]     # not a torn line
-            log = log[len(log) // 10:]
-            n = 1 + len(log) // 30
-            losses = [x['loss'] for x in log]
-            means = np.convolve(losses, np.ones(n) / n, 'valid')
-            tokens = [x['tokens'] / 1e6 for x in log[n - 1:]]
-            training.plot(tokens, means, label=run.name)
+        log = read_log(run.path.with_name('log.jsonl'))
+        log = log[len(log) // 10:]
+        n = 1 + len(log) // 30
+        if len(log) > 0:
+            means = np.convolve(log[:, 1], np.ones(n) / n, 'valid')
+            training.plot(log[n - 1:, 0], means, label=run.name)
     training.set(title='training', xlabel='tokens (millions)')
     if training.lines:
         training.legend()
@@ -509,7 +530,7 @@ def training_seconds(model, tokens, kernel='auto'):
     with torch.enable_grad(), autocast():
         loss, _ = model(batch, 1.0)
     loss.backward()
-    seconds = clock(tokens) - began
+    seconds = max(1e-9, clock(tokens) - began)          # a clock can be coarse
     model.eval().zero_grad()
     return seconds / tokens.numel()
 
@@ -555,6 +576,8 @@ def speed(runs, args):
     -> the rows of both"""
     rows = []
     for run, (name, length) in itertools.product(runs, args.lengths):
+        if length == 0:
+            raise SystemExit('eval.py: --lengths 0: there is nothing to read')
         tokens = torch.randint(run.model.config.vocab_size, (1, length + 32),
                                device=args.device)
         began = clock(tokens)
@@ -677,7 +700,7 @@ def main(argv):
     # the work
     args.device = train.hardware(args.device)
     train.precision(args.device, 'fp32')                            # after training in a notebook
-    try:
+    with train.short_errors('eval.py', 'shorter --lengths, a smaller --data or --device cpu'):
         for run in runs:
             run.prepare(args)
             if run.text != runs[0].text:
@@ -685,10 +708,9 @@ def main(argv):
         result = tasks[args.task](runs, args)
         if args.json:
             train.write(args.json, json.dumps(result, indent=1))
-    except (OSError, KeyboardInterrupt) as e:
-        parser.error(str(e) or 'stopped')
 
 
 if __name__ == '__main__':
-    sys.stdout.reconfigure(errors='replace')            # a console may lack some characters
+    train.keep_printing(sys.stdout)
+    train.keep_printing(sys.stderr)
     main(sys.argv[1:])

@@ -43,7 +43,7 @@ class BIGRAM(torch.nn.Module):
         self.config, self.strength = config, 1.0
         self.streamed, self.read_tokens = [], 0                 # what the calls got
         generator, V = torch.Generator().manual_seed(0), config.vocab_size
-        self.table = torch.nn.Parameter(torch.randn(V, V, generator=generator))
+        self.table = torch.nn.Parameter(torch.randn(V, V, generator=generator, device='cpu'))
         self.matrix = torch.nn.Parameter(torch.ones(config.width, config.width))
         BIGRAM.made.append(self)
 
@@ -159,6 +159,17 @@ def test_the_metrics_by_hand():
     assert row['±'] == pytest.approx(math.sqrt(2 / 1 * (1 + 1)) / 3)
 
 
+@pytest.mark.parametrize('tokenizer, n_bytes', [('bytes', 2 + 4 + 2), ('word', 0 + 3 + 3)])
+def test_bits_per_byte_are_of_the_bytes_that_are_scored(run, tokenizer, n_bytes):
+    """A first token is half of é, or a word; an unknown word counts as none."""
+    write_splits(Path('short'), ['éa bb cc', 'd'], ['éa', 'bb cc', 'x d'])
+    run('c/best.pt', texts='short', tokenizer=tokenizer)
+    result = evaluate('c --task table')
+    row = result['rows'][0]
+    nats = row['loss'] * result['scored']
+    assert row['bits/byte'] == pytest.approx(nats / math.log(2) / n_bytes)
+
+
 def test_the_losses_by_position_by_hand():
     """The first number of a document is of token 1."""
     log_p = [np.array([-1.0, -2.0, -3.0]), np.array([-5.0])]
@@ -248,7 +259,8 @@ def test_what_is_no_checkpoint_is_one_line(run):
     ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'niah, count'),
     ('a --split test', 'split test'), ('a --task examples --prompt x', 'two tokens'),
     ('a --json no/x', 'no/x'), ('a --html texts', 'texts'), ('a --json pipe', 'pipe'),
-    ('a --task niah --lengths 1kx', '--lengths'),
+    ('a --task niah --lengths 1kk', '1kk'), ('a --task niah --lengths 999999999m', '256m'),
+    ('a --task speed --lengths 0', '--lengths 0'), ('a --data x\0', '--data'), ('a\0', 'no such'),
     ('a --task niah --lengths 64', '64'), ('a --task niah --lengths 512 --depths 0,1', '0,1'),
     ('a --task niah --depths 101', '--depths')])
 def test_a_wrong_flag_is_one_line(run, flags, words):
@@ -269,6 +281,18 @@ def test_files_are_written_after_the_work_or_not_at_all(run, monkeypatch):
     monkeypatch.setattr(BIGRAM, 'stream', stream)
     assert 'stopped' in one_line(evaluate, 'a --task examples --html page.html')
     assert os.listdir() == files and Path('out.json').read_text() == 'earlier'
+
+
+@pytest.mark.parametrize('error, words', [
+    (RuntimeError('unexpected pos 704 vs 598'), 'disk full'),               # torch's
+    (RuntimeError('write error in x: 1 != 2 (No space)'), 'disk full'),     # faiss's
+    (MemoryError(), 'out of memory'), (OSError('No space left'), 'No space')])
+def test_a_full_disk_or_memory(run, monkeypatch, error, words):
+    def stream(self, tokens, state):
+        raise error
+
+    monkeypatch.setattr(BIGRAM, 'stream', stream)
+    assert words in one_line(evaluate, 'a')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -487,10 +511,13 @@ def test_the_plot_has_the_losses_by_position(run, drawn):
         assert line.get_ydata()[0] == pytest.approx(losses.mean(), rel=1e-5)
 
 
-def test_the_plot_has_smooth_training_losses(run, drawn):
+def test_the_plot_has_smooth_training_losses(run, drawn, capsys):
     log = [dict(tokens=10_000 * i, loss=i) for i in range(1, 61)]
-    Path('a/log.jsonl').write_text('\n'.join([*map(json.dumps, log), '{"torn": 1, "li']))
+    broken = '{"torn": 1, "li', '[]', '7', '{"tokens": 1}', '{"tokens": 1, "loss": NaN}', '\xff'
+    lines = '\n'.join([*map(json.dumps, log), *broken])
+    Path('a/log.jsonl').write_bytes(lines.encode('latin-1'))
     evaluate('a --max-tokens 1')
+    assert 'a/log.jsonl: 6 damaged lines' in capsys.readouterr().err
     line, = drawn[0].axes[1].lines
     assert line.get_xdata()[-1] == 0.6                              # millions
     assert line.get_ydata() == pytest.approx(np.arange(7.5, 60))    # means over 2 of steps 7 to 60

@@ -72,8 +72,12 @@ def contents(folder):
 
 # --------------------------------------------------------------------------------------------------
 # interruptions
-def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
+def interrupt(number=signal.SIGINT):
+    os.kill(os.getpid(), number)
+
+
+def hang_up():
+    interrupt(signal.SIGHUP)
 
 
 @contextlib.contextmanager
@@ -120,9 +124,40 @@ def test_interruptions_at_other_moments(here):
     assert len(log_of('run')) == 5 and load('run/ckpt.pt')['step'] == 4
     with open('run/log.jsonl', 'a') as f:
         f.write('{"step": 6, "lo')                          # as after a kill
-    with before('validate', lambda *args: len(args) == 4, interrupt):       # of all tokens
+    with before('validate', lambda *args: len(args) == 4, hang_up):         # of all tokens
         assert 'run it again' in one_line(run, flags('trime', '--out run'))
     assert same('run', 'straight')
+
+
+def test_nohup(here, monkeypatch):
+    """A SIGHUP that is ignored outside does not end a run."""
+    outside = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with at_step(3, hang_up):
+        run(flags('trime', '--out run'))
+    assert signal.signal(signal.SIGHUP, outside) == signal.SIG_IGN
+    assert load('run/ckpt.pt')['step'] == 6
+
+
+def test_without_a_reader(here):
+    """What is printed is dropped. The same error in this process: step 4 was saved before."""
+    eval_py = [FILE.with_name('eval.py'), 'run', '--task', 'table', '--json', 'table.json']
+    for command in ([FILE, *flags('trime', '--out run')], eval_py):
+        process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE)
+        process.stdout.close()
+        assert process.wait() == 0
+    assert load('run/ckpt.pt')['step'] == 6 and Path('table.json').exists()
+
+    def broken():
+        raise BrokenPipeError
+
+    with before('show', lambda entry, *_: entry['step'] == 4, broken):
+        one_line(run, flags('trime', '--out here'))
+    assert load('here/ckpt.pt')['step'] == 4
+
+
+def test_a_coarse_clock(here, monkeypatch):
+    monkeypatch.setattr(time, 'perf_counter', lambda: 7.0)
+    run(flags())
 
 
 def test_an_interrupted_reference(here, capsys):
@@ -150,8 +185,18 @@ def test_kill_9(here):
     process.kill()
     process.wait()
     assert load('run/ckpt.pt')['step'] < 100
+    Path('run/best.pt.123.tmp').touch()                     # as of a kill while it is written
     run(flags('trime', more + 'run'))
     assert same('run', 'straight')
+    assert not [*Path('run').glob('*.tmp')]
+
+
+def test_a_folder_has_one_run_at_a_time(here):
+    """The folder of the reference LM, too"""
+    for model, folder in (('trime', 'run'), ('rpt', 'run-reference')):
+        with train.locked(Path(folder)):
+            assert f'{folder} is in use' in one_line(run, flags(model, '--out run'))
+    assert not Path('run').exists()
 
 
 @pytest.mark.parametrize('stop', [3, 99])
@@ -242,11 +287,41 @@ def test_nothing_is_overwritten(here, capsys):
     (folder / 'thesis.txt').write_text('mine')
     before = contents('out')
     for more, message in (('--lr 1e-4', 'lr; try --out out/trime-2'), ('--dropout 0', 'dropout'),
-                          ('--resume no', '--out out/trime-2'), ('--out out/other', 'other-2')):
+                          ('--resume no', '--out out/trime-2'),
+                          ('--out out/other', 'no run to resume: thesis.txt; try --out out/ot')):
         assert message in one_line(run, flags('trime', more))
     run(flags('trime', '--kernel torch'))                   # finished; --kernel may differ
     assert 'finished' in capsys.readouterr().out
     assert contents('out') == before
+
+    # without ckpt.pt there are weights and a log of a run, but none that resumes
+    (folder.parent / 'trime/ckpt.pt').unlink()
+    assert '--init out/trime/best.pt has its weights' in one_line(run, flags())
+    assert contents('out').items() < before.items()
+
+
+def test_names_of_a_path(here, monkeypatch):
+    """A run resumes by its text, not by its name; eval.py finds the text from another folder."""
+    monkeypatch.setenv('HOME', str(here))
+    run(flags('trime', '--out=~/run'))
+    for name in ('./texts/', '~/texts', str(here / 'texts')):
+        run(flags('trime', f'--out run --data={name}'))
+    assert load('run/ckpt.pt')['data'] == str(here / 'texts')
+    assert 'another hops' in one_line(run, flags('trime', '--out run --data niah:texts '
+                                                 '--block-size 256 --tokens-per-step 512'))
+
+
+BROKEN = {'config.json': [b'[]', b'\xff', b'{"torn', b''], 'ckpt.pt': [b'', b'torn', b'PK']}
+
+
+@pytest.mark.parametrize('name', BROKEN)
+def test_a_broken_file_of_a_run(here, name):
+    run(flags('trime', '--out run'))
+    for content in BROKEN[name]:
+        Path('run', name).write_bytes(content)
+        before = contents('run')
+        assert f'run/{name} is ' in one_line(run, flags('trime', '--out run'))
+        assert contents('run') == before
 
 
 @pytest.mark.parametrize('training', [True, False])
@@ -312,6 +387,7 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
     ('--model drt --n-layer 0', 'n_layer must be 1'),
     ('--tokens-per-step 100', '1 x 2 x 512 = 1024'), ('--data no/such', 'such'),
     ('--block-size 999999 --tokens-per-step 1999998', 'block-size'), ('--warmup 2', 'at most 1'),
+    ('--out a\0b', '--out'), ('--data a\0b', '--data'), ('--init a\0b', '--init'),
     ('--device cuda', '--device cpu'), ('--out texts/val.jsonl', 'val.jsonl'),
     ('--memory long --n-consecutive 1', 'only one'), ('--memory ext --micro-batch 1', 'only one'),
     ('--cutoffs 0', 'cutoffs'), ('--dropout 1.5', 'at most 1'),
@@ -384,7 +460,7 @@ def test_a_run_that_began_with_init_needs_the_file_no_longer(first, capsys):
 @pytest.mark.parametrize('more, message', [
     ('--n-embd 32', "ckpt.pt has weights for other settings: {'n_embd': 16}"),
     ('--tokenizer bytes', "{'vocab_size': 294}"), ('--model trime', '--model rpt'),
-    ('--init other.txt', 'other.txt is no checkpoint')])
+    ('--init other.txt', 'other.txt is not a checkpoint')])
 def test_init_names_what_does_not_fit(first, more, message):
     assert message in one_line(run, [*first, *more.split()])
 
@@ -395,9 +471,39 @@ def test_init_from_the_weights_in_assets(here, model):
     path = FILE.parent / 'assets' / f'{model}.pt'
     argv = ['--model', model, '--init', str(path), '--lr', '1e-3']
     module, model_config, config = train.parse(argv)
-    assert dataclasses.asdict(model_config) == load(path)['config']
+    state, *_ = train.read_checkpoint(path)
+    assert dataclasses.asdict(model_config) == state['config']
     assert config.tokens_per_step % (model_config.micro_batch * model_config.block_size) == 0
     getattr(module, model.upper())(model_config).load_state_dict(load(path)['model'])
+
+
+def test_a_checkpoint_that_is_not_of_this_program(here):
+    """What a checkpoint has, replaced by what does not fit"""
+    run(flags())
+    path = 'out/trime/ckpt.pt'
+    broken = dict(
+        config=[('n_layer', 10 ** 6), ('n_layer', 2.0), ('dropout', math.nan), ('n_embd', 32),
+                ('stride', -1), ('micro_batch', True), ('memory', 'all'), ('unknown', 1)],
+        tokenizer=[('name', '/../../zz'), ('tokens', ['a'] * 256), ('tokens', [0] * 256),
+                   ('tokens', [*data.BYTES, 'ab']), ('pattern', '(?=a)|'), ('pattern', '(')],
+        model=[('norm.weight', torch.full((16,), math.nan)), ('norm.weight', torch.ones(17)),
+               ('norm.weight', torch.ones(1).expand(16)), ('norm.weight', None)])
+    for part, items in broken.items():
+        for key, value in items:
+            state = load(path)
+            state[part][key] = value
+            torch.save(state, 'broken.pt')
+            assert 'is not a checkpoint' in one_line(train.read_checkpoint, 'broken.pt'), key
+    for key in ('data', 'corpus', 'tokens', 'step', 'config', 'tokenizer', 'model', 'model_name'):
+        torch.save(load(path) | {key: None}, 'broken.pt')
+        assert 'is not a checkpoint' in one_line(train.read_checkpoint, 'broken.pt'), key
+
+    # moments, and what else a resumed run needs
+    moments = load(path)['optimizers']
+    moments[1]['state'][0]['momentum'] = torch.ones(3)
+    for key, value in dict(log_size=-1, best='1', optimizers=moments).items():
+        torch.save(load(path) | {key: value}, path)
+        assert 'cannot be resumed' in one_line(run, flags('trime', '--max-steps 7'))
 
 
 # --------------------------------------------------------------------------------------------------
