@@ -433,6 +433,9 @@ class ChunkEncoder(nn.Module):
         return y, torch.stack([k, v])
 
 
+COMPILED = (Block, EncoderBlock)        # layers that train.py compiles
+
+
 class State(NamedTuple):
     """What streaming keeps of a text (§3.3). Only landmarks and kv grow, once a chunk."""
     past: list                  # of each layer, keys and values of the last W positions

@@ -644,6 +644,7 @@ def ranking_loss(s_q, s_t, tau):
 #     memory     Memory
 Memory = namedtuple('Memory', 'last joined keys chosen neighbors gates')
 State = namedtuple('State', 'past unfinished memory')
+COMPILED = (Block, NeighborEncoder)     # layers that train.py compiles
 
 
 class RPT(nn.Module):

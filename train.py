@@ -16,7 +16,7 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
     setup(model, corpus, batches, config, autocast, train_reference, progress)
                             optional, before training: computes what a teacher knows, and returns
                             attach(batch, g), which adds that to micro-batch g, a data.Batch
-    X(config)               the model; torch.compile is applied to its method `encode`
+    X(config), COMPILED     the model; the classes of its layers, for torch.compile
     .forward(batch, progress)   loss () and a dict of numbers () to log; batch: tokens, targets, doc
                             (B, T), and a seed of all its random draws; progress: step / max_steps
     .stream(tokens, state)  log P (B, t, V) of the token after each of tokens (B, t), t <= PIECE,
@@ -524,6 +524,24 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
     return nats / n_tokens, int(n_tokens)
 
 
+def average(tensors):
+    """Replaces tensors by their means over the processes, with one message for all of them."""
+    flat = torch.cat([x.flatten() for x in tensors])
+    dist.all_reduce(flat.div_(WORLD))
+    for x, mean in zip(tensors, flat.split([x.numel() for x in tensors])):
+        x.copy_(mean.view_as(x))
+
+
+def compile_layers(model, classes):
+    """Applies torch.compile to the layers, not to the whole model: layers of a class share their
+    machine code, so that many compile as quickly as one."""
+    print('the first step compiles the layers, which can take minutes (--compile off)', flush=True)
+    torch.compiler.reset()                              # a reference LM's are not needed any more
+    for layer in model.modules():
+        if isinstance(layer, classes):
+            layer.compile(dynamic=False)
+
+
 def show(entry, max_steps, left):
     """Prints the metrics of a step in a line: losses with four decimals, the rest with four digits,
     so that a count has no decimals."""
@@ -553,8 +571,7 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
         metrics['stopped'] = torch.full_like(metrics['loss'], len(signals))
         if WORLD > 1:       # gradients and metrics become their means over the processes
             grads = [p.grad for p in model.parameters() if p.grad is not None]
-            for x in [*grads, *metrics.values()]:
-                dist.all_reduce(x.div_(WORLD))
+            average([*grads, *metrics.values()])
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -703,7 +720,7 @@ def train(module, model_config, config, corpus=None):
     model.kernel = config.kernel
     compiles = device.type == 'cuda' and sys.platform == 'linux'
     if config.compile == 'on' or config.compile == 'auto' and compiles:
-        model.encode = torch.compile(model.encode, dynamic=False)
+        compile_layers(model, module.COMPILED)
     peak = peak_tokens_per_s(device, bf16, n_weights)
     check = functools.partial(validate, model, forward, val_batches)
     with caught_signals() as signals:

@@ -689,6 +689,9 @@ class Datastore:
 
 # --------------------------------------------------------------------------------------------------
 # the model
+COMPILED = (Block,)     # layers that train.py compiles
+
+
 class State(NamedTuple):
     """What `stream` keeps of a text; its size is bounded."""
     text: Tensor        # (B, L) its last tokens, at most long + T
