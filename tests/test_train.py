@@ -396,7 +396,7 @@ def test_init_from_the_weights_in_assets(here, model):
     path = FILE.parent / 'assets' / f'{model}.pt'
     argv = ['--model', model, '--init', str(path), '--lr', '1e-3']
     module, model_config, config = train.parse(argv)
-    assert dataclasses.asdict(model_config) == load(path)['config']
+    assert dataclasses.asdict(model_config) == train.read_checkpoint(path)['config']
     assert config.tokens_per_step % (model_config.micro_batch * model_config.block_size) == 0
     getattr(module, model.upper())(model_config).load_state_dict(load(path)['model'])
 
