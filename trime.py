@@ -71,7 +71,7 @@ def check_positive(config, names):
 
 MASKED = -1e30      # similarity to a memory that is masked: finite, so no row gives nan
 R = 512             # queries of a block of TrimeLoss
-VERSION = 1         # of tuned.json: raise it when a change of the code makes tuned constants stale
+VERSION = 2         # of tuned.json: raise it when a change of the code makes tuned constants stale
 
 
 @dataclass
@@ -101,15 +101,13 @@ class TRIMEConfig:
         # rotary embeddings rotate pairs of the n_embd / n_head numbers of a head
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
-        rising = sorted({int(x) for x in re.findall('[1-9][0-9]*', self.cutoffs)})
-        if ','.join(map(str, rising)) != self.cutoffs:
+        rising = sorted({*re.findall('[1-9][0-9]*', self.cutoffs)}, key=int)
+        if ','.join(rising) != self.cutoffs:
             raise ValueError(f'cutoffs {self.cutoffs}: must rise, like 20000,60000')
         if max(self.dropout, self.p, self.ce_warmup) > 1:
             raise ValueError('dropout, p and ce_warmup are shares, at most 1')
-        segments = self.micro_batch
-        if self.memory == 'long':
-            segments = self.n_consecutive or segments
-        if segments == 1 and self.memory in ('long', 'ext'):
+        one_segment = self.micro_batch == 1 or (self.n_consecutive == 1 and self.memory == 'long')
+        if one_segment and self.memory in ('long', 'ext'):
             raise ValueError('memories long and ext are those of other segments: there is only one')
 
 
@@ -119,7 +117,7 @@ Memories = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local
 @dataclass
 class EvalConfig:
     memory: Memories = ''       # trime: memories at test time; default: as paper Table 1 (or 5)
-    long: int = 24_576          # trime: tokens of long memory, at most, tuned on val; 0: none
+    long: int = 24_576          # trime: tokens of long memory, tuned up to this; 0: none
     stride: int = 0             # trime: tokens scored per window (0: as trained)
     nprobe: int = 16            # trime: lists of the datastore to search, the more exact; 0: all
     recall: bool = False        # trime: print the share of the best 1,024 entries that nprobe finds
@@ -261,14 +259,13 @@ class SelfAttention(nn.Module):
         by_formula = q.is_cpu and q.dtype == torch.bfloat16 and k.size(2) < 1024
 
         # softmax(q kᵀ / sqrt(D) + mask) v, where query i has the position first + i
-        if first == 0 and not by_formula:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
+        mask = None
+        if first > 0 or by_formula:
             mask = q.new_full((q.size(2), k.size(2)), -math.inf).triu(first + 1)    # (t, s)
-            if by_formula:
-                y = ((q / q.size(3) ** 0.5) @ k.mT + mask).softmax(3) @ v
-            else:
-                y = F.scaled_dot_product_attention(q, k, v, mask)
+        if by_formula:
+            y = ((q / q.size(3) ** 0.5) @ k.mT + mask).softmax(3) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         return self.proj(y.transpose(1, 2).flatten(2)), past
 
 
@@ -317,7 +314,7 @@ class Embedding(nn.Module):
 
         # the head has the ids below the first cutoff, cluster a those up to the next one; a small
         # vocabulary ends before some cutoffs
-        cutoffs = [int(x) for x in config.cutoffs.split(',') if x]
+        cutoffs = map(int, re.findall('[0-9]+', config.cutoffs))
         self.ends = [x for x in cutoffs if x < config.vocab_size] + [config.vocab_size]
 
         # rows of the first table: the frequent words, then one for each cluster
@@ -478,8 +475,7 @@ class TrimeLoss(torch.autograd.Function):
             # softmaxes over all words, over all memories, over the memories with x_j = w
             P_words, log_words = softmax_and_log_sum(logits)
             P_memory, log_memory = softmax_and_log_sum(sim)
-            sim_match = sim.masked_fill(value != w, MASKED)
-            P_match, log_match = softmax_and_log_sum(sim_match)
+            P_match, log_match = softmax_and_log_sum(sim.masked_fill(value != w, MASKED))
 
             # log Σ_w, log Σ and the loss, log Σ - log Σ_w
             log_word = logits.gather(1, head_row[rows]) + tail[rows]    # first term of Eq. 5
@@ -618,26 +614,46 @@ def trained_index(model, text):
     return index
 
 
+def open_index(folder, about):
+    """The index in folder; None if there is none or, with a line that says so, a file is damaged.
+    SystemExit if it depends on another thing than `about`"""
+    import faiss
+    file = folder / 'about.json'
+    if not file.exists():                                           # it is written last
+        return None
+    try:
+        saved = json.loads(file.read_text())
+        assert 'checkpoint' in saved
+        if saved != about:
+            raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
+
+        # keys.ivfdata is memory-mapped: a search reads from disk what it needs. In a shorter file
+        # that ends the process (SIGBUS).
+        index = faiss.read_index(
+            f'{folder}/keys.faiss', faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
+        lists = faiss.downcast_InvertedLists(index.invlists)
+        assert (folder / 'keys.ivfdata').stat().st_size == lists.totsize, 'keys.ivfdata'
+        return index
+    except Exception as e:                                          # faiss's is a RuntimeError
+        print(f'{folder} is damaged and is built again: {e!r:.200}')
+
+
 class Datastore:
     """External memory, Eq. 4: entry j is the key g(c_j) and the value x_j of position j of a text.
     The keys are fp16 in a faiss inverted file, memory-mapped; similarities are exact."""
     SHARD = 2 ** 31                     # bytes of keys held in memory while a store is built
 
     def __init__(self, folder, model, text, about, progress, nprobe):
-        """Opens the store of text (n + 1,) in folder, or builds it. about: what it depends on"""
+        """Opens the store of text (n + 1,) in folder; builds it if there is none or it is damaged.
+        about: what it depends on"""
         import faiss
         self.text = model.on_device(text)
-        file = folder / 'about.json'
-        if not file.exists():                                       # it is written last
-            self.build(folder, model, progress)
-            file.write_text(json.dumps(about))
-        if json.loads(file.read_text()) != about:
-            raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
-
-        # memory-mapped: a search reads from disk what it needs
-        self.index = faiss.read_index(
-            f'{folder}/keys.faiss', faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
         self.nprobe = nprobe
+        self.index = open_index(folder, about)
+        if self.index is None:
+            self.build(folder, model, progress)
+            (folder / 'about.json').write_text(json.dumps(about))
+            self.index = open_index(folder, about)
 
         # what a search returns, times factor / sqrt(C), is the similarity, see Inference
         if model.config.memory == 'none':
@@ -805,9 +821,9 @@ class TRIME(nn.Module):
             window = append(window, g)
             yield f, g, State(text, keys, window, past)
 
-    def memories(self, g, state, every=1):
+    def memories(self, g, state, queries=slice(None)):
         """The memories of Q queries (Eq. 2 to 4): of the last n tokens of the text of `state`, with
-        g (B, n, C), or of one in `every` of them.
+        g (B, n, C), or of those of them with these indices.
         -> similarities and values x_j, both (Q, M), of long, local, then external memories; which
         are the local ones, a slice"""
         inference = self.inference
@@ -816,7 +832,7 @@ class TRIME(nn.Module):
         # positions in the text; memory j is the context that ends with text[j], and text[j + 1]
         L = text.size(1)
         position = torch.arange(L, device=g.device)
-        i = position[-g.size(1)::every, None]                       # (n, 1) of queries
+        i = position[-g.size(1):, None][queries]                    # (n, 1) of queries
 
         # the memories are `first` to L - 2, those from `start` on, the window's, are local; the
         # keys of tokens of the window are of its latest encoding
@@ -827,11 +843,10 @@ class TRIME(nn.Module):
         else:
             first = start = L - 1                                   # an empty range
         j = position[first:-1]                                      # (M,)
-        key = key[:, first:-1]                                      # (B, M, C)
 
         # similarities
-        g = g[:, ::every]
-        sim = g @ key.mT / g.size(2) ** 0.5                         # (B, n, M)
+        g = g[:, queries]
+        sim = g @ key[:, first:-1].mT / g.size(2) ** 0.5            # (B, n, M)
         sim = sim.masked_fill(j >= i, MASKED).flatten(0, 1)         # Eq. 2, 3
 
         # values; shuffled: that of another one of the n_past memories of the query
@@ -849,7 +864,7 @@ class TRIME(nn.Module):
                 j = (j + n_ext // 2) % n_ext
             sim = append(sim, sim_ext)
             value = append(value, self.store.text[j + 1])
-        return sim, value, slice(start - first, key.size(1))
+        return sim, value, slice(start - first, L - 1 - first)
 
     def read(self, tokens, state=None):
         """The state that `stream` returns, without its predictions."""
@@ -910,16 +925,15 @@ class TRIME(nn.Module):
         return sorted(rows, key=lambda row: -row[0])
 
     def prepare_eval(self, corpus, external, args, path, progress):
-        """Opens the datastore of external.train, tunes on corpus.val; keeps both in the folder of
-        the checkpoint `path`. args: EvalConfig's fields, and split, retrieve_from of eval.py"""
+        """Opens the datastore of external.train, tunes on a split of corpus; both are kept in the
+        folder of the checkpoint `path`. args: EvalConfig, and split, retrieve_from of eval.py"""
         # which memories, of which size at most
         self.stride = args.stride or self.stride
         self.inference = Inference()
         names = memory_names(self.config.memory, args)
         if names == 'none':
             return
-        if corpus.val is None or external.train is None:
-            raise SystemExit('TRIME is tuned on a split val, and its datastore is of a split train')
+        split = tuning_split(corpus, args.split)
         inference = Inference(local='local' in names, linear=self.config.memory == 'none')
         if 'long' in names:
             inference.long = args.long
@@ -930,21 +944,26 @@ class TRIME(nn.Module):
         if 'ext' in names:
             if args.split == 'train' and external.fingerprint == corpus.fingerprint:
                 raise SystemExit('--split train with --memory ext: each token would find itself')
+            if external.train is None:
+                raise SystemExit(f'{external.folder} has no split train for a datastore')
             inference.n_neighbors = 1024
             folder = path.parent / f'datastore-{external.folder.name}'
             self.store = Datastore(
                 folder, self, external.train.tokens, about, progress, args.nprobe)
             if args.recall:
-                print(f'{folder}: recall {recall(self, corpus.val):.1%}')
+                print(f'{folder}: recall {recall(self, split):.1%}')
 
         # τ, λ, K and the tokens of long memory
-        key = repr([VERSION, about, corpus.fingerprint, inference, args.nprobe])
-        self.inference = tuned(self, corpus.val, inference, key, path, progress)
-        print(f'{path}: {self.inference}, tuned on val')
+        key = repr([VERSION, about, corpus.fingerprint, split.name, inference, args.nprobe])
+        self.inference = tuned(self, split, inference, key, path, progress)
+        print(f'{path}: {self.inference}, tuned on {split.name}')
 
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
+# for tuning: the tokens that a text must have, and how many are queries
+ENOUGH, QUERIES = 1000, 4096
+
 # values that `tune` tries
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1,
         0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
@@ -965,6 +984,16 @@ def memory_names(trained, args):
     return trained
 
 
+def tuning_split(corpus, scored):
+    """The split to tune on: val or test, not the one that is scored, if it has ENOUGH tokens"""
+    for split in (corpus.val, corpus.test):
+        if split and split.name != scored and len(split.tokens) >= ENOUGH:
+            return split
+    print(f'warning: λ and τ are tuned on {scored}, the text that is scored: no other split but '
+          f'train has {ENOUGH:,} tokens')
+    return getattr(corpus, scored)
+
+
 def recall(model, split):
     """The share of the 1,024 most similar entries that a search of nprobe lists returns"""
     windows = model.windows(model.on_device(split.tokens[None, :8192]))
@@ -978,9 +1007,16 @@ def tuned(model, split, inference, key, path, progress):
     """`inference` with the constants that tuned.json, in the folder of the checkpoint `path`, has
     for this key (all that they depend on), else with those of `tune`"""
     file = path.with_name('tuned.json')
+    known = {}
     try:
         known = json.loads(file.read_text())
-    except (OSError, ValueError):                           # there is none, or it is torn
+        for constants in known.values():
+            kinds = {name: type(x) for name, x in constants.items()}
+            assert kinds == Inference.__annotations__
+    except FileNotFoundError:
+        pass
+    except Exception as e:                                  # its shape can be any
+        print(f'{file} is damaged, so the constants are tuned again: {e!r:.200}')
         known = {}
     if key not in known:
         known[key] = vars(tune(collect(model, split, inference, progress), inference))
@@ -994,23 +1030,26 @@ def tuned(model, split, inference, key, path, progress):
 @torch.no_grad()
 def collect(model, split, inference, progress):
     """What `tune` needs: for each window of the first 65,536 tokens, the arguments of
-    Inference.log_p for every 16th of its tokens; of a text shorter than that, a larger share"""
+    Inference.log_p for some of its tokens, about QUERIES in all; for all of a text with no more."""
     model.inference = inference
 
     # documents, the last one cut
     text = split.tokens[:65_536]
-    every = math.ceil(len(text) / 4096)
     documents, windows = np.split(text, split.offsets[1:-1]), []
-    desc = 'tuning on val, once, as similarities need another scale than in training'
 
-    for ids in progress(documents, desc, size=len):
+    # the queries are random, as each n-th token could be the first of a document, without memory
+    rng = np.random.default_rng(0)
+    for ids in progress(documents, 'tuning, once for this text', size=len):
         tokens = model.on_device(ids)
         targets = tokens[1:, None]
         for f, g, state in model.windows(tokens[None, :-1]):
             new, targets = targets.tensor_split([f.size(1)])
-            w = new[::every]                                                    # (Q, 1)
-            logits, log_words = model.embedding.logits(f[0, ::every])           # (Q, V)
-            sim, value, local = model.memories(g, state, every)                 # (Q, M)
+            queries = np.flatnonzero(rng.random(len(new)) < QUERIES / len(text))
+            if queries.size == 0:
+                continue
+            w = new[queries]                                                    # (Q, 1)
+            logits, log_words = model.embedding.logits(f[0, queries])           # (Q, V)
+            sim, value, local = model.memories(g, state, queries)               # (Q, M)
             windows.append((logits.gather(1, w), log_words, sim, value == w, local))
     return windows
 
@@ -1049,12 +1088,11 @@ def tune(windows, inference):
 # --------------------------------------------------------------------------------------------------
 # a demo
 def demo():
-    """The source of TRIMEConfig, from tokens to the loss; memories of one. With assets/trime.pt"""
+    """The source of TRIMEConfig, from tokens to the loss; memories of one. With assets/trime.pt, a
+    model of the default configuration"""
     import tiktoken
     file = torch.load(Path(__file__).parent / 'assets/trime.pt', weights_only=True)
-    config = file['config']
-    config['n_consecutive'] = config.pop('m')                   # the former name
-    model = TRIME(TRIMEConfig(**config)).eval()
+    model = TRIME(TRIMEConfig()).eval()
     model.load_state_dict(file['model'])
     ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}
     tokenizer = tiktoken.Encoding('demo', pat_str=file['tokenizer']['pattern'],

@@ -390,7 +390,8 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
     ('--out a\0b', '--out'), ('--data a\0b', '--data'), ('--init a\0b', '--init'),
     ('--device cuda', '--device cpu'), ('--out texts/val.jsonl', 'val.jsonl'),
     ('--memory long --n-consecutive 1', 'only one'), ('--memory ext --micro-batch 1', 'only one'),
-    ('--cutoffs 0', 'cutoffs'), ('--dropout 1.5', 'at most 1'),
+    ('--cutoffs 0', 'cutoffs'), ('--cutoffs 9,5', 'rise'), ('--cutoffs 5,', 'rise'),
+    ('--dropout 1.5', 'at most 1'),
     ('--model rpt --window 96', 'window'), ('--model rpt --n-candidates 1', 'n_candidates'),
     ('--model rpt --n-cca 2 --n-layer 2', 'n_cca')])
 def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, message):
