@@ -39,10 +39,11 @@ def numbers(text):
     """The type of a flag: '1k,16k,2m' -> [('1k', 1024), ('16k', 16384), ('2m', 2097152)]"""
     if not re.fullmatch('[0-9]+[km]?(,[0-9]+[km]?)*', text):
         raise argparse.ArgumentTypeError(f'{text!r} is not like 0,16,1k,2m')
-    values = [int(x.rstrip('km')) * UNITS.get(x[-1], 1) for x in text.split(',')]
+    names = text.split(',')
+    values = [int(x.rstrip('km')) * UNITS.get(x[-1], 1) for x in names]
     if max(values) > 2 ** 28:
         raise argparse.ArgumentTypeError(f'{text!r} has more than 256m')
-    return list(zip(text.split(','), values))
+    return list(zip(names, values))
 
 
 def output(text):
@@ -152,7 +153,8 @@ class Run:
 def bytes_of_first_tokens(split, tokenizer):
     """The UTF-8 bytes of the first tokens of all documents; unknown words count as none, as their
     lengths are not known"""
-    tokens = [tokenizer.tokens[i] for i in split.tokens[split.offsets[:-1]]]
+    ids = split.tokens[split.offsets[:-1]]
+    tokens = [tokenizer.tokens[i] for i in ids]
     if tokenizer.name == 'word':
         text = ''.join(tokens).replace('<eos>', '\n').replace('<unk>', '')
         return len(text.encode())
@@ -193,13 +195,17 @@ def metrics(log_p, log_p_off, split):
     Tokens of a document depend on each other, so N documents are the sample. D_d: sum of log_p -
     log_p_off over the n_d tokens of d
         gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d"""
-    # losses, per token, byte and word; a text can have a single byte, which is not scored
+    # losses, per token, byte and word
     N = len(log_p)
     n = np.array([len(x) for x in log_p])                                   # (N,)
     total = n.sum()
     nats = -np.concatenate(log_p).sum()
     loss = nats / total
     per_word = nats / max(1, split.n_words)
+    bits = nats / math.log(2)
+    per_byte = None
+    if split.n_bytes > 0:                                   # not if documents have a byte each
+        per_byte = bits / split.n_bytes
 
     # the gain; its error is not known from a single document
     D = np.array([(x - off).sum() for x, off in zip(log_p, log_p_off)])     # (N,)
@@ -211,7 +217,7 @@ def metrics(log_p, log_p_off, split):
     losses = by_position(log_p, [1, *POSITIONS.values()])
     return {'loss': loss,
             'ppl': np.exp(loss),
-            'bits/byte': nats / math.log(2) / split.n_bytes if split.n_bytes else None,
+            'bits/byte': per_byte,
             'word ppl': np.exp(min(700, per_word)),              # e^710 is infinite
             **dict(zip(POSITIONS, losses)),
             'gain over off': gain,

@@ -304,7 +304,8 @@ def test_names_of_a_path(here, monkeypatch):
     """A run resumes by its text, not by its name; eval.py finds the text from another folder."""
     monkeypatch.setenv('HOME', str(here))
     run(flags('trime', '--out=~/run'))
-    for name in ('./texts/', '~/texts', str(here / 'texts')):
+    Path('link').symlink_to('texts')
+    for name in ('./texts/', '~/texts', 'link'):
         run(flags('trime', f'--out run --data={name}'))
     assert load('run/ckpt.pt')['data'] == str(here / 'texts')
     assert 'another hops' in one_line(run, flags('trime', '--out run --data niah:texts '
@@ -500,10 +501,11 @@ def test_a_checkpoint_that_is_not_of_this_program(here):
         assert 'is not a checkpoint' in one_line(train.read_checkpoint, 'broken.pt'), key
 
     # moments, and what else a resumed run needs
+    state = load(path)
     moments = load(path)['optimizers']
     moments[1]['state'][0]['momentum'] = torch.ones(3)
     for key, value in dict(log_size=-1, best='1', optimizers=moments).items():
-        torch.save(load(path) | {key: value}, path)
+        torch.save(state | {key: value}, path)
         assert 'cannot be resumed' in one_line(run, flags('trime', '--max-steps 7'))
 
 
