@@ -62,11 +62,41 @@ def progress(items, desc, total=None, quiet=False, size=lambda item: 1):
 # GPT-2's words for bpe: contractions, letters, numbers, punctuation, blanks
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 BYTES = tuple(map(chr, range(256)))         # a token of bytes is a str, one character per byte
+# long words of this pattern are cut after each 256 characters, runs of blanks before a blank
+RUN = re.compile(r'\S{256}|\s{256}')        # only a text with this can have a long word
+LONG_WORD = regex.compile(r'\p{L}{256}|\p{N}{256}|[^\s\p{L}\p{N}]{256}|\s{256}(?=\s)')
 
 
 def words_of(text):
     """The words that WikiText's papers count: between blanks, and <eos> for each line end."""
     return text.replace('\n', ' <eos> ').split()
+
+
+def short_words(text):
+    """Yields a text in pieces that have no long word. tiktoken fails at 1,000,000 blanks in a row,
+    and what bpe learns should not depend on the length of lines in a text without blanks."""
+    start = 0
+    if RUN.search(text):
+        for match in LONG_WORD.finditer(text):
+            yield text[start:match.end()]
+            start = match.end()
+    yield text[start:]
+
+
+def pieces_to_learn(counts):
+    """{word: its frequency} -> the same for bpe, one character per byte: the most frequent words,
+    2 MB of them, which takes a minute or two. A word of more than 128 bytes is in pieces of 32, as
+    a merge changes most long words."""
+    pieces, n_bytes = Counter(), 0
+    for word, n in counts.most_common():
+        word = word.encode().decode('latin-1')
+        size = 32 if len(word) > 128 else 128
+        for i in range(0, len(word), size):
+            pieces[word[i:i + size]] += n
+        n_bytes += len(word)
+        if n_bytes > 2 ** 21:
+            break
+    return pieces
 
 
 def learn_bpe(counts, n_merges):
@@ -167,17 +197,20 @@ class Tokenizer:
         # word and bpe: count the words
         counts, n_characters = Counter(), 0
         for text in texts:
-            counts.update(words_of(text) if name == 'word' else regex.findall(PATTERN, text))
+            if name == 'word':
+                counts.update(words_of(text))
+                continue
+            for piece in short_words(text):
+                counts.update(regex.findall(PATTERN, piece))
             n_characters += len(text)
-            if name == 'bpe' and n_characters > 2 ** 26:        # enough to learn from
+            if n_characters > 2 ** 26:                          # enough to learn from
                 break
         if name == 'word':
             words = counts.keys() | {'<unk>', '<eos>'}
             return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
 
-        # the first 128 bytes of a long word are enough, and faster
-        counts = {word.encode()[:128].decode('latin-1'): n for word, n in counts.items()}
-        return cls(name, learn_bpe(counts, vocab_size - 257))   # bytes, <|endoftext|> are in it
+        n_merges = vocab_size - 257                             # bytes, <|endoftext|> are in it
+        return cls(name, learn_bpe(pieces_to_learn(counts), n_merges))
 
     def encode(self, text):
         """str -> (n,) uint32. <|endoftext|> within the text is ordinary text."""
@@ -185,7 +218,7 @@ class Tokenizer:
             ids = (self.ids.get(word, self.ids['<unk>']) for word in words_of(text))
             return np.fromiter(ids, np.uint32)
         text = text.encode('utf-8', 'replace').decode()         # '?' for a lone surrogate
-        return self.bpe.encode_to_numpy(text)
+        return np.concatenate([self.bpe.encode_to_numpy(piece) for piece in short_words(text)])
 
     def decode(self, ids):
         """Ids (n,) -> str; U+FFFD for what is not UTF-8"""

@@ -64,6 +64,34 @@ def test_decoding_inverts_encoding(name, n_vocab):
     assert tokenizer.encode('\udcff').tolist() == [ord('?')]
 
 
+@pytest.mark.parametrize('run', [' ', '\n', '\t', '\u3000', '\r\n', 'a', 'é', '-', '7'])
+def test_a_million_in_a_row(run):
+    """Runs of blanks end where the last one belongs to the next word, as shorter ones do."""
+    text = 'a' + run * 10 ** 6 + ' word'
+    for tokenizer in (Tokenizer('bytes'), Tokenizer('bpe', [*data.BYTES, ' w', '  '])):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert ids[-4:].tolist() == tokenizer.encode(' word')[-4:].tolist()
+
+
+def test_words_of_256_letters_are_whole():
+    tokenizer = Tokenizer('bpe', [*data.BYTES, 'aa', 256 * 'b', '12'])
+    for word, n in (('a' * 256, 128), ('a' * 257, 129), ('b' * 256, 1), ('a1b2' * 999, 3996)):
+        assert len(tokenizer.encode(word)) == n
+
+
+def test_bpe_learns_all_of_a_long_word():
+    """Letters of random words without blanks, in short lines, long ones or one: the same tokens"""
+    words = [random_text(random.Random(i).randint(2, 6), i, 'abcdefgh') for i in range(60)]
+    letters = ''.join(random.Random(0).choices(words, k=12_000))
+    n_tokens = []
+    for width in (60, 1000, 10 ** 6):
+        lines = [letters[i:i + width] for i in range(0, len(letters), width)]
+        tokenizer = Tokenizer.train('bpe', ['\n'.join(lines)], 400)
+        n_tokens.append(len(tokenizer.encode(letters[:20_000])))
+    assert n_tokens == pytest.approx(3 * n_tokens[:1], rel=0.05)
+
+
 def naive_bpe(words, n_merges):
     """Counts all pairs again for each merge -> all tokens, the tokens of each word"""
     tokens = [chr(i) for i in range(256)]
