@@ -32,7 +32,6 @@ import torch
 from bm25 import BM25
 
 SPLITS = 'train', 'val', 'test'
-UNUSED = 'not used'
 VERSION = 2             # of the rules by which a corpus is prepared: others make another folder
 
 
@@ -317,8 +316,8 @@ def list_files(path, code):
     for file in sorted(sorted(found), key=Path.is_symlink):
         if file.is_file() and (file.suffix == '.py' or not code):
             files.setdefault(os.path.realpath(file), file)
-    files = sorted(files.values(), key=Path.as_posix)
-    return {file.relative_to(path).as_posix(): file for file in files}
+    files = {file.relative_to(path).as_posix(): file for file in files.values()}
+    return dict(sorted(files.items()))
 
 
 def read_text(path):
@@ -335,12 +334,12 @@ def read_text(path):
 
 
 def named_split(name):
-    """The split that the path of a file names with its last word of SPLIT_WORDS, or UNUSED"""
+    """The split that the path of a file names with its last word of SPLIT_WORDS, or "not used"."""
     for word in reversed(WORD.findall(name)):
         for split, words in SPLIT_WORDS.items():
             if word.lower() in words.split():
                 return split
-    return UNUSED
+    return 'not used'
 
 
 def split_by_hash(sizes):
@@ -361,19 +360,19 @@ def split_by_hash(sizes):
 
 def split_files(files, code):
     """{name: path} -> {split: [(paths, part)]}; paths: of a file, or all of a package of `code`;
-    and {split: its files, for the screen}; files that are not used are under UNUSED.
+    and {split: its files, for the screen}; files that are not used are under "not used".
 
     If files are named train, and others val or test, only those named so are read. Else all are
     split by hash; if val has too little then, each is cut: part is its split, else 'all'."""
     # the paths and bytes of each document, by its name: that of its file or package
     paths_of = defaultdict(list)
     sizes = Counter()
-    names_of = {split: [] for split in (*SPLITS, UNUSED)}
+    names_of = {split: [] for split in (*SPLITS, 'not used')}
     for name, path in files.items():
         text = read_text(path)
         if text is None:
             print(f'skipped, not UTF-8 text: {str(path)!a}')
-            names_of[UNUSED].append(name)
+            names_of['not used'].append(name)
             continue
         if code:
             name = name.split('/')[0]
@@ -382,7 +381,7 @@ def split_files(files, code):
 
     # the split of each name; a file that is skipped counts as named, too
     split_of = {name: named_split(name) for name in files}
-    if not {'train'} < set(split_of.values()) - {UNUSED}:       # train and another one
+    if not {'train'} < set(split_of.values()) - {'not used'}:       # train and another one
         split_of = split_by_hash(sizes)
 
     # the names and documents of each split
@@ -400,14 +399,14 @@ def split_files(files, code):
 
 def cut(text, part, is_json):
     """Where a part of a text begins and ends: train is about its first 90%, val ends at 95%, test
-    is the rest. They end with a line of JSON, or at blanks if there are any in 5% of the text."""
+    is the rest. They end with a line of JSON, or at blanks, if 2.5% of a text has any."""
+    end, length = r'\s+|\Z', len(text) // 40
+    if is_json:
+        end, length = r'\n|\Z', len(text)
+
     def stop(percent):
         start = len(text) * percent // 100 or 1
-        if is_json:
-            return text.find('\n', start - 1) + 1 or len(text)
-        end = start + len(text) // 20
-        blanks = regex.search(r'\s+', text, pos=start - 1, endpos=end)
-        return blanks.end() if blanks else start
+        return regex.search(end, text, pos=start - 1, endpos=start + length).end()
 
     if part == 'all':
         return 0, len(text)
@@ -544,7 +543,7 @@ def write_split(path, sources, tokenizer):
                 sha256=sha.hexdigest())
 
 
-def prepare(folder, files, code, tokenizer, vocab_size):
+def prepare(folder, path, files, code, tokenizer, vocab_size):
     """Writes a corpus to a temporary folder and renames it: an incomplete one is never opened."""
     sources, about = split_files(files, code)
     if isinstance(tokenizer, str):
@@ -563,8 +562,8 @@ def prepare(folder, files, code, tokenizer, vocab_size):
                 splits[split] = counts
                 about[split] += f', {counts["documents"]} documents, {counts["tokens"]:,} tokens'
         if 'train' not in splits:
-            raise SystemExit(f'no text for training ({about["train"]}): --data is a path, code, '
-                             f'{", ".join(DOWNLOADS)}')
+            raise SystemExit(f'no text for training in {str(path)!a} ({about["train"]}): --data is '
+                             f'a path, code, {", ".join(DOWNLOADS)}')
         meta = dict(tokenizer=tokenizer.to_dict(), splits=splits, about=about)
         (temporary / 'meta.json').write_text(json.dumps(meta))
         with contextlib.suppress(OSError):                      # if another process was faster
@@ -634,7 +633,7 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     folder = corpus_folder(root, name, files, tokenizer, vocab_size)
     corpus = open_corpus(name, folder, hops)
     if not corpus:
-        prepare(folder, files, code, tokenizer, vocab_size)
+        prepare(folder, path, files, code, tokenizer, vocab_size)
         corpus = Corpus(name, folder, hops)
 
     if not quiet:

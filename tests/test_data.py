@@ -391,7 +391,7 @@ def test_no_training_text(tmp_path, files):
 
 def test_a_text_without_blanks_is_cut_anywhere(tmp_path):
     train, val, test = texts_of(prepared(write(tmp_path / 'src', a_txt='日' * 1000)))
-    assert [len(texts[0]) for texts in (train, val, test)] == [900, 50, 50]
+    assert [len(texts[0]) for texts in (train, val, test)] == [925, 50, 25]
 
 
 @pytest.mark.parametrize('file, damage', [
