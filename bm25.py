@@ -16,13 +16,15 @@ to fp32 at the end, so that their order changes no rank. Of equal scores, the lo
 
     $ python bm25.py        segments of the .py files in Python's lib folder search each other
 """
-import re, sysconfig, time
+import re, sysconfig
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 
 FREQUENT = 0.07         # terms in a larger share of the documents are in the dense matrix
 BLOCK = 256             # queries in one product of matrices
+LIMIT = 10 ** 8         # of token ids: an index has arrays of as many numbers as the largest id
 
 
 def idf_lucene(N, df):
@@ -32,12 +34,16 @@ def idf_lucene(N, df):
 
 def count(texts):
     """The terms of each text, and tf, the number of times that each occurs in it.
-    texts: arrays (len,) of token ids -> (3, P): text, term, tf, sorted by text, then by term"""
+    texts: arrays (len,) of token ids -> (3, P): text, term, tf, sorted by text, then by term
+    Raises ValueError for an id below 0 or from LIMIT on, TypeError for one that is no integer."""
     pairs = [np.zeros((3, 0), int)]                                 # if all texts are empty
     for i, text in enumerate(texts):
         if len(text):
             terms, tf = np.unique(text, return_counts=True)
-            pairs.append([np.full(len(terms), i), terms, tf])
+            if not 0 <= terms[0] <= terms[-1] < LIMIT:
+                raise ValueError(f'token ids {terms[0]} to {terms[-1]}: 0 to {LIMIT - 1} can be')
+            rows = np.broadcast_arrays(i, terms, tf)
+            pairs.append(np.stack(rows, dtype=int))                 # of uint64 too, not of floats
     return np.hstack(pairs)
 
 
@@ -153,15 +159,15 @@ def benchmark():
         raise SystemExit('bm25.py is compared with bm25s: pip install bm25s')
     docs = library_segments()
     lists = docs.tolist()
-    vocabulary = {t: t for t in range(docs.max() + 1)}
+    vocabulary = dict(enumerate(range(docs.max() + 1)))
 
-    start = time.perf_counter()
+    start = perf_counter()
     ids, _ = BM25(docs).search_many(docs, 20)
-    done = time.perf_counter()
-    library = bm25s.BM25(method='lucene', k1=1.2, b=0.75, backend='numpy')
+    done = perf_counter()
+    library = bm25s.BM25(method='lucene', k1=1.2, b=0.75)
     library.index((lists, vocabulary), show_progress=False)
     library_ids, _ = library.retrieve(lists, k=20, show_progress=False)
-    library_done = time.perf_counter()
+    library_done = perf_counter()
 
     print(f'{len(docs):,} segments, each searches its 20 nearest: {done - start:.2f} s, bm25s '
           f'{library_done - done:.2f} s; {(ids == library_ids).mean():.2%} of the ids are equal')
