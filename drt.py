@@ -527,6 +527,10 @@ class DRT(nn.Module):
         order = r
         if self.training and self.config.gumbel:                        # noise: -log Exp(1)
             order = r - torch.empty_like(r).exponential_().log()
+        if not self.training:
+            # the scores of a chunk that recurs differ by errors of rounding, which depend on the
+            # pieces in which a text is read: rounded to 1 / 256 they are ties
+            order = (2 ** 8 * r).round()
 
         # the top K; not by topk, whose ties depend on M
         idx = order.argsort(descending=True, stable=True)[..., :K]      # (B, N, K)

@@ -95,7 +95,7 @@ def retrieved(model, h, chunks, its_chunk):
         difference = its_chunk.mean(0) - sum(landmarks.values()) / max(1, len(chunks))
         h = h + difference / (difference.square().mean() + 1e-6) ** 0.5
     r = {k: (h @ l_k).item() / C ** 0.5 for k, l_k in landmarks.items()}
-    best = sorted(r, key=lambda k: -r[k])[:model.config.n_neighbors]
+    best = sorted(r, key=lambda k: -round(256 * r[k]))[:model.config.n_neighbors]
     total = sum(math.exp(r[k]) for k in best)
     return [(math.exp(r[k]) / total, k) for k in best]
 
@@ -288,6 +288,22 @@ def test_streaming_equals_one_pass(settings, sizes, tmp_path):
         assert torch.equal(idx[:, -1], full_idx[:, -1])
 
 
+@pytest.mark.parametrize('settings, n', [(dict(encoder='tokens'), 3), (dict(window=2), 24)])
+def test_a_chunk_that_recurs_is_a_tie(settings, n):
+    """In fp32, in pieces and in one pass the same chunks are retrieved, and so the same follows. In
+    the text parts of n tokens recur, each time followed by another chunk."""
+    model = small(n_neighbors=3, n_embd=32, **settings).float()
+    part = random_tokens(t=n, b=1).expand(30, n)
+    text = torch.cat([part, random_tokens(t=3, b=30)], 1).flatten()[None]
+    full, _ = model.stream(text)
+    for size in (1, 7, 21, 50):
+        state, parts = None, []
+        for piece in text.split(size, 1):
+            log_probs, state = model.stream(piece, state)
+            parts.append(log_probs)
+        close(torch.cat(parts, 1), full, 1e-3)
+
+
 @pytest.mark.parametrize('settings', SETTINGS + NOT_LEARNED, ids=str)
 def test_stream_after_read_equals_one_pass(settings, monkeypatch):
     """read omits the upper layers of what later positions do not need; states never change."""
@@ -300,6 +316,18 @@ def test_stream_after_read_equals_one_pass(settings, monkeypatch):
         model.stream(tokens[:, n:].flip(1), state)
         log_probs, _ = model.stream(tokens[:, n:], state)
         close(log_probs, full[:, n:])
+
+
+@pytest.mark.parametrize('next_chunk', [True, False])
+def test_nothing_is_read_where_nothing_is_retrieved(next_chunk):
+    """A chunk of NaN that is stored does not reach the tokens before the first that may read it."""
+    model = small(next_chunk=next_chunk)
+    tokens = random_tokens(t=6)
+    _, state = model.stream(tokens[:, :3])
+    wanted, _ = model.stream(tokens[:, 3:], state)
+    state.kv[0].fill_(math.nan)
+    log_probs, _ = model.stream(tokens[:, 3:], state)
+    assert torch.equal(log_probs, wanted)
 
 
 def test_the_state_is_bounded():
