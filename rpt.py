@@ -700,6 +700,10 @@ class RPT(nn.Module):
         scores = s_q
         if self.way == 'shuffled':
             scores = pseudorandom(s_q.size(2), first, x.device)             # (N, M)
+        elif self.retriever and not self.training:
+            # the scores of a chunk that recurs differ by errors of rounding, which depend on the
+            # pieces in which a text is read: rounded to 1 / 256 they are ties
+            scores = (2 ** 8 * s_q).round()
         chosen = top(scores, mask, self.config.n_neighbors)                 # (B, N, K)
         if teacher is not None:
             chosen = chosen.where(teacher == self.NOT_TAUGHT, teacher)
