@@ -2,11 +2,12 @@
 import io, math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from drt import DRT, PRESETS, DRTConfig, attend
+from drt import DRT, PRESETS, DRTConfig, attend, setup
 from helpers import batch_of, close, learn, rope
 
 torch.set_num_threads(1)                        # the models are tiny
@@ -595,6 +596,15 @@ BAD = dict(n_head=3, n_layer=1, groups=4, chunk_size=1, slope=0, mlm=1.5, block_
 def test_a_bad_setting_is_named(name):
     with pytest.raises(ValueError, match=name):
         DRTConfig(**{name: BAD[name]})
+
+
+@pytest.mark.parametrize('groups, end, warns', [(1, 13, True), (1, 14, False), (0, 13, False)])
+def test_documents_too_short_for_retrieval(groups, end, warns, capsys):
+    """Two chunks of three tokens have to precede a token that reads the first."""
+    split = SimpleNamespace(offsets=np.array([0, 6, end - 1, end]))
+    attach = setup(small(groups=groups), SimpleNamespace(train=split, hops=0))
+    assert attach('batch', 0) == 'batch'
+    assert ('nothing can be retrieved' in capsys.readouterr().out) == warns
 
 
 def test_landmarks_must_differ():

@@ -697,6 +697,27 @@ def test_scores_are_computed_once(count, monkeypatch, capsys):
     assert count() > 0
 
 
+def test_broken_scores_are_computed_again(count, tmp_path, capsys):
+    """Files that are cut short, or of another shape, dtype or format"""
+    assert count(retriever='lex') == 12
+    paths = sorted(tmp_path.glob('corpora/*/scores-*/*.npy'))
+    wanted = [np.load(path) for path in paths]
+    paths[0].write_bytes(paths[0].read_bytes()[:-1])
+    paths[1].write_bytes(b'')
+    np.save(paths[2], wanted[2][1:])
+    np.save(paths[3], wanted[3].astype('int32'))
+    assert count(retriever='lex') == 4
+    assert capsys.readouterr().out.count('is broken') == 4
+    assert all(np.array_equal(np.load(path), x) for path, x in zip(paths, wanted))
+
+
+@pytest.mark.parametrize('n_chunks, warns', [(100, False), (200, True)])
+def test_documents_too_short_for_retrieval(start, capsys, n_chunks, warns):
+    """They have up to 542 tokens."""
+    start(retriever='lex', window=n_chunks * CHUNK, block_size=(n_chunks + 2) * CHUNK, n=0)
+    assert ('nothing can be retrieved' in capsys.readouterr().out) == warns
+
+
 def test_a_reference_of_another_run(start, count):
     """Its file is given; it needs a window of four chunks and the tokenizer of the run."""
     assert 'window' in one_line(start, window=2 * CHUNK)
