@@ -49,6 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -126,6 +127,16 @@ class EvalConfig:
 
 def batches(config):
     return dict(kind='documents', chunk=config.chunk_size - 1)  # of data.Corpus.batches
+
+
+def setup(model, corpus, *args):
+    """Adds nothing to batches; warns if no document has two chunks and a token, which reads one."""
+    needed = 2 * model.config.chunk_size - 1
+    longest = np.diff(corpus.train.offsets).max()
+    if longest < needed and 'on' in model.ways() and not corpus.hops:
+        print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
+              f'than {needed}. Try longer documents or a smaller --chunk-size')
+    return lambda batch, g: batch
 
 
 # --------------------------------------------------------------------------------------------------
@@ -369,7 +380,7 @@ class GroupedCrossAttention(nn.Module):
         o = gca(q, k, v, w, idx, S, n_keys=S - 1, sink=self.config.sink, kernel=kernel)
         o = o[:, start:start + L]
         if mask is not None:
-            o = o.where(mask[:, :, None, None], 0)
+            o = o.where(mask[..., None, None], 0)
         return self.proj(o.flatten(2))
 
 
@@ -525,8 +536,7 @@ class DRT(nn.Module):
 
         # s zeros stand for the unfinished chunk's tokens before x, others fill the last chunk. Both
         # are cut off
-        x = F.pad(x, (s, -end % n_tokens))
-        chunks = x.unflatten(1, (-1, n_tokens))                         # (B, chunks, S - 1)
+        chunks = F.pad(x, (s, -end % n_tokens)).unflatten(1, (-1, n_tokens))
         chunks = F.pad(chunks, (0, 1), value=value)                     # (B, chunks, S)
         return chunks.flatten(1)[:, s:end + n_landmarks]
 
@@ -562,12 +572,16 @@ class DRT(nn.Module):
         order = r
         if self.training and self.config.gumbel:                        # noise: -log Exp(1)
             order = r - torch.empty_like(r).exponential_().log()
+        if not self.training:
+            # the scores of a chunk that recurs differ by errors of rounding, which depend on the
+            # pieces in which a text is read: rounded to 1 / 256 they are ties
+            order = (256 * r).round()
 
         # the top K; not by topk, whose ties depend on M
         idx = order.argsort(descending=True, stable=True)[..., :K]      # (B, N, K)
         w = r.gather(2, idx)
         valid = w > MASKED
-        return w.softmax(2).where(valid, 0), idx.masked_fill(~valid, -1).int()
+        return w.softmax(2) * valid, idx.masked_fill(~valid, -1).int()
 
     def store(self, kv):
         """kv (2, B, N, S, H, D) -> a list of N chunks, 16 bits, with --offload in a mapped file"""
@@ -601,8 +615,8 @@ class DRT(nn.Module):
     def may_retrieve(self, B, N, M, docs):
         """The mask of `retrieve` (B, N, M): the last N of M landmarks retrieve chunks before their
         own, of their document if docs (B, L) is not None."""
-        S, device = self.config.chunk_size, self.embedding.weight.device
-        mask = torch.ones(B, N, M, dtype=torch.bool, device=device).tril(M - N - 1)
+        S = self.config.chunk_size
+        mask = self.embedding.weight.new_ones(B, N, M, dtype=torch.bool).tril(M - N - 1)
         if self.source != 'text':                                       # Table 4: a corpus is first
             n_corpus = len(self.corpus[1].kv)
             if self.config.next_chunk:

@@ -733,6 +733,10 @@ class RPT(nn.Module):
         scores = s_q
         if self.way == 'shuffled':
             scores = pseudorandom(s_q.size(2), first, x.device)             # (N, M)
+        elif self.retriever and not self.training:
+            # the scores of a chunk that recurs differ by errors of rounding, which depend on the
+            # pieces in which a text is read: rounded to 1 / 256 they are ties
+            scores = (256 * s_q).round()
         chosen = top(scores, mask, self.config.n_neighbors)                 # (B, N, K)
         if teacher is not None:
             chosen = chosen.where(teacher == self.NOT_TAUGHT, teacher)
@@ -924,7 +928,7 @@ def target_log_p(reference, prompts, m):
     # P_cache. Query a = 0 ... m - 1 is the state of position 3m - 1 + a; it may use
     # u < 3m - 1 + a, whose next token u + 1 is known
     scores = product(f, states[:, :-1].mT) / f.size(2) ** 0.5               # (n, m, 4m - 1)
-    is_later = torch.ones_like(scores[0], dtype=torch.bool).triu(3 * m - 1)
+    is_later = torch.ones_like(scores, dtype=torch.bool).triu(3 * m - 1)
     p_u = scores.masked_fill(is_later, -math.inf).softmax(2)
     follows = prompts[:, None, 1:] == w                                     # (n, m, 4m - 1)
     p_cache = p_u.where(follows, 0).sum(2)                                  # (n, m)
@@ -1016,6 +1020,18 @@ def sequence_scores(chunks, doc, config, idf, reference):
     return by_reference.where(candidates, s_t)
 
 
+def read_scores(path, N):
+    """s_t (N, N) of a file; None if there is none, or if it was cut short or has something else"""
+    if not path.exists():
+        return None
+    try:
+        s_t = np.load(path)
+        assert s_t.shape == (N, N) and s_t.dtype == np.float32 and np.isfinite(s_t).all()
+        return torch.from_numpy(s_t)
+    except Exception:                                   # a broken file can raise anything
+        print(f'{path} is broken: its scores are computed again')
+
+
 # data.Batch, s_t (B, N, N), and `ranked`, the number of chunks with a positive in a micro-batch:
 # the mean over those of the step, so that each chunk of a step has the same weight in L_ret
 TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores ranked')
@@ -1028,6 +1044,13 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     config, m = model.config, model.config.chunk_size
     if config.retriever == 'none':
         return lambda batch, g: batch
+
+    # a chunk retrieves chunks before its window, for its target: the chunk after it
+    needed = config.window + 2 * m
+    longest = np.diff(corpus.train.offsets).max()
+    if longest < needed and not corpus.hops:
+        print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
+              f'than {needed}. Try longer documents or smaller --window and --chunk-size')
 
     # the teacher: BM25, or a reference LM which scores the candidates of BM25
     idf = corpus_idf(corpus, config)
@@ -1062,11 +1085,13 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         s_t = torch.zeros(*doc.shape, doc.size(1))
         for b, row in enumerate(batches.rows(g)):
             path = folder / f'{batch.tokens.size(1)}-{row}.npy'
-            if not path.exists():
+            scores = read_scores(path, doc.size(1))
+            if scores is None:
+                scores = sequence_scores(chunks[b], doc[b], config, idf, reference).float()
                 temporary = folder / f'{os.getpid()}.tmp.npy'
-                np.save(temporary, sequence_scores(chunks[b], doc[b], config, idf, reference))
+                np.save(temporary, scores)
                 temporary.replace(path)
-            s_t[b] = torch.from_numpy(np.load(path))
+            s_t[b] = scores
         return s_t
 
     # compute the scores

@@ -2,11 +2,12 @@
 import io, math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from drt import DRT, PRESETS, DRTConfig, attend
+from drt import DRT, PRESETS, DRTConfig, attend, setup
 from helpers import batch_of, close, learn, rope
 
 torch.set_num_threads(1)                        # the models are tiny
@@ -95,7 +96,7 @@ def retrieved(model, h, chunks, its_chunk):
         difference = its_chunk.mean(0) - sum(landmarks.values()) / max(1, len(chunks))
         h = h + difference / (difference.square().mean() + 1e-6) ** 0.5
     r = {k: (h @ l_k).item() / C ** 0.5 for k, l_k in landmarks.items()}
-    best = sorted(r, key=lambda k: -r[k])[:model.config.n_neighbors]
+    best = sorted(r, key=lambda k: -round(256 * r[k]))[:model.config.n_neighbors]
     total = sum(math.exp(r[k]) for k in best)
     return [(math.exp(r[k]) / total, k) for k in best]
 
@@ -288,6 +289,22 @@ def test_streaming_equals_one_pass(settings, sizes, tmp_path):
         assert torch.equal(idx[:, -1], full_idx[:, -1])
 
 
+@pytest.mark.parametrize('settings, n', [(dict(encoder='tokens'), 3), (dict(window=2), 24)])
+def test_a_chunk_that_recurs_is_a_tie(settings, n):
+    """In fp32, in pieces and in one pass the same chunks are retrieved, and so the same follows. In
+    the text parts of n tokens recur, each time followed by another chunk."""
+    model = small(n_neighbors=3, n_embd=32, **settings).float()
+    part = random_tokens(t=n, b=1).expand(30, n)
+    text = torch.cat([part, random_tokens(t=3, b=30)], 1).flatten()[None]
+    full, _ = model.stream(text)
+    for size in (1, 7, 21, 50):
+        state, parts = None, []
+        for piece in text.split(size, 1):
+            log_probs, state = model.stream(piece, state)
+            parts.append(log_probs)
+        close(torch.cat(parts, 1), full, 1e-3)
+
+
 @pytest.mark.parametrize('settings', SETTINGS + NOT_LEARNED, ids=str)
 def test_stream_after_read_equals_one_pass(settings, monkeypatch):
     """read omits the upper layers of what later positions do not need; states never change."""
@@ -300,6 +317,18 @@ def test_stream_after_read_equals_one_pass(settings, monkeypatch):
         model.stream(tokens[:, n:].flip(1), state)
         log_probs, _ = model.stream(tokens[:, n:], state)
         close(log_probs, full[:, n:])
+
+
+@pytest.mark.parametrize('next_chunk', [True, False])
+def test_nothing_is_read_where_nothing_is_retrieved(next_chunk):
+    """A chunk of NaN that is stored does not reach the tokens before the first that may read it."""
+    model = small(next_chunk=next_chunk)
+    tokens = random_tokens(t=6)
+    _, state = model.stream(tokens[:, :3])
+    wanted, _ = model.stream(tokens[:, 3:], state)
+    state.kv[0].fill_(math.nan)
+    log_probs, _ = model.stream(tokens[:, 3:], state)
+    assert torch.equal(log_probs, wanted)
 
 
 def test_the_state_is_bounded():
@@ -567,6 +596,15 @@ BAD = dict(n_head=3, n_layer=1, groups=4, chunk_size=1, slope=0, mlm=1.5, block_
 def test_a_bad_setting_is_named(name):
     with pytest.raises(ValueError, match=name):
         DRTConfig(**{name: BAD[name]})
+
+
+@pytest.mark.parametrize('groups, end, warns', [(1, 13, True), (1, 14, False), (0, 13, False)])
+def test_documents_too_short_for_retrieval(groups, end, warns, capsys):
+    """Two chunks of three tokens have to precede a token that reads the first."""
+    split = SimpleNamespace(offsets=np.array([0, 6, end - 1, end]))
+    attach = setup(small(groups=groups), SimpleNamespace(train=split, hops=0))
+    assert attach('batch', 0) == 'batch'
+    assert ('nothing can be retrieved' in capsys.readouterr().out) == warns
 
 
 def test_landmarks_must_differ():

@@ -9,7 +9,7 @@ BUDGET = {'trime.py': 8200, 'rpt.py': 10500, 'drt.py': 6800, 'gca_kernel.py': 45
           'data.py': 6000, 'train.py': 4600, 'eval.py': 6200}   # Python tokens; in all 41500
 TESTS = [f'tests/{path.name}' for path in Path(__file__).parent.glob('*.py')]
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
-PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'demo'}
+PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'setup', 'demo'}
 PAPERS = {('MLP', 'drt.py')}                            # SwiGLU
 IMPORTS = {'bm25.py': set(), 'gca_kernel.py': set(), 'data.py': {'bm25'}, 'trime.py': set(),
            'rpt.py': {'bm25'}, 'drt.py': {'gca_kernel'}, 'train.py': {'data'},
