@@ -355,9 +355,9 @@ class Embedding(nn.Module):
             n_rows = 2 ** 27 // len(self.tables[a]) if f.is_cuda else 256
             pieces = torch.where(inside)[0].split(n_rows)
             for queries in pieces:
-                if len(pieces) == 1:
+                if f.is_cuda and len(pieces) == 1:
                     log_P = self.tail(a, f[queries])
-                else:               # several are too large to keep; the backward pass repeats them
+                else:               # too large to keep: the backward pass computes it again
                     log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
                 # an index, as gather would keep log_P
                 log_p[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
