@@ -11,17 +11,21 @@ A folder with files but no ckpt.pt is left as it is, and one program at a time t
 
 What train.py and eval.py use of a model file x.py, for B sequences of T or t tokens, V ids:
 
-    XConfig, PRESETS        a dataclass, each field is a flag; name -> values of some fields
+    XConfig                 a dataclass; each field is a flag
+    PRESETS                 {name: values of some fields, of this config and of TrainConfig}
+    COMPILED                classes of layers, for torch.compile
     batches(config)         arguments of data.Corpus.batches: what a micro-batch consists of
     setup(model, corpus, batches, config, autocast, train_reference, progress)
                             optional, before training: computes what a teacher knows, and returns
                             attach(batch, g), which adds that to micro-batch g, a data.Batch
-    X(config), COMPILED     the model; the classes of its layers, for torch.compile
+    X(config)               the model
     .forward(batch, progress)   loss () and a dict of numbers () to log; batch: tokens, targets, doc
                             (B, T), and a seed of all its random draws; progress: step / max_steps
-    .stream(tokens, state)  log P (B, t, V) of the token after each of tokens (B, t), t <= PIECE,
-                            which continue the text of state or begin one (None); the new state
-    .read(tokens, state)    the new state alone, for any t; .log_probs(tokens)  log P alone
+    .stream(tokens, state)  log P (B, t, V) of the token after each of tokens (B, t), which continue
+                            the text of state or begin one (None); the new state
+    .PIECE                  the largest t of a call of stream
+    .log_probs(tokens)      log P alone, of whole texts
+    .read(tokens, state)    the new state alone, for any t
     .ways()                 {'on': ..., 'shuffled': ..., 'off': ...}: attributes of the model to set
     .trace(tokens, t, state)    what is retrieved to predict token t + 1 of tokens (n,), by the
                             state of tokens[:t]: [(weight, ids, start, end)], largest first
@@ -29,7 +33,8 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
     EvalConfig, TASKS       optional: flags and tasks of eval.py for this model only
 """
 import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP), then sleep
-os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '1000'} | os.environ
+os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
+os.environ.setdefault('GOMP_SPINCOUNT', '1000')
 import argparse, collections, contextlib, ctypes, datetime, difflib, functools, importlib, inspect
 import json, math, platform, re, shlex, signal, subprocess, sys, time
 from dataclasses import dataclass, fields, replace
@@ -206,12 +211,13 @@ def precision(device, dtype):
     return bf16, lambda: torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
 
-def peak_tokens_per_s(device, bf16, n_weights):
-    """What mfu is a share of: 6 FLOPs for each weight and token; 0 if the peak is not known"""
+def peak_tokens_per_s(device, bf16, n_params):
+    """What mfu (model FLOPs utilization) is a share of: a token takes 6 FLOPs for each parameter.
+    0 if the peak of the hardware is not known"""
     if bf16 and device.type == 'cuda':
         for name, flops in PEAK_FLOPS.items():
             if name in torch.cuda.get_device_name(device):
-                return WORLD * flops / (6 * n_weights)
+                return WORLD * flops / (6 * n_params)
     return 0
 
 
@@ -496,8 +502,8 @@ def caught_signals():
 
 @torch.no_grad()
 def validate(model, forward, batches, progress, at_most=sys.maxsize):
-    """The causal loss of all micro-batches, or of evenly spread ones with at most these tokens.
-    -> nats per token, the number of tokens"""
+    """The loss without memory of later tokens, of all micro-batches or of evenly spread ones with
+    at most these tokens -> nats per token, the number of tokens"""
     # n of N micro-batches; each process has its share of them
     N, B = len(batches), batches.B
     n = min(N, max(1, at_most // (B * batches.T)))
@@ -509,7 +515,7 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
     for i in data.progress(chosen, 'validation', quiet=RANK > 0 or n < N):
         rows = range(batches.n_rows)[i * B:i * B + B]   # in text order
         if batches.kind == 'documents':
-            rows = range(i, batches.n_rows, N)          # far apart, of different documents
+            rows = range(i, batches.n_rows, N)          # of B documents: a sample has more of them
         batch = batches.take(rows, seed=i)
         scored = (batch.targets >= 0).sum().item()
         loss, _ = forward(batch, progress)
@@ -568,6 +574,7 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
         start, step, progress = time.perf_counter(), done + 1, done / max_steps
         lr = learning_rate(done, config)
         metrics = gradient(done)
+        # a signal may reach one process only; as a metric it stops all at the same step
         metrics['stopped'] = torch.full_like(metrics['loss'], len(signals))
         if WORLD > 1:       # gradients and metrics become their means over the processes
             grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -612,7 +619,8 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
             minutes = (time.perf_counter() - began) / 60
             left = minutes / (step - first) * (max_steps - step)
             if step == 10 and left > 5:
-                print(f'{max_steps} steps take {left:.0f} min, {4 * max_steps / left:.0f} take 4')
+                few = 4 * (max_steps - step) / left
+                print(f'{left:.0f} min left; with --max-steps {few:.0f} about 4')
             if due or step == 1 or step % max(1, max_steps // 30) == 0:
                 show(entry, max_steps, f'{left:.1f} min left{stage}')
         if stopped:
@@ -642,9 +650,11 @@ def train(module, model_config, config, corpus=None):
     # the data
     corpus = corpus or load_corpus(config, model_config.vocab_size)
     sizes = dict(block_size=T, micro_batch=B, **module.batches(model_config))
-    grow = max_steps * passes * WORLD // 2 if config.grow_context else 0
+    grow = 0
+    if config.grow_context:                             # micro-batches of the first half of the run
+        grow = max_steps * passes * WORLD // 2
     batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
-    val_batches = corpus.batches(corpus.val, seed=0, **dict(sizes, bm25=False))
+    val_batches = corpus.batches(corpus.val, seed=0, **dict(sizes, bm25=False))     # not packed
 
     # the folder of the run
     config.tokenizer = corpus.tokenizer.name
@@ -665,7 +675,7 @@ def train(module, model_config, config, corpus=None):
         except RuntimeError:                            # of other shapes
             differ = dict(state['config'].items() - about.items())
             raise SystemExit(f'{file} has weights for other settings: {differ}')
-    if not resumes:     # a packed run has no best.pt, as it is validated with another memory
+    if not resumes:     # no loss is below nan: a packed run, validated otherwise, has no best.pt
         state = dict(
             model_name=name, config=vars(model_config), data=config.data, step=0, log_size=0,
             corpus=corpus.fingerprint, tokenizer=corpus.tokenizer.to_dict(),
@@ -673,8 +683,8 @@ def train(module, model_config, config, corpus=None):
     state['model'] = model.state_dict()                 # the same tensors: steps change them, too
 
     # what the console shows of it
-    n_weights = sum(p.numel() for p in model.parameters())
-    print(f'{out}: {name}, {n_weights:,} weights, {ran_on}, step {state["step"]} of {max_steps}')
+    n_params = sum(p.numel() for p in model.parameters())
+    print(f'{out}: {name}, {n_params:,} parameters, {ran_on}, step {state["step"]} of {max_steps}')
     defaults = vars(type(model_config)()) | vars(TrainConfig()) | module.PRESETS['tiny']
     changed = [f'{key}={x}' for key, x in about.items() if x != defaults.get(key, x)]
     print('settings other than the defaults:', *changed)
@@ -704,7 +714,7 @@ def train(module, model_config, config, corpus=None):
         for i in range(passes):
             g = (done * passes + i) * WORLD + RANK      # its number for any WORLD
             loss, more = forward(attach(batches[g], g), done / max_steps)
-            (loss / passes).backward()                  # with padding not the mean over tokens
+            (loss / passes).backward()      # micro-batches count alike, also those with padding
             for key, value in {'loss': loss, **more}.items():
                 metrics[key] += value.detach() / passes
         return metrics
@@ -721,7 +731,7 @@ def train(module, model_config, config, corpus=None):
     compiles = device.type == 'cuda' and sys.platform == 'linux'
     if config.compile == 'on' or config.compile == 'auto' and compiles:
         compile_layers(model, module.COMPILED)
-    peak = peak_tokens_per_s(device, bf16, n_weights)
+    peak = peak_tokens_per_s(device, bf16, n_params)
     check = functools.partial(validate, model, forward, val_batches)
     with caught_signals() as signals:
         loop(out, config, state, model, optimizers, gradient, check, signals, peak, stage)

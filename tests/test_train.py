@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-import data, train, trime
+import data, eval, train, trime
 from helpers import COMMON, FLAGS, close, flags, log_p, one_line, write_splits
 
 FILE = Path(train.__file__)
+WORDS = 'cat dog tree river stone sees finds the a old'.split()
 run = train.main
 signal.signal(signal.SIGINT, signal.default_int_handler)    # shells' background jobs ignore it
 
@@ -18,8 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)    # shells' background
 def texts(tmp_path_factory):
     """48 documents of made-up sentences in which words repeat."""
     rng = random.Random(0)
-    words = ['cat', 'dog', 'tree', 'river', 'stone', 'sees', 'finds', 'the', 'a', 'old']
-    texts = [' '.join(rng.choices(words, k=20 + i % 40)) for i in range(48)]
+    texts = [' '.join(rng.choices(WORDS, k=20 + i % 40)) for i in range(48)]
     return write_splits(tmp_path_factory.mktemp('texts'), texts[:40], texts[40:])
 
 
@@ -599,20 +599,45 @@ def test_each_step_has_other_micro_batches(here):
 
 # --------------------------------------------------------------------------------------------------
 # longer checks
+# cuts of the papers' presets, and the defaults, without draws, which differ between devices
+ON_A_GPU = [
+    ('trime', '--preset 247m --cutoffs 20,100 --block-size 96 --micro-batch 4 '
+              '--tokens-per-step 384 --stride 48 --dropout 0 --n-layer 2 --n-head 2 --n-embd 64'),
+    ('rpt', '--preset paper --block-size 1024 --tokens-per-step 1024 --n-layer 4 '
+            '--n-cca 1 --n-head 2 --n-embd 64 --window 256 --dropout 0 --teacher always '
+            '--reference-steps 2'),
+    ('drt', '--preset 124m --block-size 1071 --tokens-per-step 1071 --n-layer 4 '
+            '--micro-batch 1 --n-head 2 --n-embd 64 --window 64 --no-gumbel'),
+    ('trime', ''), ('trime', '--memory long'), ('trime', '--memory ext'), ('drt', ''),
+    ('drt', '--encoder tokens --mlm 0'), ('drt', '--groups 0'),
+    ('rpt', '--teacher always --reference-steps 2')]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize('model, more', [
-    ('trime', '--dropout 0'), ('trime', '--dropout 0 --memory long'),
-    ('trime', '--dropout 0 --memory ext'), ('drt', '--no-gumbel --mlm 0'),
-    ('drt', '--no-gumbel --encoder lower'), ('drt', '--groups 0'),
-    ('rpt', '--dropout 0 --teacher always')])
-def test_on_a_gpu(here, model, more):
-    """A run without random draws, whose log has the share of the peak and the memory in use."""
-    run(flags(model, f'{more} --device cuda --compile off --dtype bf16 --out gpu'))
-    run(flags(model, f'{more} --dtype bf16 --out cpu'))
-    entries = log_of('gpu')
+@pytest.mark.parametrize('dtype, error', [('fp32', 1e-3), ('bf16', 2e-2)])
+@pytest.mark.parametrize('model, more', ON_A_GPU)
+def test_on_a_gpu(here, capsys, model, more, dtype, error):
+    """Five compiled steps have the losses of a CPU in fp32. The run resumes; its model streams."""
+    texts = [' '.join(random.Random(i).choices(WORDS, k=600)) for i in range(60)]
+    write_splits(here / 'long', texts[:40], texts[40:])
+    argv = f'--model {model} {more} --data long --tokenizer bytes'.split()
+    run([*argv, *'--max-steps 5 --device cpu --dtype fp32 --out cpu'.split()])
+    for steps in '5', '6':                              # the second command resumes
+        on_gpu = f'--device cuda --compile on --dtype {dtype} --out gpu --max-steps {steps}'
+        run([*argv, *on_gpu.split()])
     losses = [x['loss'] for x in log_of('cpu')]
-    assert [x['loss'] for x in entries] == pytest.approx(losses, rel=1e-2)      # rounded to bf16
+    entries = log_of('gpu')
+    assert [x['loss'] for x in entries[:5]] == pytest.approx(losses, abs=error)
+    assert [x['step'] for x in entries] == [1, 2, 3, 4, 5, 6]
     assert all(0 <= x.get('mfu', 0) < 1 and x['gb'] > 0 for x in entries)
+
+    tokens = torch.randint(200, (1, 150), device='cuda')
+    lm = eval.load('gpu')[0].cuda()
+    first, state = lm.stream(tokens[:, :70])
+    rest, _ = lm.stream(tokens[:, 70:], state)
+    close(torch.cat([first, rest], 1), lm.log_probs(tokens), atol=1e-3)
+    eval.main('gpu gpu --task speed --lengths 1k'.split())
+    assert float(capsys.readouterr().out.split()[-1]) > 0       # of its own time
 
 
 @pytest.mark.slow
