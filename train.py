@@ -531,11 +531,21 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
 
 
 def average(tensors):
-    """Replaces tensors by their means over the processes, with one message for all of them."""
-    flat = torch.cat([x.flatten() for x in tensors])
-    dist.all_reduce(flat.div_(WORLD))
-    for x, mean in zip(tensors, flat.split([x.numel() for x in tensors])):
-        x.copy_(mean.view_as(x))
+    """Replaces tensors by their means over the processes. Small ones share a message of up to
+    16 MB, as each message takes time."""
+    messages, room = [], 0
+    for x in tensors:
+        if x.numel() > room:
+            messages.append([])
+            room = 2 ** 22
+        messages[-1].append(x)
+        room -= x.numel()
+
+    for message in messages:
+        flat = torch.cat([x.flatten() for x in message])
+        dist.all_reduce(flat.div_(WORLD))
+        for x, mean in zip(message, flat.split([x.numel() for x in message])):
+            x.copy_(mean.view_as(x))
 
 
 def compile_layers(model, classes):
