@@ -628,6 +628,8 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
                 save(out, state, optimizers)
             minutes = (time.perf_counter() - began) / 60
             left = minutes / (step - first) * (max_steps - step)
+            if done == first:
+                print(f'the first step took {60 * minutes:.1f} s')
             if step == 10 and left > 5:
                 few = 4 * (max_steps - step) / left
                 print(f'{left:.0f} min left; with --max-steps {few:.0f} about 4')
