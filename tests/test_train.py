@@ -599,6 +599,20 @@ def test_each_step_has_other_micro_batches(here):
 
 # --------------------------------------------------------------------------------------------------
 # longer checks
+SETTINGS = [*(('trime', f'--memory {x}') for x in ('none', 'local', 'long', 'ext')),
+            *(('rpt', f'--retriever {x}') for x in ('sem', 'lex', 'bm25', 'none')),
+            *(('drt', f'--n-layer 4 --encoder lower --groups {x}') for x in (0, 1, 2)),
+            ('drt', '--encoder tokens')]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('model, more', SETTINGS)
+def test_every_model_compiles(here, model, more):
+    """torch.compile, on a CPU here: an error in it would end each run on a GPU."""
+    torch.compiler.reset()              # what is compiled, and counted, is of this run only
+    run(flags(model, f'{more} --compile on --max-steps 3 --out x'))
+
+
 # cuts of the papers' presets, and the defaults, without draws, which differ between devices
 ON_A_GPU = [
     ('trime', '--preset 247m --cutoffs 20,100 --block-size 96 --micro-batch 4 '
