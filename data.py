@@ -481,7 +481,7 @@ class Split(NamedTuple):
 class Corpus:
     """A folder that `prepare` made. train, val, test: Splits or None; fingerprint: hashes of the
     text and of the tokenizer; hops 1 or 2: batches are of Needles. `load` sets name and hops.
-    A damaged folder raises some Exception: not all damage of token ids is noticed."""
+    A damaged folder raises an exception of any type."""
     train = val = test = None
 
     def __init__(self, folder):
