@@ -170,8 +170,8 @@ def gpt2_tokens():
         raise SystemExit('gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its vocab.bpe, '
                          'named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and its encoder.json, '
                          'named 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
-    tokens = [gpt2.decode_single_token_bytes(i).decode('latin-1') for i in range(gpt2.eot_token)]
-    return tokens, gpt2._pat_str
+    tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
+    return [token.decode('latin-1') for token in tokens], gpt2._pat_str
 
 
 class Tokenizer:
@@ -183,12 +183,11 @@ class Tokenizer:
     tokens: str by id, one character per byte (not for word). eot: id of <|endoftext|>, or None.
     Raises ValueError for another name, and where tokens are missing that every text may need."""
     def __init__(self, name, tokens=BYTES, pattern=PATTERN):
-        tokens = list(tokens)
+        tokens = self.tokens = list(tokens)
         needed = {'<unk>', '<eos>'} if name == 'word' else BYTES
         if name not in TOKENIZERS or not set(tokens).issuperset(needed):
             raise ValueError(f'{name!r} with {len(tokens)} tokens is not a tokenizer')
         self.name, self.pattern, self.eot = name, pattern, None
-        self.tokens = tokens
         self.ids = {token: i for i, token in enumerate(tokens)}
         if name != 'word':
             ranks = {token.encode('latin-1'): i for i, token in enumerate(tokens)}
@@ -222,8 +221,8 @@ class Tokenizer:
             words = counts.keys() | {'<unk>', '<eos>'}
             return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
 
-        n_merges = vocab_size - 257                             # bytes, <|endoftext|> are in it
-        return cls(name, learn_bpe(pieces_to_learn(counts), n_merges))
+        # vocab_size counts the 256 bytes and <|endoftext|>, too
+        return cls(name, learn_bpe(pieces_to_learn(counts), vocab_size - 257))
 
     def encode(self, text):
         """str -> (n,) uint32. <|endoftext|> within the text is ordinary text."""
@@ -264,8 +263,9 @@ NOT_CODE = (f'{HIDDEN}|site-packages|dist-packages|test|tests|idle_test|encoding
 # words of paths that name a split: TRAIN, or Train of myTrain01; but for names of programs
 SPLIT_WORDS = dict(train='train training trainset', val='val valid validation dev valset devset',
                    test='test testing eval evaluation testset')
-WORD = regex.compile(r'(?:\p{Lu}+(?!\p{Ll})|\p{Lu}?\p{Ll}+)(?![^/]*[.](?i:py|pyi|ipynb|sh|bat|js|'
-                     r'ts|c|h|cc|cpp|hpp|cu|java|go|rs|rb|pl|r|lua|jl|php|cs|kt|swift|ya?ml|toml)$)')
+WORD = regex.compile(
+    r'(?:\p{Lu}+(?!\p{Ll})|\p{Lu}?\p{Ll}+)(?![^/]*[.](?i:py|pyi|ipynb|sh|bat|js|ts|c|h|cc|cpp|hpp|'
+    r'cu|java|go|rs|rb|pl|r|lua|jl|php|cs|kt|swift|ya?ml|toml)$)')
 JSON = re.compile('(?i).*[.](json|jsonl|jsonlines|ndjson)([.]gz)?')
 PACKED = re.compile('(?i).*[.](txt|json|jsonl|jsonlines|ndjson)[.]gz')
 # Where an article of WikiText begins, after some text: ' = Title = ' between blank lines. {} are
@@ -285,8 +285,6 @@ def fetch(name, folder):
             raise SystemExit(f'{url}: {error!r}; put its files, unpacked, into {folder}')
         if file.suffix == '.zip':
             shutil.unpack_archive(file, incomplete)
-            for path in incomplete.glob('*/*'):                 # out of the archive's folders
-                path.replace(incomplete / path.name)
     incomplete.rename(folder)
 
 
@@ -299,7 +297,7 @@ def list_files(path, code):
     omitted = re.compile(NOT_CODE if code else HIDDEN).fullmatch
 
     # os.walk follows no links. They are visited later, as all folders are roots, too.
-    found, visited, roots = [], set(), [path]
+    paths, visited, roots = [], set(), [path]
     while roots:
         for folder, folders, names in os.walk(roots.pop()):
             folders[:] = filterfalse(omitted, sorted(folders))  # os.walk visits those that remain
@@ -308,16 +306,16 @@ def list_files(path, code):
                 folders.clear()
                 continue
             visited.add(real)
-            found += [Path(folder, name) for name in filterfalse(omitted, names)]
+            paths += [Path(folder, name) for name in filterfalse(omitted, names)]
             roots += [Path(folder, name) for name in folders if not code]
 
     # of a file and links to it, the file
     files = {}
-    for file in sorted(sorted(found), key=Path.is_symlink):
+    for file in sorted(sorted(paths), key=Path.is_symlink):
         if file.is_file() and (file.suffix == '.py' or not code):
             files.setdefault(os.path.realpath(file), file)
-    files = {file.relative_to(path).as_posix(): file for file in files.values()}
-    return dict(sorted(files.items()))
+    return {file.relative_to(path).as_posix(): file
+            for file in sorted(files.values(), key=Path.as_posix)}
 
 
 def read_text(path):
@@ -344,7 +342,7 @@ def named_split(name):
 
 def split_by_hash(sizes):
     """{name: bytes} -> {name: split}. In order of sha256(name) each goes to val, else to test,
-    while that has at most 5% of all bytes, else to train. None if val has less than 2.5%."""
+    while that has at most 5% of all bytes, else to train. {} if val has less than 2.5%."""
     total = sizes.total()
     limit = total // 20
     room = dict(val=limit, test=limit, train=total)
@@ -354,7 +352,7 @@ def split_by_hash(sizes):
         split_of[name] = split
         room[split] -= sizes[name]
     if room['val'] > limit // 2:
-        return None
+        return {}
     return split_of
 
 
@@ -371,7 +369,6 @@ def split_files(files, code):
     for name, path in files.items():
         text = read_text(path)
         if text is None:
-            print(f'skipped, not UTF-8 text: {str(path)!a}')
             names_of['not used'].append(name)
             continue
         if code:
@@ -386,12 +383,12 @@ def split_files(files, code):
 
     # the names and documents of each split
     for name in paths_of:
-        splits = SPLITS if split_of is None else [split_of[name]]
+        splits = [split_of[name]] if split_of else SPLITS
         for split in splits:
             names_of[split].append(name)
     sources = {}
     for split in SPLITS:
-        part = split if split_of is None else 'all'
+        part = 'all' if split_of else split
         sources[split] = [(paths_of[name], part) for name in names_of[split]]
     about = {split: f'{len(names)} files, {names[:3]!a}' for split, names in names_of.items()}
     return sources, about
@@ -410,11 +407,9 @@ def cut(text, part, is_json):
 
     if part == 'all':
         return 0, len(text)
-    if part == 'train':
-        return 0, stop(90)
-    if part == 'val':
-        return stop(90), stop(95)
-    return stop(95), len(text)
+    bounds = 0, stop(90), stop(95), len(text)                   # of train, val and test
+    i = SPLITS.index(part)
+    return bounds[i:i + 2]
 
 
 def documents(paths, part):
@@ -485,30 +480,26 @@ class Split(NamedTuple):
 
 class Corpus:
     """A folder that `prepare` made. train, val, test: Splits or None; fingerprint: hashes of the
-    text and of the tokenizer; hops 1 or 2: batches are of Needles"""
+    text and of the tokenizer; hops 1 or 2: batches are of Needles. `load` sets name and hops.
+    A damaged folder raises an exception of any type."""
     train = val = test = None
 
-    def __init__(self, name, folder, hops=0):
-        self.name, self.folder, self.hops = name, folder, hops
-        try:
-            meta = json.loads((folder / 'meta.json').read_text())
-            self.tokenizer = Tokenizer(**meta['tokenizer'])
-            self.about, hashes = meta['about'], []
+    def __init__(self, folder):
+        self.folder = folder
+        meta = json.loads((folder / 'meta.json').read_text())
+        self.tokenizer = Tokenizer(**meta['tokenizer'])
+        self.about, hashes = meta['about'], []
 
-            # the files of each split, and whether they fit together
-            for split, counts in meta['splits'].items():
-                tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
-                offsets = np.fromfile(folder / f'{split}.idx', np.int64)
-                assert len(tokens) == offsets[-1] == counts['tokens'], f'the size of {split}.bin'
-                assert np.diff(offsets, prepend=-1).min() > 0 == offsets[0], f'{split}.idx'
-                # the maximum takes time: of the first 67M tokens only
-                assert tokens[:2 ** 26].max() < self.tokenizer.n_vocab, f'an id of {split}.bin'
-                setattr(self, split,
-                        Split(split, tokens, offsets, counts['bytes'], counts['words']))
-                hashes.append(counts['sha256'])
-            assert self.train, 'no train'
-        except Exception as error:
-            raise SystemExit(f'{folder} is damaged ({error!r:.99}): delete it to prepare it again')
+        # the files of each split, and whether they fit together
+        for split, counts in meta['splits'].items():
+            tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
+            offsets = np.fromfile(folder / f'{split}.idx', np.int64)
+            assert len(tokens) == offsets[-1] == counts['tokens']
+            assert offsets[0] == 0 and np.diff(offsets).min() > 0
+            # the maximum takes time: of the first 67M tokens only
+            assert tokens[:2 ** 26].max() < self.tokenizer.n_vocab
+            setattr(self, split, Split(split, tokens, offsets, counts['bytes'], counts['words']))
+            hashes.append(counts['sha256'])
         self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
 
     def batches(self, split, chunk=32, grow=0, **options):
@@ -572,13 +563,13 @@ def prepare(folder, path, files, code, tokenizer, vocab_size):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def open_corpus(name, folder, hops=0):
+def open_corpus(folder):
     """The Corpus in a folder, or None if there is none; a damaged one is deleted."""
     if folder.exists():
         try:
-            return Corpus(name, folder, hops)
-        except SystemExit as error:
-            print(f'{error}: this is done', file=sys.stderr)
+            return Corpus(folder)
+        except Exception as error:
+            print(f'{folder} is damaged ({error!r:.99}) and prepared again', file=sys.stderr)
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -599,7 +590,7 @@ def corpus_folder(root, name, files, tokenizer, vocab_size):
 
     # this folder is for the tokenizer that is trained on these files
     if trained:
-        corpus = open_corpus(name, folder)
+        corpus = open_corpus(folder)
         if not corpus or corpus.tokenizer.ids != tokenizer.ids:
             folder = root / f'{name}-{kind}-{digest(VERSION, stamp, tokenizer.tokens)[:8]}'
     return folder
@@ -631,11 +622,11 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
 
     # the folder that is made of them
     folder = corpus_folder(root, name, files, tokenizer, vocab_size)
-    corpus = open_corpus(name, folder, hops)
+    corpus = open_corpus(folder)
     if not corpus:
         prepare(folder, path, files, code, tokenizer, vocab_size)
-        corpus = Corpus(name, folder, hops)
-
+        corpus = Corpus(folder)
+    corpus.name, corpus.hops = name, hops
     if not quiet:
         print(f'{folder}: fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
         for split, about in corpus.about.items():
@@ -652,17 +643,17 @@ class Batch(NamedTuple):
     seed: int               # different for each batch: the only source of the model's randomness
 
 
-def nearest_segments(segments, low, high, k=20):
-    """The numbers of up to k segments that are most similar to segment i by BM25, best first, none
+def nearest_segments(segments, low, high):
+    """The numbers of up to 20 segments that are most similar to segment i by BM25, best first, none
     of low[i] to high[i] - 1. segments: n arrays of ids; low, high (n,) -> n lists"""
     index, neighbors = BM25(segments), []
     for start in progress(range(0, len(segments), 256), 'packing by BM25'):
         queries = slice(start, start + 256)
-        # more than k, as some are excluded; -1: there are no more that share a term
-        ids, _ = index.search_many(segments[queries], k + (high - low)[queries].max())
+        # more than 20, as some are excluded; -1: there are no more that share a term
+        ids, _ = index.search_many(segments[queries], 20 + (high - low)[queries].max())
         permitted = (ids < low[queries, None]) | (ids >= high[queries, None])
         for row, mask in zip(ids, permitted & (ids >= 0)):
-            neighbors.append(row[mask][:k].tolist())
+            neighbors.append(row[mask][:20].tolist())
     return neighbors
 
 
@@ -681,7 +672,8 @@ def pack(split, T, same_document, seed):
     segments = np.split(tokens, starts[1:])
     n = len(segments)
 
-    # segments low[i] to high[i] - 1 share a document with segment i, one of them is i itself
+    # segment i shares a document with segments low[i], ..., high[i] - 1 (i is one): they are
+    # excluded. The first and the last documents of segments ascend, so a binary search has them.
     first_doc = last_doc = np.arange(n)                         # as if each is a document
     if same_document:
         first_doc = split.doc_of(starts)
@@ -717,31 +709,35 @@ class Batches:
             name = split.name if split else 'val'               # a corpus always has train
             raise SystemExit(f'{name} has {n_tokens} tokens, --block-size {block_size} needs more: '
                              'give it more text, or files named val')
-        T, B = self.T, self.B = block_size, micro_batch
+        self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed = split, kind, seed
 
         # A stream is some ranges of the split, one after the other; row r is its tokens r T to
         # r T + T - 1. For documents, the ranges are first all whole rows of each document, then
         # what is left at the end of each: only rows of such ends have tokens of several documents.
+        # T = 4, documents of 10 and 6 tokens: the ranges are tokens 0-7 and 10-13, which are three
+        # rows, then 8-9 and 14-15, which are joined in the fourth.
         length = stop = np.array([n_tokens - 1])                # the last token predicts nothing
         if kind == 'documents':
             doc_length, doc_stop = np.diff(split.offsets), split.offsets[1:]
-            end = doc_length % T
+            end = doc_length % block_size
             length = np.append(doc_length - end, end)
             stop = np.append(doc_stop - end, doc_stop)
         self.range_stop = np.cumsum(length)                     # where ranges end in the stream
         self.shift = stop - self.range_stop     # position in the split - position in the stream
-        self.n_rows = math.ceil(self.range_stop[-1] / T)
+        self.n_rows = math.ceil(self.range_stop[-1] / block_size)
 
         # An epoch shuffles groups of rows. Group j is rows order[j * group] to
         # order[(j + 1) * group - 1].
         self.order, self.group = np.arange(self.n_rows), 1
         if kind == 'consecutive':
-            self.group = consecutive or B
+            self.group = consecutive or micro_batch
         if kind == 'packed' and bm25:
-            self.group, self.order = B, pack(split, T, same_document, seed)
-        if B % self.group:
-            raise SystemExit(f'--micro-batch {B} is not a multiple of m = {self.group}')
+            self.group = micro_batch
+            self.order = pack(split, block_size, same_document, seed)
+        if micro_batch % self.group:
+            raise SystemExit(f'--micro-batch {micro_batch} is not a multiple of --n-consecutive '
+                             f'{self.group}')
 
     def __len__(self):
         return math.ceil(self.n_rows / self.B)
@@ -749,13 +745,14 @@ class Batches:
     def rows(self, g):
         """Numbers of the rows of micro-batch g: (B,), fewer at the end of an epoch"""
         size = self.group                                       # rows of a group
-        n_groups = math.ceil(self.n_rows / size)
-        groups_per_batch = self.B // size
+        n = self.B // size                                      # groups of a micro-batch
         epoch, i = divmod(g, len(self))
-        groups = shuffled(n_groups, self.seed, epoch)[i * groups_per_batch:][:groups_per_batch]
+        groups = shuffled(math.ceil(self.n_rows / size), self.seed, epoch)
+        groups = groups[i * n:(i + 1) * n]
         if size > 1:
-            groups = np.sort(groups)                            # an incomplete one comes last
-        return np.concatenate([self.order[j * size:][:size] for j in groups])
+            # the last group, which can be incomplete, comes last: padding ends the micro-batch
+            groups = np.sort(groups)
+        return np.concatenate([self.order[j * size:(j + 1) * size] for j in groups])
 
     def __getitem__(self, g):
         """Micro-batch g, a Batch; from len(batches) on, of the next epoch"""
@@ -772,8 +769,8 @@ class Batches:
         streamed = rows[:, None] * self.T + np.arange(self.T)   # (B, T) positions in the stream
         padding = streamed >= self.range_stop[-1]               # (B, T)
         streamed[padding] = 0
-        range_of = np.searchsorted(self.range_stop, streamed, 'right')
-        position = streamed + self.shift[range_of]              # (B, T) positions in the split
+        ranges = np.searchsorted(self.range_stop, streamed, 'right')
+        position = streamed + self.shift[ranges]                # (B, T) positions in the split
         doc = split.doc_of(position)
         doc[padding] = -1
 
@@ -810,25 +807,25 @@ class Needles(Batches):
             word, blank = '[A-Z]', ' '
         if tokenizer.name == 'word':
             word = '[a-z]{3,}'
-        texts = f'\nKey{blank}', f' opens{blank}', f',{blank}', '.\n'
-        self.parts = [tokenizer.encode(text).tolist() for text in texts]
+        self.parts = [tokenizer.encode(text).tolist()
+                      for text in (f'\nKey{blank}', f' opens{blank}', f',{blank}', '.\n')]
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
 
         # a sentence fits into a chunk; the shortest rows have chunks for a chain and its answer
         longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
-        least = 8 * chunk
+        T_least = 8 * chunk
         if grow:
-            least = 8 * 4 * hops * chunk        # rows of T / 8 tokens have 4 hops chunks
-        if self.T % chunk or self.T < least or chunk < longest or len(self.words) < 16:
-            raise SystemExit(f'niah needs --block-size a multiple of {chunk} (a chunk), at least '
-                             f'{least}; chunks of {longest} tokens or more; 16 words or letters')
+            T_least = 32 * hops * chunk         # the shortest rows, of T / 8, have 4 hops chunks
+        if self.T % chunk or self.T < T_least or chunk < longest or len(self.words) < 16:
+            raise SystemExit(f'niah needs a --block-size of {T_least} or more that is a multiple '
+                             f'of {chunk}, the tokens of a chunk; {longest} tokens or more in a '
+                             'chunk; and a tokenizer with 16 words or letters for names')
 
     def rows(self, g):
         """B rows; with grow, the first micro-batches have more and shorter rows, as many tokens"""
         n = self.B
         if g < self.grow:
-            quarter = 4 * g // self.grow                        # 0 to 3
-            n *= 2 ** (3 - quarter)                             # 8 B, 4 B, 2 B or B
+            n *= 2 ** (3 - 4 * g // self.grow)                  # 8 B, 4 B, 2 B or B
         return np.arange(g * n, (g + 1) * n)
 
     def take(self, rows, seed):
@@ -866,8 +863,8 @@ class Needles(Batches):
                 ids[stop - len(question):stop] = question
             sentence = opens + answer + end
             ids[start:start + len(sentence)] = sentence
-            answer_start = start + len(opens)
-            scored[answer_start:answer_start + len(answer)] = True
+            start += len(opens)
+            scored[start:start + len(answer)] = True
         targets = np.where(scored, ids, -1)
         return ids[:-1], targets[1:]
 
@@ -880,7 +877,7 @@ class Needles(Batches):
             key = name.tobytes()
             if key not in text:
                 names[key] = name
-        return np.reshape(list(names.values()), (n, self.hops + 1, 4))
+        return np.reshape(list(names.values()), (n, -1, 4))
 
     def hide(self, rng, ids, needles):
         """Writes needles (chunk, names A and B) over the text ids, anywhere within their chunks."""

@@ -47,9 +47,14 @@ def numbers(text):
 
 
 def output(text):
-    """The type of a flag: a path, at which train.write can write a file after the work"""
+    """The type of a flag: a path, at which train.write can write a file after the work. Its folder
+    is made."""
     path = Path(os.path.realpath(train.path(text)))         # a link remains: its file is replaced
     taken = path.exists() and not path.is_file()            # by a folder or a device
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        taken = True
     if taken or not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f'{text!r} cannot be written')
     return path
@@ -90,7 +95,7 @@ class Run:
         paths = Path(name, 'best.pt'), Path(name, 'ckpt.pt'), Path(name)
         self.path = next(filter(Path.is_file, paths), None)
         if self.path is None:
-            raise SystemExit(f'no such run: {name}')
+            raise SystemExit(f'no such run: {name} (train.py makes runs)')
 
         # the model, from its checkpoint alone
         self.checkpoint, model, self.tokenizer = train.read_checkpoint(self.path)
@@ -124,7 +129,6 @@ class Run:
         # what the model retrieves from; TRIME tunes its temperatures, too
         model = self.model.to(args.device)
         if hasattr(model, 'prepare_eval'):
-            print(f'{self.name} prepares its memory for {name}', file=sys.stderr)
             external = data.load(args.retrieve_from or name, self.tokenizer, quiet=True)
             model.prepare_eval(corpus, external, args, self.path, data.progress)
         elif args.retrieve_from:
@@ -170,6 +174,8 @@ def load(path):
 def score(pairs):
     """Sets run.scores of pairs (run, way), and yields each pair when it is known. The way `off` is
     scored first, as all are compared with it; there is one progress with the minutes left."""
+    # an item for each pair and document; `off`, which has to be a pair of each run, takes its items
+    # with the first pair of the run and none later
     documents = data.progress([tokens for run, _ in pairs for tokens in run.documents],
                               'tokens scored', size=len)
     for run, way in pairs:
@@ -194,7 +200,8 @@ def metrics(log_p, log_p_off, split):
     """The columns of a row. split: its bytes are of the tokens of log_p, its words all the text's.
     Tokens of a document depend on each other, so N documents are the sample. D_d: sum of log_p -
     log_p_off over the n_d tokens of d
-        gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d"""
+        gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d
+    The error is the standard error of a ratio of sums."""
     # losses, per token, byte and word
     N = len(log_p)
     n = np.array([len(x) for x in log_p])                                   # (N,)
@@ -202,10 +209,9 @@ def metrics(log_p, log_p_off, split):
     nats = -np.concatenate(log_p).sum()
     loss = nats / total
     per_word = nats / max(1, split.n_words)
-    bits = nats / math.log(2)
-    per_byte = None
+    bits_per_byte = None
     if split.n_bytes > 0:                                   # not if documents have a byte each
-        per_byte = bits / split.n_bytes
+        bits_per_byte = nats / math.log(2) / split.n_bytes
 
     # the gain; its error is not known from a single document
     D = np.array([(x - off).sum() for x, off in zip(log_p, log_p_off)])     # (N,)
@@ -217,7 +223,7 @@ def metrics(log_p, log_p_off, split):
     losses = by_position(log_p, [1, *POSITIONS.values()])
     return {'loss': loss,
             'ppl': np.exp(loss),
-            'bits/byte': per_byte,
+            'bits/byte': bits_per_byte,
             'word ppl': np.exp(min(700, per_word)),              # e^710 is infinite
             **dict(zip(POSITIONS, losses)),
             'gain over off': gain,
@@ -253,6 +259,9 @@ def table(runs, args):
     N = len(documents)
     text = dict(runs[0].text, documents=N, scored=sum(map(len, documents)) - N)
     add_row([], text)
+    print('\non: as in training; shuffled: wrong memory; off: none; corpus, both: --retrieve-from\n'
+          'word ppl: per word between blanks, first words included, as is usual for WikiText\n'
+          f'±: standard error of the gain, from {N} documents (below 5 it means little)')
     rows = []
     for run, way in score([(run, way) for run in runs for way in run.ways]):
         add_row(rows, {
@@ -261,10 +270,6 @@ def table(runs, args):
             'params': sum(map(torch.numel, run.model.parameters())),
             'trained on': run.checkpoint['tokens'],
             **metrics(run.scores[way], run.scores['off'], run.scored)})
-    print('shuffled: wrong memory; corpus, both: --retrieve-from; off: none; ±: standard error '
-          f'of {N} documents')
-    if N < 5:
-        print(f'note: {N} documents are too few for a standard error')
     return dict(text, rows=rows)
 
 
@@ -276,7 +281,7 @@ def show(run, tokens, t, **facts):
     decode, retrieved, lines = run.tokenizer.decode, [], []
     print(f'\n{run.name} retrieves this to predict the token after `before`:')
     facts['before'] = decode(tokens[:t + 1][-32:])
-    facts['text'] = decode(tokens[t + 1:][:16])
+    facts['next'] = decode(tokens[t + 1:][:16])
     for key, value in facts.items():
         if value != '':
             print(f'{key:9} {value!r}')
@@ -284,15 +289,14 @@ def show(run, tokens, t, **facts):
     # the chunks or memories of largest weight
     run.set_way(run.on)
     for weight, where, start, end in run.model.trace(tokens, t)[:4]:
-        ago = t + 2 - end if where is tokens else None          # tokens; None: in another text
+        ago = t + 2 - end if where is tokens else None          # None: in another text
         ids = where[start:end]
-        text = decode(ids)
+        first = max(0, run.chunk - 16)          # 32 tokens around the end of the first chunk
+        text = decode(ids[first:first + 32])
         shown = f'{text!r}'
         if run.chunk == 1:                                      # a memory
             shown = f'{decode(ids[:-1])!r} -> {decode(ids[-1:])!r}'
-        elif len(text) > 100:
-            shown = f'…{text[-100:]!r}'
-        row = dict(weight=weight, start=start, end=end, ago=ago, text=text[-100:])
+        row = dict(weight=weight, start=start, end=end, ago=ago, text=text)
         retrieved.append(row)
         add_row(lines, dict(row, text=shown))
     if not lines:
@@ -310,6 +314,8 @@ def examples(runs, args, n=3):
         if run.on == 'off':
             print(f'\n{run.name} retrieves nothing')
     runs = [run for run in runs if run.on != 'off']
+    print('\ngain: in nats; start, end: tokens of the document; ago: tokens from the last of them '
+          'to the predicted one\ntext: of chunks, 32 tokens around the end of the first one')
     if not args.prompt:
         for _ in score([(run, way) for run in runs for way in ('off', run.on)]):
             pass                                                # sets run.scores
@@ -345,14 +351,15 @@ def trace_text(run, tokens):
     losses = [-run.log_p(way, tokens) for way in ('off', run.on)]
     chunk, traces, state = run.chunk, [], None
 
-    # each chunk is read once; with groups, DRT's trace has their number as an argument
-    groups = [[group] for group in range(getattr(run.model.config, 'groups', 0))] or [[]]
+    # each chunk is read once, and traced for each group of layers, or once if there are no groups
+    n_groups = getattr(run.model.config, 'groups', 0)
+    options = [dict(group=group) for group in range(n_groups)] or [{}]
     for t in data.progress(range(chunk, len(tokens), chunk), f'{run.name}, chunks traced'):
         state = run.model.read(tokens[None, t - chunk:t], state)
         by_group = []
-        for group in groups:
+        for option in options:
             reads = []
-            for weight, where, start, end in run.model.trace(tokens, t, state, *group)[:8]:
+            for weight, where, start, end in run.model.trace(tokens, t, state, **option)[:8]:
                 other_text = [] if where is tokens else where[start:end].tolist()
                 reads.append([round(weight, 4), start, end, other_text])
             by_group.append(reads)
@@ -374,8 +381,8 @@ def write_page(path, pages):
 # samples
 def generate(model, tokenizer, prompt, args):
     """-> text that continues the prompt, to <|endoftext|> or max_tokens; drawn from
-    P^(1/temperature) (0: the likeliest), among the top_k likeliest tokens (0: all), of these the
-    fewest that have top_p of the probability (Holtzman et al. 2020). args: as EvalConfig"""
+    P^(1/temperature) (0: the likeliest), among the top_k likeliest tokens (0: all) that are also
+    among the fewest with a sum of top_p (Holtzman et al. 2020). args: as EvalConfig"""
     # all tokens of the prompt but the last are read, this one is the first to be continued
     generator = torch.Generator().manual_seed(args.seed)
     ids = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
@@ -442,7 +449,7 @@ def draw(runs, name, plot, facts):
         path = runs[0].path.with_name(name)
         figure.savefig(path, bbox_inches='tight')
         print(f'\n{path}')
-    except (ImportError, OSError, ValueError) as e:     # ValueError: a log of another program
+    except (ImportError, OSError, ValueError) as e:     # ValueError: there is nothing to draw
         print(f'no picture: {e}', file=sys.stderr)
 
 
@@ -455,6 +462,8 @@ def plot_positions(axes, run):
         n_tokens = sum(len(tokens[edges[-1]:edge]) for tokens in run.documents)
         if n_tokens >= 1000:
             edges.append(edge)
+    if len(edges) == 1:
+        raise ValueError('fewer than 1,000 tokens are at position 64 or later of their document')
 
     # a line for each way, the gain between two of them
     starts = edges[:-1]
@@ -469,8 +478,9 @@ def plot_positions(axes, run):
 
 
 def read_log(path):
-    """log.jsonl of a run, if there is one -> (steps, 2): tokens in millions, loss"""
-    rows, damaged = [], 0
+    """log.jsonl of a run, if there is one, without damaged lines -> (steps, 2): tokens in millions,
+    loss"""
+    rows = []
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for line in lines:
         try:
@@ -479,9 +489,7 @@ def read_log(path):
             assert math.isfinite(sum(row))
             rows.append(row)
         except Exception:                               # a broken line can raise anything
-            damaged += 1
-    if damaged:
-        print(f'{path}: {damaged} damaged lines are left out', file=sys.stderr)
+            continue
     return np.reshape(rows, (-1, 2))
 
 
@@ -536,7 +544,7 @@ def training_seconds(model, tokens, kernel='auto'):
     with torch.enable_grad(), autocast():
         loss, _ = model(batch, 1.0)
     loss.backward()
-    seconds = max(1e-9, clock(tokens) - began)          # a clock can be coarse
+    seconds = clock(tokens) - began
     model.eval().zero_grad()
     return seconds / tokens.numel()
 
@@ -635,10 +643,12 @@ def niah(runs, args):
     depth in it, as a table and as niah.png; 10 texts of each length, fewer above 400k tokens"""
     rows, depths = [], dict(args.depths).values()
     for run, (name, length) in itertools.product(runs, args.lengths):
-        # needles at these depths, in different chunks; the last chunks are for the questions
+        # needles at these depths, in different chunks; the last two chunks are for the questions,
+        # which are in one of them if there is one hop
         chunk = run.chunk if run.chunk > 1 else 32
         hops = run.corpus.hops or 1
-        needles = data.Needles(run.split, run.tokenizer, hops, 8 * chunk, 1, 0, chunk)
+        needles = data.Needles(run.split, run.tokenizer, hops, block_size=8 * chunk,
+                               micro_batch=1, seed=0, chunk=chunk)
         n_chunks = length // chunk
         last = n_chunks - 3
         chunks = [depth * last // 100 for depth in depths]
@@ -690,6 +700,8 @@ def main(argv):
     # flags: those of eval.py, and of the models
     parser = argparse.ArgumentParser(usage='eval.py RUN [RUN ...] [flags]', allow_abbrev=False)
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
+    if argv and not runs and '--help' not in argv:
+        parser.error('runs come before flags: eval.py RUN [RUN ...] [flags], or eval.py --help')
     train.add_flags(parser, EvalConfig)
     for module in modules:
         if hasattr(module, 'EvalConfig'):
@@ -701,7 +713,8 @@ def main(argv):
     if len(modules) == 1:
         tasks.update(getattr(runs[0].module, 'TASKS', {}))
     if args.task not in tasks:
-        parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
+        parser.error(f'--task {args.task}: these runs together have '
+                     f'{", ".join(tasks).strip(", ")}; ranks is for runs of RPT alone')
 
     # the work
     args.device = train.hardware(args.device)

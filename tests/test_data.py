@@ -563,7 +563,7 @@ def test_what_cannot_be_batched():
     split = make_split()
     assert '162' in one_line(Batches, split, 'segments', 162, 2, seed=0)
     assert 'val' in one_line(Batches, None, 'segments', 4, 2, seed=0)
-    assert 'm = 4' in one_line(Batches, split, 'consecutive', 4, 6, seed=0, consecutive=4)
+    assert 'consecutive 4' in one_line(Batches, split, 'consecutive', 4, 6, seed=0, consecutive=4)
     assert 'document' in one_line(Batches, make_split([99]), 'packed', 9, 2, seed=0)
     Batches(make_split([99, 99]), 'packed', 98, 2, seed=0)      # one segment is of both documents
     for T, chunk in ((256, 8), (300, 32), (224, 32)):
