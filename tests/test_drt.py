@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drt import DRT, PRESETS, DRTConfig, attend, setup
+from drt import DRT, DRTConfig, setup
 from helpers import batch_of, close, learn, rope
 
 torch.set_num_threads(1)                        # the models are tiny
@@ -195,22 +195,6 @@ def test_the_model_is_the_papers(settings):
     tokens = random_tokens()
     expected, _ = by_definition(model, tokens[0])
     close(model.log_probs(tokens)[0], expected, atol=1e-6)              # RoPE's angles are fp32
-
-
-@pytest.mark.parametrize('past, t, window', [(0, 11, 8), (2, 9, 4), (6, 9, 8)])
-def test_attend_by_loops(past, t, window, block=4):
-    q = torch.randn(1, t, 2, 6).double()
-    k, v = torch.randn(2, 1, past + t, 2, 6).double()
-    slopes = torch.tensor([0.5, 0.1]).double()
-    o = torch.zeros_like(q)
-    for i in range(past, past + t):
-        in_window = range(max(0, i - window + 1), i + 1)
-        j = [j for j in in_window if j // block >= i // block - 1]
-        age = i - torch.tensor(j)
-        for h in range(2):
-            scores = k[0, j, h] @ q[0, i - past, h] / 6 ** 0.5 - slopes[h] * age
-            o[0, i - past, h] = scores.softmax(0) @ v[0, j, h]
-    close(attend(q, k, v, block, window, slopes.view(1, 2, 1, 1)), o)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -437,17 +421,6 @@ def test_without_retrieval_there_is_nothing_to_trace():
 
 # --------------------------------------------------------------------------------------------------
 # training
-def test_gumbel_noise_is_of_the_batchs_seed_and_of_training_only():
-    model = small(gumbel=True, n_neighbors=2)
-    batches = [batch_of(random_tokens(), seed=seed) for seed in (0, 0, 1)]
-    losses = []
-    for training in (False, True):
-        model.train(training)
-        losses += [model(batch, 0)[0].item() for batch in batches]
-    assert losses[0] == losses[2]
-    assert losses[3] == losses[4] != losses[5]
-
-
 def test_gumbel_top_k_samples_from_the_softmax(n=6000):
     """§3.2: a chunk is the first in proportion to exp(r). Noise is in no weight."""
     model = small(compare_means=False, groups=1, gumbel=True, n_neighbors=2).train()
@@ -557,15 +530,6 @@ def initial_weights(**settings):
     return DRT(DRTConfig(n_embd=96, n_layer=8, **settings)).state_dict()
 
 
-def test_what_two_models_share_begins_equal():
-    """Weights are seeded by name: a DRT begins as its base LM, but for what is added."""
-    base = initial_weights(groups=0)
-    drt = initial_weights(groups=2)
-    for name, p in base.items():
-        assert p.equal(drt[name][:len(p)]), name
-    assert not drt['lower.0.mlp.fc.weight'].equal(drt['lower.1.mlp.fc.weight'])
-
-
 def test_initial_weights():
     """GCA begins by copying what followed a similar token, h begins at 0."""
     weights = initial_weights(groups=2)
@@ -576,18 +540,6 @@ def test_initial_weights():
     for name, scale in (('embedding', 1), ('encoder.kv', 1), ('lower.0.mlp.proj', 0.25)):
         std = scale * 0.02 * (768 / 96) ** 0.5
         assert weights[name + '.weight'].std().item() == pytest.approx(std, rel=0.05), name
-
-
-@pytest.mark.parametrize('settings, millions', [
-    (dict(groups=0), 123.6), (dict(groups=0, n_layer=14), 137.7), (dict(), 146.0)])
-def test_the_preset_has_the_papers_size(settings, millions):
-    """Table 1: base LM 124M, with two more layers 138M, DRT 133M and its encoder 14M."""
-    fields = vars(DRTConfig())
-    paper = {name: value for name, value in PRESETS['124m'].items() if name in fields}
-    with torch.device('meta'):
-        model = DRT(DRTConfig(**{**paper, **settings}))
-    n_weights = sum(p.numel() for p in model.parameters())
-    assert n_weights / 1e6 == pytest.approx(millions, abs=0.06)
 
 
 BAD = dict(n_head=3, n_layer=1, groups=4, chunk_size=1, slope=0, mlm=1.5, block_size=62)

@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import data, eval, train, trime
-from helpers import COMMON, FLAGS, close, flags, log_p, one_line, write_splits
+from helpers import COMMON, FLAGS, batch_of, close, flags, log_p, one_line, write_splits
 
 FILE = Path(train.__file__)
 WORDS = 'cat dog tree river stone sees finds the a old'.split()
@@ -425,11 +425,6 @@ def test_help_has_every_field_its_comment_and_default(capsys, model):
     assert 'peak rate; width 256: 4e-3; AdamW: 2e-3; after --init: 1e-3 (default: 0.008)' in screen
 
 
-def test_zero_is_a_number():
-    _, model_config, config = train.parse('--model drt --n-encoder 0 --grad-clip 0'.split())
-    assert model_config.n_encoder == config.grad_clip == 0
-
-
 @pytest.fixture
 def first(here):
     """Flags of a run, and those of one on another text that starts from its weights"""
@@ -558,12 +553,17 @@ def test_momentum_of_muon():
     close(q.flip(0), -update, atol=1e-4)
 
 
+def make(argv, **more):
+    """The model that these flags describe, with its initial weights"""
+    module, config, _ = train.parse(argv)
+    torch.manual_seed(1)
+    return getattr(module, module.__name__.upper())(dataclasses.replace(config, **more))
+
+
 def initial():
     """The model of a run without dropout, with seed 1, before its first step; its micro-batches"""
-    module, model_config, _ = train.parse(flags('trime', '--dropout 0'))
     corpus = data.load('texts', 'bytes', quiet=True)
-    torch.manual_seed(1)
-    model = module.TRIME(dataclasses.replace(model_config, vocab_size=257))
+    model = make(flags('trime', '--dropout 0'), vocab_size=257)
     return model, data.Batches(corpus.train, 'segments', 16, 2, seed=1)
 
 
@@ -595,6 +595,60 @@ def test_each_step_has_other_micro_batches(here):
     model, batches = initial()
     losses = [model(batches[g], 2 / 3)[0].item() for g in (4, 5)]
     assert log_of('out/trime')[2]['loss'] == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------
+# what holds for all models
+PAPERS = [
+    ('trime --preset 7m', 7.08, 'segments'),
+    ('trime --preset 150m --memory long', 148.44, 'consecutive'),
+    ('trime --preset 247m --memory ext', 245.71, 'packed'),
+    ('trime --preset enwik8 --memory long', 37.89, 'consecutive'),
+    ('rpt --preset paper --vocab-size 50277', 242.37, 'documents'),
+    ('rpt --preset paper --vocab-size 50277 --retriever bm25', 236.07, 'documents'),
+    ('rpt --preset paper --vocab-size 50277 --retriever none', 202.50, 'documents'),
+    ('rpt --preset paper --vocab-size 50277 --retriever none --n-layer 14', 227.67, 'documents'),
+    ('drt --preset 124m', 145.98, 'documents'),
+    ('drt --preset 124m --groups 0', 123.55, 'documents'),
+    ('drt --preset 124m --groups 0 --n-layer 14', 137.71, 'documents')]
+
+
+@pytest.mark.parametrize('command, millions, kind', PAPERS)
+def test_models_have_the_papers_sizes(command, millions, kind):
+    """TRIME, Table 9: 7M, 150M, 247M, 38M (with biases). RPT, Table 2: RPT 242M, RETRO 236M,
+    Transformer-XL 202M, with two more layers 228M. DRT, Table 1: DRT 133M and its encoder 14M, base
+    LM 124M, with two more layers 138M. Then the kind of batches"""
+    with torch.device('meta'):
+        model = make(['--model', *command.split()])
+    n_weights = sum(p.numel() for p in model.parameters())
+    assert n_weights / 1e6 == pytest.approx(millions, abs=0.006)
+    module = sys.modules[type(model).__module__]
+    assert module.batches(model.config)['kind'] == kind
+
+
+@pytest.mark.parametrize('model, baseline', [
+    ('rpt', '--retriever bm25'), ('rpt', '--retriever none'), ('drt', '--groups 0')])
+def test_a_model_begins_as_its_baseline(model, baseline):
+    """Weights are seeded by name, so what the two share is equal."""
+    weights = dict(make(flags(model)).named_parameters())
+    for name, p in make(flags(model, baseline)).named_parameters():
+        assert torch.equal(p, weights[name][:len(p)]), name         # DRT has ids beyond the text's
+    assert not weights['lower.0.mlp.fc.weight'].equal(weights['upper.0.mlp.fc.weight'])
+
+
+@pytest.mark.parametrize('model, more', [('trime', ''), ('rpt', '--retriever none'), ('drt', '')])
+def test_draws_are_of_the_batchs_seed_and_of_training_only(model, more):
+    """Dropout, in DRT Gumbel noise"""
+    lm = make(flags(model, more), vocab_size=257)
+    tokens = torch.arange(2 * lm.config.block_size).view(2, -1)
+    losses = []
+    for training in (True, False):
+        lm.train(training)
+        for seed in (0, 0, 1):
+            loss, _ = lm(batch_of(tokens, seed=seed), 0.9)
+            losses.append(loss.item())
+    assert losses[0] == losses[1] != losses[2]
+    assert losses[3] == losses[5]
 
 
 # --------------------------------------------------------------------------------------------------

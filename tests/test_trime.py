@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.run import parse_args
 
-import eval as evaluation
 import train, trime
 from helpers import batch_of, close, learn, log_p, one_line
 from trime import TRIME, Datastore, EvalConfig, Inference, TRIMEConfig, TrimeLoss
@@ -221,13 +220,6 @@ def test_local_memory_is_disabled_at_random():
     assert {*mixed} == {off, on}
     standard_error = (0.9 * 0.1 / 300) ** 0.5
     assert abs(mixed.count(off) / 300 - 0.9) < 4 * standard_error
-
-
-def test_dropout_comes_from_the_seed():
-    a, b, c = losses(small(dropout=0.5), [7, 7, 8])
-    assert a == b != c
-    a, b = losses(small(dropout=0.5).eval(), [7, 8])
-    assert a == b
 
 
 # --------------------------------------------------------------------------------------------------
@@ -618,28 +610,6 @@ def test_torchrun_takes_no_flag(model):
     for name in vars(configs[0]) | vars(configs[1]):
         flags = [f'--{name.replace("_", "-")}', '2']
         assert parse_args(['train.py', *flags]).training_script_args == flags
-
-
-def test_a_checkpoint_of_former_names():
-    """In assets/trime.pt n_consecutive is m."""
-    file = Path(trime.__file__).parent / 'assets/trime.pt'
-    model, _ = evaluation.load(file)
-    _, config, _ = train.parse(['--init', str(file)])
-    assert model.config == config == TRIMEConfig()
-
-
-@pytest.mark.parametrize('preset, millions, memory, kind', [
-    ('7m', 7, 'local', 'segments'),
-    ('150m', 150, 'long', 'consecutive'),
-    ('247m', 247, 'ext', 'packed'),
-    ('enwik8', 38, 'long', 'consecutive')])
-def test_presets(preset, millions, memory, kind):
-    """Table 9, within 2%: there are no biases here."""
-    _, config, _ = train.parse(['--preset', preset, '--memory', memory])
-    with torch.device('meta'):
-        n = sum(weight.numel() for weight in TRIME(config).parameters())
-    assert n == pytest.approx(millions * 1e6, rel=0.02)
-    assert trime.batches(config)['kind'] == kind
 
 
 def function_batch(step):
