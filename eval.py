@@ -478,9 +478,8 @@ def plot_positions(axes, run):
 
 
 def read_log(path):
-    """log.jsonl of a run, if there is one, without damaged lines -> (steps, 2): tokens in millions,
-    loss"""
-    rows = []
+    """log.jsonl of a run, if there is one -> (steps, 2): tokens in millions, loss"""
+    rows, damaged = [], 0
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for line in lines:
         try:
@@ -489,7 +488,9 @@ def read_log(path):
             assert math.isfinite(sum(row))
             rows.append(row)
         except Exception:                               # a broken line can raise anything
-            continue
+            damaged += 1
+    if damaged:
+        print(f'{path}: {damaged} damaged lines are left out', file=sys.stderr)
     return np.reshape(rows, (-1, 2))
 
 
@@ -544,7 +545,7 @@ def training_seconds(model, tokens, kernel='auto'):
     with torch.enable_grad(), autocast():
         loss, _ = model(batch, 1.0)
     loss.backward()
-    seconds = clock(tokens) - began
+    seconds = max(1e-9, clock(tokens) - began)          # a clock can be coarse
     model.eval().zero_grad()
     return seconds / tokens.numel()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-import data, eval, train, trime
+import data, train, trime
 from helpers import COMMON, FLAGS, batch_of, close, flags, log_p, one_line, write_splits
 
 FILE = Path(train.__file__)
@@ -700,11 +700,11 @@ def test_on_a_gpu(here, capsys, model, more, dtype, error):
     assert all(0 <= x.get('mfu', 0) < 1 and x['gb'] > 0 for x in entries)
 
     tokens = torch.randint(200, (1, 150), device='cuda')
-    lm = eval.load('gpu')[0].cuda()
+    lm = importlib.import_module('eval').load('gpu')[0].cuda()
     first, state = lm.stream(tokens[:, :70])
     rest, _ = lm.stream(tokens[:, 70:], state)
     close(torch.cat([first, rest], 1), lm.log_probs(tokens), atol=1e-3)
-    eval.main('gpu gpu --task speed --lengths 1k'.split())
+    importlib.import_module('eval').main('gpu gpu --task speed --lengths 1k'.split())
     assert float(capsys.readouterr().out.split()[-1]) > 0       # of its own time
 
 
