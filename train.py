@@ -426,7 +426,7 @@ def check_folder(out, about, state, resume):
     """SystemExit, unless the folder is empty or has the run that is resumed: no file is lost.
     about: config.json as it will be; state: what the run starts from, its checkpoint if it has one
     -> --max-steps of the run until now, None if it is new"""
-    files = sorted({*os.listdir(out)} - {LOCK})
+    files = sorted({*os.listdir(out)} - {LOCK, 'config.json'})      # that of a run killed at once
     saved, trouble = {}, ''
     if 'ckpt.pt' in files:
         saved = read_config(out / 'config.json')
@@ -735,10 +735,10 @@ def train(module, model_config, config, corpus=None):
     optimizers = optimizers_of(model, config)
     if resumes:
         load_moments(file, state, optimizers)
-    if RANK == 0 and not resumes:
-        save(out, state, optimizers)                    # a run that is killed early can be resumed
     if RANK == 0 and planned != max_steps:
         write_config(out, about, ran_on)
+    if RANK == 0 and not resumes:
+        save(out, state, optimizers)                    # a run that is killed early can be resumed
     model.kernel = config.kernel
     compiles = device.type == 'cuda' and sys.platform == 'linux'
     if config.compile == 'on' or config.compile == 'auto' and compiles:
