@@ -8,14 +8,16 @@ A corpus is a folder that `load` makes on first use:
         train.idx  val.idx  test.idx    where each document starts and the last one ends, int64
         meta.json                       the tokenizer, counts, hashes
 
-Its name ends with a hash of its source files (paths, sizes, times): if one changes, another folder
-is made. Every document ends with <|endoftext|>, except with `word`. A batch is a pure function of
-(split, arguments of Batches, number): a run resumes from its step alone.
+Its name ends with a hash of its source files (paths, sizes, times) and of VERSION: if one changes,
+another folder is made. Every document ends with <|endoftext|>, except with `word`. What is counted
+and hashed is the text as it is read: without BOM, with LF for the line ends CR LF and CR. A batch
+is a pure function of (split, arguments of Batches, number): a run resumes from its step alone.
 
 Letters: a micro-batch has B rows of T tokens; g is the number of a micro-batch, r that of a row.
 A row of niah has N chunks of S tokens.
 """
-import contextlib, functools, hashlib, heapq, json, math, os, re, shutil, sys, sysconfig, time
+import contextlib, functools, gzip, hashlib, heapq, json, math, os, re, shutil, sys, sysconfig
+import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import filterfalse, pairwise
@@ -30,6 +32,7 @@ import torch
 from bm25 import BM25
 
 SPLITS = 'train', 'val', 'test'
+VERSION = 2             # of the rules by which a corpus is prepared: others make another folder
 
 
 def digest(*values):
@@ -61,12 +64,47 @@ def progress(items, desc, total=None, quiet=False, size=lambda item: 1):
 # tokenizers
 # GPT-2's words for bpe: contractions, letters, numbers, punctuation, blanks
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+TOKENIZERS = 'bytes', 'bpe', 'gpt2', 'word'
 BYTES = tuple(map(chr, range(256)))         # a token of bytes is a str, one character per byte
+# long words of this pattern are cut after each 256 characters, runs of blanks before a blank
+RUN = re.compile(r'\S{256}|\s{256}')        # only a text with this can have a long word
+LONG_WORD = regex.compile(r'\p{L}{256}|\p{N}{256}|[^\s\p{L}\p{N}]{256}|\s{256}(?=\s)')
+
+
+def unix(text):
+    """A text without BOM, with LF for the line ends CR LF and CR"""
+    return text.removeprefix('\ufeff').replace('\r\n', '\n').replace('\r', '\n')
 
 
 def words_of(text):
     """The words that WikiText's papers count: between blanks, and <eos> for each line end."""
-    return text.replace('\n', ' <eos> ').split()
+    return unix(text).replace('\n', ' <eos> ').split()
+
+
+def short_words(text):
+    """Yields a text in pieces that have no long word. tiktoken fails at 1,000,000 blanks in a row,
+    and what bpe learns should not depend on the length of lines in a text without blanks."""
+    start = 0
+    if RUN.search(text):
+        for match in LONG_WORD.finditer(text):
+            yield text[start:match.end()]
+            start = match.end()
+    yield text[start:]
+
+
+def pieces_to_learn(counts):
+    """{word: its frequency} -> the same for bpe, one character per byte: the most frequent words,
+    in up to 262,144 pieces, more would take too long. A word of more than 128 bytes is in pieces of
+    32, as a merge changes most long words."""
+    pieces = Counter()
+    for word, n in counts.most_common():
+        word = word.encode().decode('latin-1')
+        size = 32 if len(word) > 128 else 128
+        for i in range(0, len(word), size):
+            pieces[word[i:i + size]] += n
+        if len(pieces) > 2 ** 18:
+            break
+    return pieces
 
 
 def learn_bpe(counts, n_merges):
@@ -132,8 +170,8 @@ def gpt2_tokens():
         raise SystemExit('gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its vocab.bpe, '
                          'named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and its encoder.json, '
                          'named 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
-    tokens = [gpt2.decode_single_token_bytes(i).decode('latin-1') for i in range(gpt2.eot_token)]
-    return tokens, gpt2._pat_str
+    tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
+    return [token.decode('latin-1') for token in tokens], gpt2._pat_str
 
 
 class Tokenizer:
@@ -142,10 +180,14 @@ class Tokenizer:
     gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads; TIKTOKEN_CACHE_DIR keeps them
     word    WikiText's: words between blanks, <eos> for each line end, <unk>; most frequent first
 
-    tokens: str by id, one character per byte (not for word). eot: id of <|endoftext|>, or None"""
+    tokens: str by id, one character per byte (not for word). eot: id of <|endoftext|>, or None.
+    Raises ValueError for another name, and where tokens are missing that every text may need."""
     def __init__(self, name, tokens=BYTES, pattern=PATTERN):
+        tokens = self.tokens = list(tokens)
+        needed = {'<unk>', '<eos>'} if name == 'word' else BYTES
+        if name not in TOKENIZERS or not set(tokens).issuperset(needed):
+            raise ValueError(f'{name!r} with {len(tokens)} tokens is not a tokenizer')
         self.name, self.pattern, self.eot = name, pattern, None
-        self.tokens = tokens = list(tokens)
         self.ids = {token: i for i, token in enumerate(tokens)}
         if name != 'word':
             ranks = {token.encode('latin-1'): i for i, token in enumerate(tokens)}
@@ -167,17 +209,20 @@ class Tokenizer:
         # word and bpe: count the words
         counts, n_characters = Counter(), 0
         for text in texts:
-            counts.update(words_of(text) if name == 'word' else regex.findall(PATTERN, text))
+            if name == 'word':
+                counts.update(words_of(text))
+                continue
+            for piece in short_words(text):
+                counts.update(regex.findall(PATTERN, piece))
             n_characters += len(text)
-            if name == 'bpe' and n_characters > 2 ** 26:        # enough to learn from
+            if n_characters > 2 ** 26:                          # enough to learn from
                 break
         if name == 'word':
             words = counts.keys() | {'<unk>', '<eos>'}
             return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
 
-        # the first 128 bytes of a long word are enough, and faster
-        counts = {word.encode()[:128].decode('latin-1'): n for word, n in counts.items()}
-        return cls(name, learn_bpe(counts, vocab_size - 257))   # bytes, <|endoftext|> are in it
+        # vocab_size counts the 256 bytes and <|endoftext|>, too
+        return cls(name, learn_bpe(pieces_to_learn(counts), vocab_size - 257))
 
     def encode(self, text):
         """str -> (n,) uint32. <|endoftext|> within the text is ordinary text."""
@@ -185,7 +230,7 @@ class Tokenizer:
             ids = (self.ids.get(word, self.ids['<unk>']) for word in words_of(text))
             return np.fromiter(ids, np.uint32)
         text = text.encode('utf-8', 'replace').decode()         # '?' for a lone surrogate
-        return self.bpe.encode_to_numpy(text)
+        return np.concatenate([self.bpe.encode_to_numpy(piece) for piece in short_words(text)])
 
     def decode(self, ids):
         """Ids (n,) -> str; U+FFFD for what is not UTF-8"""
@@ -215,10 +260,17 @@ HOPS = {'niah': 1, 'niah2': 2}                  # --data: needles in a haystack,
 HIDDEN = '[.].*|.*[.]zip|corpora|out'           # names of files and folders that are omitted
 NOT_CODE = (f'{HIDDEN}|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
             'config-.*|_sysconfigdata.*')       # the last two are written by installers
-# a file or folder of one split: train.txt, wiki.valid.tokens, test-00-of-01.txt, not train.py
-SPLIT_NAME = re.compile(r'(?:.*[._-])?(train|val|test)(?:id|idation)?(?!\.py$)(?:[.].*|[-_]\d.*)?')
-# where an article of WikiText begins: ' = Title = ' between blank lines, after some text
-ARTICLE = regex.compile(r'(?m)^(?= = (?!= ).*(?<! =) = ?\n *$)(?<=\S\s*\n *\n)')
+# words of paths that name a split: TRAIN, or Train of myTrain01; but for names of programs
+SPLIT_WORDS = dict(train='train training trainset', val='val valid validation dev valset devset',
+                   test='test testing eval evaluation testset')
+WORD = regex.compile(
+    r'(?:\p{Lu}+(?!\p{Ll})|\p{Lu}?\p{Ll}+)(?![^/]*[.](?i:py|pyi|ipynb|sh|bat|js|ts|c|h|cc|cpp|hpp|'
+    r'cu|java|go|rs|rb|pl|r|lua|jl|php|cs|kt|swift|ya?ml|toml)$)')
+JSON = re.compile('(?i).*[.](json|jsonl|jsonlines|ndjson)([.]gz)?')
+PACKED = re.compile('(?i).*[.](txt|json|jsonl|jsonlines|ndjson)[.]gz')
+# Where an article of WikiText begins, after some text: ' = Title = ' between blank lines. {} are
+# what follows and precedes the title's line; files of others lack some blank lines, see documents.
+ARTICLE = r'(?m)^(?= = (?!= ).*(?<! =) = ?{})(?<=\S\s*{})'
 
 
 def fetch(name, folder):
@@ -233,32 +285,64 @@ def fetch(name, folder):
             raise SystemExit(f'{url}: {error!r}; put its files, unpacked, into {folder}')
         if file.suffix == '.zip':
             shutil.unpack_archive(file, incomplete)
-            for path in incomplete.glob('*/*'):                 # out of the archive's folders
-                path.replace(incomplete / path.name)
     incomplete.rename(folder)
 
 
 def list_files(path, code):
-    """The files of a folder, none of them empty, or one file -> {name: path}, sorted by name.
-    code: only .py files, none that NOT_CODE omits"""
+    """The files of a folder, or one file -> {name: path}, sorted by name. Links to folders are
+    followed; each file comes once, under a name without links if it has one.
+    code: only .py files, none that NOT_CODE omits, and no links to folders"""
     if path.is_file():
         return {path.name: path}
     omitted = re.compile(NOT_CODE if code else HIDDEN).fullmatch
-    files = {}
-    for folder, folders, names in os.walk(path, followlinks=not code):
-        folders[:] = filterfalse(omitted, folders)              # os.walk visits those that remain
-        for name in filterfalse(omitted, names):
-            file = Path(folder, name)
-            if code and file.suffix != '.py':
+
+    # os.walk follows no links. They are visited later, as all folders are roots, too.
+    paths, visited, roots = [], set(), [path]
+    while roots:
+        for folder, folders, names in os.walk(roots.pop()):
+            folders[:] = filterfalse(omitted, sorted(folders))  # os.walk visits those that remain
+            real = os.path.realpath(folder)
+            if real in visited:
+                folders.clear()
                 continue
-            if file.is_file() and file.stat().st_size:
-                files[file.relative_to(path).as_posix()] = file
-    return dict(sorted(files.items()))
+            visited.add(real)
+            paths += [Path(folder, name) for name in filterfalse(omitted, names)]
+            roots += [Path(folder, name) for name in folders if not code]
+
+    # of a file and links to it, the file
+    files = {}
+    for file in sorted(sorted(paths), key=Path.is_symlink):
+        if file.is_file() and (file.suffix == '.py' or not code):
+            files.setdefault(os.path.realpath(file), file)
+    return {file.relative_to(path).as_posix(): file
+            for file in sorted(files.values(), key=Path.as_posix)}
+
+
+def read_text(path):
+    """The text of a file, as `unix` makes it; None if it is not UTF-8"""
+    try:
+        content = path.read_bytes()
+        if PACKED.fullmatch(path.name):
+            content = gzip.decompress(content)
+        return unix(content.decode())
+    except UnicodeDecodeError:
+        return None
+    except Exception as error:                                  # of gzip, several
+        raise SystemExit(f'{str(path)!a} cannot be read: {error}')
+
+
+def named_split(name):
+    """The split that the path of a file names with its last word of SPLIT_WORDS, or "not used"."""
+    for word in reversed(WORD.findall(name)):
+        for split, words in SPLIT_WORDS.items():
+            if word.lower() in words.split():
+                return split
+    return 'not used'
 
 
 def split_by_hash(sizes):
     """{name: bytes} -> {name: split}. In order of sha256(name) each goes to val, else to test,
-    while that has at most 5% of all bytes, else to train. None if val has less than 2.5%."""
+    while that has at most 5% of all bytes, else to train. {} if val has less than 2.5%."""
     total = sizes.total()
     limit = total // 20
     room = dict(val=limit, test=limit, train=total)
@@ -268,78 +352,106 @@ def split_by_hash(sizes):
         split_of[name] = split
         room[split] -= sizes[name]
     if room['val'] > limit // 2:
-        return None
+        return {}
     return split_of
 
 
 def split_files(files, code):
-    """{name: path} -> {split: [(paths, part)]}; paths: of a file, or all of a package of `code`.
+    """{name: path} -> {split: [(paths, part)]}; paths: of a file, or all of a package of `code`;
+    and {split: its files, for the screen}; files that are not used are under "not used".
 
-    If a file or top folder is named train, only those named train, val, test are read. Else all are
+    If files are named train, and others val or test, only those named so are read. Else all are
     split by hash; if val has too little then, each is cut: part is its split, else 'all'."""
     # the paths and bytes of each document, by its name: that of its file or package
     paths_of = defaultdict(list)
     sizes = Counter()
-    split_of = {}
+    names_of = {split: [] for split in (*SPLITS, 'not used')}
     for name, path in files.items():
-        top = name.split('/')[0]
-        if match := SPLIT_NAME.fullmatch(top):
-            split_of[name] = match[1]           # a file that is skipped counts as named, too
-        text = path.read_bytes()
-        if text.decode(errors='ignore').encode() != text:
-            print(f'skipped, not UTF-8: {str(path)!a}')
+        text = read_text(path)
+        if text is None:
+            names_of['not used'].append(name)
             continue
         if code:
-            name = top
+            name = name.split('/')[0]
         paths_of[name].append(path)
-        sizes[name] += len(text)
+        sizes[name] += len(text.encode())
 
-    # the split of each name
-    if 'train' not in split_of.values():
+    # the split of each name; a file that is skipped counts as named, too
+    split_of = {name: named_split(name) for name in files}
+    if not {'train'} < set(split_of.values()) - {'not used'}:       # train and another one
         split_of = split_by_hash(sizes)
-    sources = {split: [] for split in SPLITS}
-    for name, paths in paths_of.items():
-        if split_of is None:
-            for split in SPLITS:
-                sources[split].append((paths, split))
-        elif name in split_of:
-            sources[split_of[name]].append((paths, 'all'))
-    return sources
+
+    # the names and documents of each split
+    for name in paths_of:
+        splits = [split_of[name]] if split_of else SPLITS
+        for split in splits:
+            names_of[split].append(name)
+    sources = {}
+    for split in SPLITS:
+        part = 'all' if split_of else split
+        sources[split] = [(paths_of[name], part) for name in names_of[split]]
+    about = {split: f'{len(names)} files, {names[:3]!a}' for split, names in names_of.items()}
+    return sources, about
 
 
-def cut(text, part, end):
-    """A part of a text: train is about its first 90%, val ends at 95%, test is the rest.
-    end: a pattern; train and val end with the first match of it from these points on"""
+def cut(text, part, is_json):
+    """Where a part of a text begins and ends: train is about its first 90%, val ends at 95%, test
+    is the rest. They end with a line of JSON, or at blanks, if 2.5% of a text has any."""
+    end, length = r'\s+|\Z', len(text) // 40
+    if is_json:
+        end, length = r'\n|\Z', len(text)
+
     def stop(percent):
-        return end.search(text + b'\n', len(text) * percent // 100 - 1).end()
+        start = len(text) * percent // 100 or 1
+        return regex.search(end, text, pos=start - 1, endpos=start + length).end()
 
-    if part == 'train':
-        return text[:stop(90)]
-    if part == 'val':
-        return text[stop(90):stop(95)]
-    return text[stop(95):]
+    if part == 'all':
+        return 0, len(text)
+    bounds = 0, stop(90), stop(95), len(text)                   # of train, val and test
+    i = SPLITS.index(part)
+    return bounds[i:i + 2]
 
 
 def documents(paths, part):
-    """Yields the documents of files, str: lines of a .jsonl, articles of WikiText, or all as one.
-    part: all, or train, val or test (see cut), which end with a line of a .jsonl, else at blanks"""
-    text = b''
+    """Yields the documents of files, str: lines or items of JSON, articles of WikiText, or all as
+    one. part: all, or train, val or test (see cut)"""
+    text = ''
     for path in paths:
-        if text and not text.endswith(b'\n'):
-            text += b'\n'
-        text += path.read_bytes()
-    is_jsonl = paths[0].suffix == '.jsonl'
-    if part != 'all':
-        text = cut(text, part, re.compile(rb'\n' if is_jsonl else rb'\s+'))
+        if text and not text.endswith('\n'):
+            text += '\n'
+        text += read_text(path)
 
-    if not is_jsonl:
-        yield from ARTICLE.split(text.decode())
+    # an array of JSON, or an object in several lines, becomes lines
+    is_json = JSON.fullmatch(paths[0].name)
+    if is_json:
+        with contextlib.suppress(Exception):                    # lines, or no JSON
+            items = json.loads(text)
+            if not isinstance(items, list):
+                items = [items]
+            text = '\n'.join(map(json.dumps, items))
+
+    # how an article of WikiText begins in this text
+    article = ARTICLE.format(r'\n *$', r'\n *\n')
+    if not regex.search(article, text):
+        blank = r'\n *$' if re.search(r'\n *\n', text) else '$'
+        article = ARTICLE.format(blank, '')
+
+    # the part, and the number of its first line
+    start, stop = cut(text, part, is_json)
+    first = text.count('\n', 0, start) + 1
+    text = text[start:stop]
+
+    if not is_json:
+        yield from regex.split(article, text)
         return
-    for line in filter(bytes.strip, text.split(b'\n')):
+    for number, line in enumerate(text.split('\n'), first):
+        if not line.strip():
+            continue
         try:
-            yield json.loads(line)['text'].encode('utf-8', 'replace').decode()
+            yield unix(json.loads(line)['text'].encode('utf-8', 'replace').decode())
         except Exception:
-            raise SystemExit(f'{paths[0]}: {line[:60]!r} is not {{"text": "..."}}')
+            raise SystemExit(f'{str(paths[0])!a}, line {number}: {line[:60]!r} is not '
+                             '{"text": "..."}: mend it or move the file away')
 
 
 def pieces(text):
@@ -368,29 +480,27 @@ class Split(NamedTuple):
 
 class Corpus:
     """A folder that `prepare` made. train, val, test: Splits or None; fingerprint: hashes of the
-    text and of the tokenizer; hops 1 or 2: batches are of Needles"""
+    text and of the tokenizer; hops 1 or 2: batches are of Needles. `load` sets name and hops.
+    A damaged folder raises an exception of any type."""
     train = val = test = None
 
-    def __init__(self, name, folder, hops=0):
-        self.name, self.folder, self.hops = name, folder, hops
-        try:
-            meta = json.loads((folder / 'meta.json').read_text())
-            self.tokenizer = Tokenizer(**meta['tokenizer'])
+    def __init__(self, folder):
+        self.folder = folder
+        meta = json.loads((folder / 'meta.json').read_text())
+        self.tokenizer = Tokenizer(**meta['tokenizer'])
+        self.about, hashes = meta['about'], []
 
-            # the files of each split, and whether they fit together
-            for split, counts in meta['splits'].items():
-                tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
-                offsets = np.fromfile(folder / f'{split}.idx', np.int64)
-                assert len(tokens) == offsets[-1] == counts['tokens'], f'the size of {split}.bin'
-                assert np.diff(offsets).min() > 0, f'{split}.idx'
-                # the maximum takes time: of the first 67M tokens only
-                assert tokens[:2 ** 26].max() < self.tokenizer.n_vocab, f'an id of {split}.bin'
-                setattr(self, split,
-                        Split(split, tokens, offsets, counts['bytes'], counts['words']))
-        except Exception as error:
-            raise SystemExit(f'{folder} is damaged ({error}): delete it to prepare it again')
-        text = digest([counts['sha256'] for counts in meta['splits'].values()])
-        self.fingerprint = f'{text[:8]}-{digest(meta["tokenizer"])[:8]}'
+        # the files of each split, and whether they fit together
+        for split, counts in meta['splits'].items():
+            tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
+            offsets = np.fromfile(folder / f'{split}.idx', np.int64)
+            assert len(tokens) == offsets[-1] == counts['tokens']
+            assert offsets[0] == 0 and np.diff(offsets).min() > 0
+            # the maximum takes time: of the first 67M tokens only
+            assert tokens[:2 ** 26].max() < self.tokenizer.n_vocab
+            setattr(self, split, Split(split, tokens, offsets, counts['bytes'], counts['words']))
+            hashes.append(counts['sha256'])
+        self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
 
     def batches(self, split, chunk=32, grow=0, **options):
         """Batches of a split, or Needles if the corpus has hops; options: arguments of Batches"""
@@ -420,11 +530,13 @@ def write_split(path, sources, tokenizer):
                 n_words += len(text.split())
                 sha.update(utf8 + b'\0')
     np.unique(offsets).tofile(f'{path}.idx')                    # without documents of no token
-    return dict(tokens=offsets[-1], bytes=n_bytes, words=n_words, sha256=sha.hexdigest())
+    return dict(tokens=offsets[-1], documents=len(set(offsets)) - 1, bytes=n_bytes, words=n_words,
+                sha256=sha.hexdigest())
 
 
-def prepare(folder, sources, tokenizer, vocab_size):
+def prepare(folder, path, files, code, tokenizer, vocab_size):
     """Writes a corpus to a temporary folder and renames it: an incomplete one is never opened."""
+    sources, about = split_files(files, code)
     if isinstance(tokenizer, str):
         texts = (piece for paths, part in sources['train'] for text in documents(paths, part)
                  for piece in pieces(text))
@@ -439,12 +551,26 @@ def prepare(folder, sources, tokenizer, vocab_size):
             counts = write_split(temporary / split, sources[split], tokenizer)
             if counts['tokens']:
                 splits[split] = counts
-        meta = dict(tokenizer=tokenizer.to_dict(), splits=splits)
+                about[split] += f', {counts["documents"]} documents, {counts["tokens"]:,} tokens'
+        if 'train' not in splits:
+            raise SystemExit(f'no text for training in {str(path)!a} ({about["train"]}): --data is '
+                             f'a path, code, {", ".join(DOWNLOADS)}')
+        meta = dict(tokenizer=tokenizer.to_dict(), splits=splits, about=about)
         (temporary / 'meta.json').write_text(json.dumps(meta))
         with contextlib.suppress(OSError):                      # if another process was faster
             temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def open_corpus(folder):
+    """The Corpus in a folder, or None if there is none; a damaged one is deleted."""
+    if folder.exists():
+        try:
+            return Corpus(folder)
+        except Exception as error:
+            print(f'{folder} is damaged ({error!r:.99}) and prepared again', file=sys.stderr)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def corpus_folder(root, name, files, tokenizer, vocab_size):
@@ -460,11 +586,13 @@ def corpus_folder(root, name, files, tokenizer, vocab_size):
     for path in files.values():
         stat = path.stat()
         stamp.append((str(path.resolve()), stat.st_size, stat.st_mtime_ns))
-    folder = root / f'{name}-{kind}-{digest(stamp)[:8]}'
+    folder = root / f'{name}-{kind}-{digest(VERSION, stamp)[:8]}'
 
     # this folder is for the tokenizer that is trained on these files
-    if trained and not (folder.exists() and Corpus(name, folder).tokenizer.ids == tokenizer.ids):
-        folder = root / f'{name}-{kind}-{digest(stamp, tokenizer.tokens)[:8]}'
+    if trained:
+        corpus = open_corpus(folder)
+        if not corpus or corpus.tokenizer.ids != tokenizer.ids:
+            folder = root / f'{name}-{kind}-{digest(VERSION, stamp, tokenizer.tokens)[:8]}'
     return folder
 
 
@@ -486,24 +614,23 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
         path = root / 'downloads' / data
         if not path.exists():
             fetch(data, path)
-    name = data if code else path.resolve().stem
-    files = list_files(path, code) if data else {}              # '' is not the current folder
+    try:
+        name = data if code else path.resolve().stem
+        files = list_files(path, code) if data else {}          # '' is not the current folder
+    except Exception as error:                                  # a link to itself, NUL in a path
+        raise SystemExit(f'--data {data!a}: {error}')
 
     # the folder that is made of them
     folder = corpus_folder(root, name, files, tokenizer, vocab_size)
-    if not folder.exists():
-        sources = split_files(files, code)
-        if not sources['train']:
-            raise SystemExit(f'no text in {path}: --data is a path, code, {", ".join(DOWNLOADS)}')
-        prepare(folder, sources, tokenizer, vocab_size)
-    corpus = Corpus(name, folder, hops)
-
+    corpus = open_corpus(folder)
+    if not corpus:
+        prepare(folder, path, files, code, tokenizer, vocab_size)
+        corpus = Corpus(folder)
+    corpus.name, corpus.hops = name, hops
     if not quiet:
-        splits = list(filter(None, (corpus.train, corpus.val, corpus.test)))
-        n_documents = sum(len(split.offsets) - 1 for split in splits)
-        sizes = ', '.join(f'{split.name} {len(split.tokens):,}' for split in splits)
-        print(f'{folder}: {n_documents} documents, {sizes} tokens, '
-              f'fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
+        print(f'{folder}: fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
+        for split, about in corpus.about.items():
+            print(f'{split}: {about}')
     return corpus
 
 
@@ -516,17 +643,17 @@ class Batch(NamedTuple):
     seed: int               # different for each batch: the only source of the model's randomness
 
 
-def nearest_segments(segments, low, high, k=20):
-    """The numbers of up to k segments that are most similar to segment i by BM25, best first, none
+def nearest_segments(segments, low, high):
+    """The numbers of up to 20 segments that are most similar to segment i by BM25, best first, none
     of low[i] to high[i] - 1. segments: n arrays of ids; low, high (n,) -> n lists"""
     index, neighbors = BM25(segments), []
     for start in progress(range(0, len(segments), 256), 'packing by BM25'):
         queries = slice(start, start + 256)
-        # more than k, as some are excluded; -1: there are no more that share a term
-        ids, _ = index.search_many(segments[queries], k + (high - low)[queries].max())
+        # more than 20, as some are excluded; -1: there are no more that share a term
+        ids, _ = index.search_many(segments[queries], 20 + (high - low)[queries].max())
         permitted = (ids < low[queries, None]) | (ids >= high[queries, None])
         for row, mask in zip(ids, permitted & (ids >= 0)):
-            neighbors.append(row[mask][:k].tolist())
+            neighbors.append(row[mask][:20].tolist())
     return neighbors
 
 
@@ -545,7 +672,8 @@ def pack(split, T, same_document, seed):
     segments = np.split(tokens, starts[1:])
     n = len(segments)
 
-    # segments low[i] to high[i] - 1 share a document with segment i, one of them is i itself
+    # segment i shares a document with segments low[i], ..., high[i] - 1 (i is one): they are
+    # excluded. The first and the last documents of segments ascend, so a binary search has them.
     first_doc = last_doc = np.arange(n)                         # as if each is a document
     if same_document:
         first_doc = split.doc_of(starts)
@@ -578,33 +706,38 @@ class Batches:
                  consecutive=0, bm25=True):
         n_tokens = len(split.tokens) if split else 0
         if n_tokens <= block_size:
-            name = split.name if split else 'val (files named val, or 5% of all)'
-            raise SystemExit(f'{name} has {n_tokens} tokens, --block-size {block_size} needs more')
-        T, B = self.T, self.B = block_size, micro_batch
+            name = split.name if split else 'val'               # a corpus always has train
+            raise SystemExit(f'{name} has {n_tokens} tokens, --block-size {block_size} needs more: '
+                             'give it more text, or files named val')
+        self.T, self.B = block_size, micro_batch
         self.split, self.kind, self.seed = split, kind, seed
 
         # A stream is some ranges of the split, one after the other; row r is its tokens r T to
         # r T + T - 1. For documents, the ranges are first all whole rows of each document, then
         # what is left at the end of each: only rows of such ends have tokens of several documents.
+        # T = 4, documents of 10 and 6 tokens: the ranges are tokens 0-7 and 10-13, which are three
+        # rows, then 8-9 and 14-15, which are joined in the fourth.
         length = stop = np.array([n_tokens - 1])                # the last token predicts nothing
         if kind == 'documents':
             doc_length, doc_stop = np.diff(split.offsets), split.offsets[1:]
-            end = doc_length % T
+            end = doc_length % block_size
             length = np.append(doc_length - end, end)
             stop = np.append(doc_stop - end, doc_stop)
         self.range_stop = np.cumsum(length)                     # where ranges end in the stream
         self.shift = stop - self.range_stop     # position in the split - position in the stream
-        self.n_rows = math.ceil(self.range_stop[-1] / T)
+        self.n_rows = math.ceil(self.range_stop[-1] / block_size)
 
         # An epoch shuffles groups of rows. Group j is rows order[j * group] to
         # order[(j + 1) * group - 1].
         self.order, self.group = np.arange(self.n_rows), 1
         if kind == 'consecutive':
-            self.group = consecutive or B
+            self.group = consecutive or micro_batch
         if kind == 'packed' and bm25:
-            self.group, self.order = B, pack(split, T, same_document, seed)
-        if B % self.group:
-            raise SystemExit(f'--micro-batch {B} is not a multiple of m = {self.group}')
+            self.group = micro_batch
+            self.order = pack(split, block_size, same_document, seed)
+        if micro_batch % self.group:
+            raise SystemExit(f'--micro-batch {micro_batch} is not a multiple of --n-consecutive '
+                             f'{self.group}')
 
     def __len__(self):
         return math.ceil(self.n_rows / self.B)
@@ -612,13 +745,14 @@ class Batches:
     def rows(self, g):
         """Numbers of the rows of micro-batch g: (B,), fewer at the end of an epoch"""
         size = self.group                                       # rows of a group
-        n_groups = math.ceil(self.n_rows / size)
-        groups_per_batch = self.B // size
+        n = self.B // size                                      # groups of a micro-batch
         epoch, i = divmod(g, len(self))
-        groups = shuffled(n_groups, self.seed, epoch)[i * groups_per_batch:][:groups_per_batch]
+        groups = shuffled(math.ceil(self.n_rows / size), self.seed, epoch)
+        groups = groups[i * n:(i + 1) * n]
         if size > 1:
-            groups = np.sort(groups)                            # an incomplete one comes last
-        return np.concatenate([self.order[j * size:][:size] for j in groups])
+            # the last group, which can be incomplete, comes last: padding ends the micro-batch
+            groups = np.sort(groups)
+        return np.concatenate([self.order[j * size:(j + 1) * size] for j in groups])
 
     def __getitem__(self, g):
         """Micro-batch g, a Batch; from len(batches) on, of the next epoch"""
@@ -635,8 +769,8 @@ class Batches:
         streamed = rows[:, None] * self.T + np.arange(self.T)   # (B, T) positions in the stream
         padding = streamed >= self.range_stop[-1]               # (B, T)
         streamed[padding] = 0
-        range_of = np.searchsorted(self.range_stop, streamed, 'right')
-        position = streamed + self.shift[range_of]              # (B, T) positions in the split
+        ranges = np.searchsorted(self.range_stop, streamed, 'right')
+        position = streamed + self.shift[ranges]                # (B, T) positions in the split
         doc = split.doc_of(position)
         doc[padding] = -1
 
@@ -673,25 +807,25 @@ class Needles(Batches):
             word, blank = '[A-Z]', ' '
         if tokenizer.name == 'word':
             word = '[a-z]{3,}'
-        texts = f'\nKey{blank}', f' opens{blank}', f',{blank}', '.\n'
-        self.parts = [tokenizer.encode(text).tolist() for text in texts]
+        self.parts = [tokenizer.encode(text).tolist()
+                      for text in (f'\nKey{blank}', f' opens{blank}', f',{blank}', '.\n')]
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
 
         # a sentence fits into a chunk; the shortest rows have chunks for a chain and its answer
         longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
-        least = 8 * chunk
+        T_least = 8 * chunk
         if grow:
-            least = 8 * 4 * hops * chunk        # rows of T / 8 tokens have 4 hops chunks
-        if self.T % chunk or self.T < least or chunk < longest or len(self.words) < 16:
-            raise SystemExit(f'niah needs --block-size a multiple of {chunk} (a chunk), at least '
-                             f'{least}; chunks of {longest} tokens or more; 16 words or letters')
+            T_least = 32 * hops * chunk         # the shortest rows, of T / 8, have 4 hops chunks
+        if self.T % chunk or self.T < T_least or chunk < longest or len(self.words) < 16:
+            raise SystemExit(f'niah needs a --block-size of {T_least} or more that is a multiple '
+                             f'of {chunk}, the tokens of a chunk; {longest} tokens or more in a '
+                             'chunk; and a tokenizer with 16 words or letters for names')
 
     def rows(self, g):
         """B rows; with grow, the first micro-batches have more and shorter rows, as many tokens"""
         n = self.B
         if g < self.grow:
-            quarter = 4 * g // self.grow                        # 0 to 3
-            n *= 2 ** (3 - quarter)                             # 8 B, 4 B, 2 B or B
+            n *= 2 ** (3 - 4 * g // self.grow)                  # 8 B, 4 B, 2 B or B
         return np.arange(g * n, (g + 1) * n)
 
     def take(self, rows, seed):
@@ -729,8 +863,8 @@ class Needles(Batches):
                 ids[stop - len(question):stop] = question
             sentence = opens + answer + end
             ids[start:start + len(sentence)] = sentence
-            answer_start = start + len(opens)
-            scored[answer_start:answer_start + len(answer)] = True
+            start += len(opens)
+            scored[start:start + len(answer)] = True
         targets = np.where(scored, ids, -1)
         return ids[:-1], targets[1:]
 
@@ -743,7 +877,7 @@ class Needles(Batches):
             key = name.tobytes()
             if key not in text:
                 names[key] = name
-        return np.reshape(list(names.values()), (n, self.hops + 1, 4))
+        return np.reshape(list(names.values()), (n, -1, 4))
 
     def hide(self, rng, ids, needles):
         """Writes needles (chunk, names A and B) over the text ids, anywhere within their chunks."""

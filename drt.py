@@ -10,24 +10,36 @@ own softmax, weighted by the softmaxed scores. So the loss reaches the scores, a
 helps is scored higher. There is no other supervision of the scores.
 
 Where the paper is in this file
-    §3.1, §4.1.2   landmarks; ALiBi; the chunk encoder   DRT.insert; SelfAttention; ChunkEncoder
-    Eq. 1 to 3     scores, top K; cross-attention        DRT.retrieve; Block, gca_kernel.py
-    §3.2, §3.3     Gumbel top-k; MLM; inference          DRT.retrieve; DRT.forward; DRT.stream
-    §4.4, Table 4  retrieval from a corpus               DRT.prepare_eval
+    §3.1           landmarks in the text                    DRT.insert
+    §3.1           the chunk encoder, C_k and l_k           ChunkEncoder, DRT.add_chunks
+    Eq. 1          scores r, the top K chunks               DRT.retrieve
+    Eq. 2          w_k, the softmax of the scores           DRT.retrieve
+    Eq. 2          g(l), the group of a layer               DRT.encode
+    Eq. 2, Eq. 3   O = Σ_k w_k O_k, O_k by attention        GroupedCrossAttention, gca_kernel.py
+    Eq. 2          H + O                                    Block
+    §3.2           Gumbel top-k                             DRT.retrieve
+    §3.2           MLM of the encoder                       DRT.forward
+    §3.3           inference from a bounded state           DRT.stream, DRT.read
+    §3.3           memory offloading                        DRT.store
+    §4.1.2         a sliding window, ALiBi                  SelfAttention
+    §4.4, Table 4  retrieval from a corpus                  DRT.prepare_eval
+    App. A.5       random retrieval                         random_queries
 
 Letters used in the shape comments
     B sequences    T tokens    L positions: tokens and landmarks    C width    V vocabulary
     N chunks       S positions of a chunk, its landmark included    H heads    D width of a head
-    K chunks retrieved for one    M chunks to retrieve from         W window
+    K chunks retrieved for one    M chunks to retrieve from         W window   P positions before
 
 Where this differs from the paper, and why
     Fields marked (ours); the preset 124m has the paper's. As in the official code, a chunk is S - 1
     tokens and a landmark; cross-attention has a sink in place of the landmark's key, a norm and a
-    projection; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the residual (there:
-    only the MLP's input). Scores, top-k: no autocast (there: bf16). Streams keep chunks in 16 bits.
-    Retrieval never crosses joined documents; self-attention does. Of a corpus too, keys and values
-    are stored (§3.3: only landmarks; chunks are encoded again). Weights start with std 0.02 for
-    C = 768 (as there), over sqrt(2 n_layer) where they add to the residual, except in GCA.
+    projection; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the residual (official
+    code: only the MLP's input). Scores and top K: no autocast (official code: bf16). Streams keep
+    chunks in 16 bits. Retrieval never crosses joined documents; self-attention does. Of a corpus
+    too, keys and values are stored (paper, §3.3: only landmarks; chunks are encoded again). With
+    --next-chunk the chunk after the last one that can be retrieved is the retrieving chunk itself.
+    Weights start with std 0.02 for C = 768 (as in the official code), over sqrt(2 n_layer) where
+    they add to the residual, except in GCA.
 
     $ python drt.py                         a demo on a CPU
     $ python train.py --model drt
@@ -37,6 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -70,10 +83,10 @@ class DRTConfig:
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
     encoder: Literal['lower', 'tokens'] = 'lower'   # encodes lower layers' output, or embeddings
     n_encoder: int = 1          # layers of the chunk encoder; 0: none, w/o enc (official code: 2)
-    compare_means: bool = True  # l_k: mean of C_k; h: first 0, + RMSNorm(l_t - mean l_k) (ours)
+    compare_means: bool = True  # l_k: mean of C_k; the query compares means, see retrieve (ours)
     shift_values: bool = True   # value: the next token's; at first W_Q = W_K, W_O = W_Vᵀ (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
-    mlm: float = 0.15           # --encoder tokens: masked share, first half; 0: none (code: 0.15)
+    mlm: float = 0.15           # --encoder tokens: share masked in first half (official code: 0.15)
     retriever: Literal['learned', 'random', 'off'] = 'learned'  # random: App. A.5; off: no chunks
     sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
 
@@ -95,7 +108,8 @@ class DRTConfig:
             raise ValueError('encoder tokens: landmarks are equal without n_encoder, compare_means')
 
 
-# 124m: App. A.1, but the rate ends at a tenth (there a fifth); base LMs: --groups 0 [--window 768]
+# 124m: App. A.1, but the learning rate ends at a tenth of its peak (paper: at a fifth). The paper's
+# base LMs: --groups 0, with --window 512 or 768
 PRESETS = {
     'tiny': dict(tokens_per_step=1984),     # the defaults: minutes on two CPU cores
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
@@ -115,8 +129,19 @@ def batches(config):
     return dict(kind='documents', chunk=config.chunk_size - 1)  # of data.Corpus.batches
 
 
+def setup(model, corpus, *args):
+    """Adds nothing to batches; warns if no document has two chunks and a token, which reads one."""
+    needed = 2 * model.config.chunk_size - 1
+    longest = np.diff(corpus.train.offsets).max()
+    if longest < needed and 'on' in model.ways() and not corpus.hops:
+        print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
+              f'than {needed}. Try longer documents or a smaller --chunk-size')
+    return lambda batch, g: batch
+
+
 # --------------------------------------------------------------------------------------------------
-# the transformer (what two model files define has the same text, but SelfAttention, MLP, Block)
+# the transformer
+# (what several model files define is identical in them, except SelfAttention, MLP and Block)
 def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     return nn.RMSNorm(n_embd, eps=1e-6)
@@ -128,11 +153,32 @@ def fp32(x):
 
 
 def product(a, b):
-    """a bᵀ in fp32, under autocast too: bf16 has steps of 0.125 near 20.
+    """a b with fp32 sums, under autocast too: bf16 has steps of 0.125 near 20. The factors of the
+    sums may be rounded in bf16 runs, see train.precision.
 
-    a (..., n, C)   b (..., m, C) -> (..., n, m)"""
+    a (..., n, C)   b (..., C, m) -> (..., n, m)"""
     with torch.autocast(a.device.type, enabled=False):
-        return fp32(a) @ fp32(b).mT
+        return fp32(a) @ fp32(b)
+
+
+def output_product(a, b):
+    """a b with fp32 sums, for logits and their gradients, the largest products of a step. On a GPU,
+    in bf16 runs (train.precision), the factors are rounded to bf16, as TF32 takes twice the time:
+    gradients then have relative errors of 0.5%, not of 0.03% (results.md).
+
+    a (n, C)   b (C, m) -> (n, m)"""
+    if not a.is_cuda or torch.get_float32_matmul_precision() == 'highest':
+        return product(a, b)
+    a = a.bfloat16()
+    b = b.bfloat16()
+    if torch.__version__ < (2, 8):
+        return (a @ b).float()                                          # logits are rounded, too
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def aligned(E):
+    """E (V, C) with rows of zeros, to a multiple of 64: a GPU multiplies them faster."""
+    return F.pad(E, (0, 0, 0, -len(E) % 64))
 
 
 def rotate(x, first=0):
@@ -145,11 +191,18 @@ def rotate(x, first=0):
     positions = torch.arange(first, first + x.size(-3), device=x.device)
     angle = positions[:, None, None] * theta                            # (T, 1, D/2)
 
-    # a pair is a complex number, its rotation a product with cos + i sin
+    # a pair is a complex number, its rotation a product with cos + i sin; by real numbers the same
+    # takes several times as long, but complex ones cannot be compiled
     pairs = fp32(x).unflatten(-1, (-1, 2)).contiguous()                 # (..., T, H, D/2, 2)
-    rotation = torch.complex(angle.cos(), angle.sin())
-    rotated = torch.view_as_complex(pairs) * rotation                   # (..., T, H, D/2)
-    return torch.view_as_real(rotated).flatten(-2).type_as(x)
+    cos = angle.cos()
+    sin = angle.sin()
+    if torch.compiler.is_compiling():
+        a, b = pairs.unbind(-1)                                         # (..., T, H, D/2) each
+        rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
+    else:
+        rotated = torch.view_as_complex(pairs) * torch.complex(cos, sin)
+        rotated = torch.view_as_real(rotated)
+    return rotated.flatten(-2).type_as(x)
 
 
 def softmax_attention(q, k, v, bias=None):
@@ -159,7 +212,7 @@ def softmax_attention(q, k, v, bias=None):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or s, D)
     if q.device.type == 'cpu' and q.dtype == torch.bfloat16:
         # the formula itself: on a CPU in bf16 faster than the fused kernel (torch 2.13)
-        scores = q / q.size(-1) ** 0.5 @ k.mT                           # (B, H, t, s)
+        scores = (q / q.size(-1) ** 0.5) @ k.mT                         # (B, H, t, s)
         if bias is not None:
             scores = scores + bias
         y = scores.softmax(-1) @ v
@@ -179,42 +232,44 @@ def window_attention(q, k, v, window, slopes):
 
 
 def in_blocks(x, block):
-    """Cuts x (B, T, H, D) into n blocks -> (B, n, block, H, D); the last is padded with zeros."""
+    """Cuts x (B, T, H, D) into blocks -> (B, n_blocks, block, H, D). Zeros fill the last one."""
     padding = -x.size(1) % block
     return F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, block))
 
 
 def block_pairs(x, block):
     """Each block of x (B, T, H, D) but the first, after the one before it
-    -> (B, n - 1, 2 block, H, D)"""
+    -> (B, n_blocks - 1, 2 block, H, D)"""
     x = in_blocks(x, block)
     return torch.cat([x[:, :-1], x[:, 1:]], dim=2)
 
 
 def attend(q, k, v, block, window, slopes=0.0):
-    """Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1
-    and n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et
-    al. 2022) subtracts slope * age from each score.
+    """Causal attention in blocks, linear in T: a query attends to the keys of its block and of the
+    block before it, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi
+    (Press et al. 2022) subtracts slope * age from each score.
 
-    q (B, T, H, D)   k, v (B, P + T, H, D): P < 2 block keys precede the queries, the first of them
-    begins a block -> (B, T, H, D)"""
+    q (B, T, H, D)   k, v (B, P + T, H, D): the keys of the past, P < 2 block, come first, and the
+    first of them begins a block -> (B, T, H, D)"""
     T = q.size(1)
     P = k.size(1) - T
 
-    # queries up to the end of the first block: in a stream it can be incomplete
-    n = min(T, block - P % block)
-    first = window_attention(q[:, :n], k[:, :P + n], v[:, :P + n], window, slopes)
-    if n == T:
+    # 1. queries up to the end of the block that the past has begun (a whole block if it has not)
+    n_first = min(T, block - P % block)
+    end = P + n_first
+    first = window_attention(q[:, :n_first], k[:, :end], v[:, :end], window, slopes)
+    if n_first == T:
         return first
 
-    # the blocks after it, in one product, as a GPU needs few and large ones
-    start = P + n - block                                               # keys of one block more
-    q = in_blocks(q[:, n:], block)                                      # (B, N, block, H, D)
-    k, v = (block_pairs(x[:, start:], block) for x in (k, v))           # (B, N, 2 block, H, D)
-    B, N = q.shape[:2]
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))                      # (B N, ...)
-    rest = window_attention(q, k, v, window, slopes).unflatten(0, (B, N)).flatten(1, 2)
-    return torch.cat([first, rest[:, :T - n]], dim=1)
+    # 2. all later blocks, in one product, as a GPU needs few and large ones. Their keys start one
+    # block before the first of these queries
+    q = in_blocks(q[:, n_first:], block)                            # (B, n_blocks, block, H, D)
+    k, v = (block_pairs(x[:, end - block:], block) for x in (k, v))     # ..., 2 block, H, D)
+    B, n_blocks = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))                      # (B n_blocks, ...)
+    y = window_attention(q, k, v, window, slopes)
+    rest = y.unflatten(0, (B, n_blocks)).flatten(1, 2)                  # (B, n_blocks block, H, D)
+    return torch.cat([first, rest[:, :T - n_first]], dim=1)
 
 
 class MLP(nn.Module):
@@ -236,25 +291,30 @@ class CrossEntropy(torch.autograd.Function):
     is P - 1[w].
 
     f (n, C)   E (V, C)   targets w (n,) -> ()"""
-    R = 1024
-
     @staticmethod
     def forward(ctx, f, E, targets):
+        V = len(E)
+        E = aligned(E)
+        R = 1024
+        if f.is_cuda:                   # 0.5 GiB of logits, as it needs large products
+            R = 2 ** 27 // len(E)
         nats = f.new_zeros(())
         df = torch.empty_like(f)
         dE = torch.zeros_like(E)
-        for start in range(0, len(f), CrossEntropy.R):
-            rows = slice(start, start + CrossEntropy.R)
+        for start in range(0, len(f), R):
+            rows = slice(start, start + R)
             w = targets[rows]                                           # (R,)
             i = torch.arange(len(w), device=w.device)
-            log_p = product(f[rows], E).log_softmax(1)                  # (R, V)
+            logits = output_product(f[rows], E.T)
+            logits[:, V:] = -math.inf                                   # of rows that are no words
+            log_p = logits.log_softmax(1)                               # (R, V)
             nats -= log_p[i, w].sum()
             if f.requires_grad:
                 dlogits = log_p.exp_()
                 dlogits[i, w] -= 1
-                df[rows] = product(dlogits, E.T)
-                dE += product(dlogits.T, f[rows].T)
-        ctx.grads = df, dE
+                df[rows] = output_product(dlogits, E)
+                dE += output_product(dlogits.T, f[rows])
+        ctx.grads = df, dE[:V]
         return nats
 
     @staticmethod
@@ -312,14 +372,15 @@ class GroupedCrossAttention(nn.Module):
         S, L = self.config.chunk_size, x.size(1)
         q = self.query(self.norm(x)).unflatten(-1, (self.config.n_head, -1))    # (B, L, H, D)
 
-        # gca takes whole chunks of queries, and S - 1 keys of a chunk: not the landmark's
+        # gca takes whole chunks of queries, and S - 1 keys of a chunk: not the landmark's. w has a
+        # row more than whole chunks: of the unfinished one
         after = w.size(1) * S - start - L
         q = F.pad(q, (0, 0, 0, 0, start, after))                        # (B, n S, H, D)
         k, v = kv.type_as(q).flatten(2, 3)                              # (B, M S, H, D)
         o = gca(q, k, v, w, idx, S, n_keys=S - 1, sink=self.config.sink, kernel=kernel)
         o = o[:, start:start + L]
         if mask is not None:
-            o = o * mask[:, :, None, None]
+            o = o.where(mask[..., None, None], 0)
         return self.proj(o.flatten(2))
 
 
@@ -383,6 +444,9 @@ class ChunkEncoder(nn.Module):
         return y, torch.stack([k, v])
 
 
+COMPILED = (Block, EncoderBlock)        # layers that train.py compiles
+
+
 class State(NamedTuple):
     """What streaming keeps of a text (§3.3). Only landmarks and kv grow, once a chunk."""
     past: list                  # of each layer, keys and values of the last W positions
@@ -393,8 +457,8 @@ class State(NamedTuple):
 
 
 def random_queries(M, C, seed):
-    """App. A.5: a query (M, C) for each landmark of a text, the same for every text of M chunks or
-    more. Uniform, with mean 0 and standard deviation 1"""
+    """App. A.5: random queries (M, C); row k is the query of landmark k, in every text. Uniform,
+    with mean 0 and standard deviation 1"""
     table = torch.rand(M, C, generator=torch.Generator().manual_seed(seed))
     return table * 12 ** 0.5 - 3 ** 0.5                 # of a uniform table, sd 1 / sqrt(12)
 
@@ -449,35 +513,47 @@ class DRT(nn.Module):
 
     def empty_state(self, B):
         """The state before a text. A corpus to retrieve from comes first: its chunks (B = 1)."""
-        config, E = self.config, self.embedding.weight
-        nothing = E.new_empty(B, 0, config.n_embd)
+        config, zeros = self.config, self.embedding.weight.new_zeros
+        nothing = zeros(B, 0, config.n_embd)
         landmarks, kv = [nothing], []
         if self.source != 'text':
             _, state = self.corpus
             landmarks, kv = state.landmarks, state.kv
-        w = E.new_zeros(B, 1, config.n_neighbors)
+        w = zeros(B, 1, config.n_neighbors)
         chosen = [(w, w.int() - 1)] * config.groups                     # weights 0, no chunks
         return State([None] * config.n_layer, nothing, landmarks, kv, chosen)
 
     def insert(self, x, value, state=None):
-        """§3.1: inserts `value` after every S - 1 tokens. x (B, T), which continues the text of
-        state -> (B, L). The base LM has no landmarks."""
+        """§3.1: inserts `value` after every S - 1 tokens, at positions S - 1, 2S - 1, ... of a
+        text. x (B, T), which continues the text of state -> (B, L). The base LM has no landmarks.
+        """
         if self.config.groups == 0:
             return x
-        s = state.unfinished.size(1) if state else 0                    # tokens before x
-        n = self.config.chunk_size - 1
+        s = state.unfinished.size(1) if state else 0
+        n_tokens = self.config.chunk_size - 1                           # of a chunk
         end = s + x.size(1)
-        n_landmarks = end // n
-        chunks = F.pad(x, (s, -end % n)).unflatten(1, (-1, n))          # (B, chunks, S - 1)
+        n_landmarks = end // n_tokens
+
+        # s zeros stand for the unfinished chunk's tokens before x, others fill the last chunk. Both
+        # are cut off
+        chunks = F.pad(x, (s, -end % n_tokens)).unflatten(1, (-1, n_tokens))
         chunks = F.pad(chunks, (0, 1), value=value)                     # (B, chunks, S)
         return chunks.flatten(1)[:, s:end + n_landmarks]
 
-    def retrieve(self, g, x, l, mask):
+    def retrieve(self, g, x, l_k, mask):
         """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r (§3.2: + noise),
         weighted by the softmax of r.
 
-        x (B, N, C), of group g, of the last N of M landmarks   l (B, M, C)   mask (B, N, M), False:
-        not to retrieve -> w (B, N, K) fp32, idx (B, N, K) int32; 0, -1 where no chunk is left"""
+        compare_means (ours): l_k is the mean of chunk k's states C_k, not its landmark's state, and
+        the query of chunk t is
+
+            h_t = norm_g(x_t) + RMSNorm(l_t - mean of l_k over the chunks that t may retrieve)
+
+        The weight of norm_g starts at 0, so at first similar chunks retrieve each other.
+
+        x (B, N, C), of group g, of the last N of M landmarks   l_k (B, M, C)   mask (B, N, M),
+        False: not to retrieve -> w (B, N, K) fp32, idx (B, N, K) int32; 0, -1 where no chunk is
+        left"""
         N, M = mask.shape[1:]
         K = self.config.n_neighbors
 
@@ -485,17 +561,21 @@ class DRT(nn.Module):
         h = self.landmark_norms[g](fp32(x))
         if self.retriever == 'random':
             h = random_queries(M, h.size(2), seed=g)[M - N:].to(h)
-        elif self.config.compare_means:         # its chunk's mean, without what all chunks share
+        elif self.config.compare_means:
             n_chunks = mask.sum(2, keepdim=True).clamp(min=1)
-            mean = product(mask.type_as(l), l.mT) / n_chunks            # (B, N, C)
-            h = h + F.rms_norm(l[:, M - N:] - mean, l.shape[2:], eps=1e-6)
+            mean = product(mask.type_as(l_k), l_k) / n_chunks           # (B, N, C)
+            h = h + F.rms_norm(l_k[:, M - N:] - mean, mean.shape[2:], eps=1e-6)
 
         # scores, with K columns or more
-        r = product(h, l) / h.size(-1) ** 0.5                           # (B, N, M)
+        r = product(h, l_k.mT) / h.size(-1) ** 0.5                      # (B, N, M)
         r = F.pad(r.masked_fill(~mask, MASKED), (0, K), value=MASKED)
         order = r
         if self.training and self.config.gumbel:                        # noise: -log Exp(1)
             order = r - torch.empty_like(r).exponential_().log()
+        if not self.training:
+            # the scores of a chunk that recurs differ by errors of rounding, which depend on the
+            # pieces in which a text is read: rounded to 1 / 256 they are ties
+            order = (256 * r).round()
 
         # the top K; not by topk, whose ties depend on M
         idx = order.argsort(descending=True, stable=True)[..., :K]      # (B, N, K)
@@ -535,21 +615,23 @@ class DRT(nn.Module):
     def may_retrieve(self, B, N, M, docs):
         """The mask of `retrieve` (B, N, M): the last N of M landmarks retrieve chunks before their
         own, of their document if docs (B, L) is not None."""
-        S, E = self.config.chunk_size, self.embedding.weight
-        mask = E.new_ones(B, N, M, dtype=torch.bool).tril(M - N - 1)
+        S = self.config.chunk_size
+        mask = self.embedding.weight.new_ones(B, N, M, dtype=torch.bool).tril(M - N - 1)
         if self.source != 'text':                                       # Table 4: a corpus is first
-            n = len(self.corpus[1].kv)
+            n_corpus = len(self.corpus[1].kv)
             if self.config.next_chunk:
-                mask[..., n - 1] = False                                # no chunk comes after it
+                mask[..., n_corpus - 1] = False                         # no chunk comes after it
             if self.source == 'corpus':
-                mask[..., n:] = False
+                mask[..., n_corpus:] = False
         if docs is not None and N > 0:                                  # only forward: N = M
+            # documents are contiguous: if chunk k begins in the document in which landmark n > k
+            # is, all of chunk k is in it
             first, last = docs[:, :N * S:S], docs[:, S - 1::S]          # (B, N) of chunks
             first = first[:, None]                                      # (B, 1, N)
-            mask &= (first == last[:, :, None]) & (first >= 0)          # wholly in it, no padding
+            mask &= (first == last[:, :, None]) & (first >= 0)          # not of padding
         return mask
 
-    def gather(self, w, idx, kv, docs, start, L):
+    def gca_inputs(self, w, idx, kv, docs, start, L):
         """Arguments of GroupedCrossAttention for the L positions of a piece: its chunk n attends to
         what the landmark before it has retrieved, w[:, n] and idx[:, n]."""
         S, mask = self.config.chunk_size, None
@@ -557,7 +639,8 @@ class DRT(nn.Module):
             w = w.repeat_interleave(2, 2) / 2
             idx = torch.stack([idx, idx + (idx >= 0)], 3).flatten(2)
         if docs is None:                    # a stream copies each chunk that is retrieved once
-            numbers, idx = idx.clamp(min=0).unique(return_inverse=True)         # w is 0 at -1
+            numbers, copies = idx.clamp(min=0).unique(return_inverse=True)
+            idx = copies.masked_fill(idx < 0, -1)
             kv = torch.stack([kv[k] for k in numbers.tolist()], 2).to(w.device)
         else:                               # a landmark retrieves for positions of its document
             docs_before = F.pad(docs[:, S - 1::S], (1, 0)).repeat_interleave(S, 1)
@@ -596,23 +679,24 @@ class DRT(nn.Module):
         # the upper layers; where a group of them begins, its landmarks retrieve
         if len(landmarks) > 1:
             landmarks = [torch.cat(landmarks, 1)]
-        l = landmarks[0]                                                # (B, M, C)
-        retrieves, retrieved = self.retriever != 'off' and l.size(1) > 0, None
+        l_k = landmarks[0]                                              # (B, M, C)
+        M = l_k.size(1)
+        retrieves, retrieved = self.retriever != 'off' and M > 0, None
         if retrieves:
             N = (start + L) // S
-            mask = self.may_retrieve(B, N, l.size(1), docs)             # (B, N, M)
+            mask = self.may_retrieve(B, N, M, docs)                     # (B, N, M)
             depth = len(self.upper) // self.config.groups               # layers of a group
         for j, block in enumerate(self.upper):
             if retrieves and j % depth == 0:
-                g = j // depth
+                g = j // depth                                          # g(l) of Eq. 2
                 at_landmarks = x[:, S - 1 - start::S]                   # (B, N, C)
-                w, idx = self.retrieve(g, at_landmarks, l, mask)
+                w, idx = self.retrieve(g, at_landmarks, l_k, mask)
                 # the first chunk of these ids attends to what the landmark before it retrieved
                 last_w, last_idx = chosen[g]
                 w = torch.cat([last_w[:, -1:], w], 1)                   # (B, N + 1, K)
                 idx = torch.cat([last_idx[:, -1:], idx], 1)
                 chosen[g] = w, idx
-                retrieved = self.gather(w, idx, kv, docs, start, L)
+                retrieved = self.gca_inputs(w, idx, kv, docs, start, L)
             i = len(self.lower) + j
             x, past[i] = block(x, past[i], retrieved)
         return self.norm(x), chunks, State(past, unfinished, landmarks, kv, chosen)
@@ -643,8 +727,8 @@ class DRT(nn.Module):
         loss, log = cross_entropy(f, E, targets), {}
         if config.groups > 0:
             w, _ = state.chosen[-1]
-            top = w[:, :-1].amax(2)                                     # (B, N)
-            log['top_weight'] = top.sum() / (top > 0).sum().clamp(min=1)
+            largest = w[:, :-1].amax(2)                                 # (B, N)
+            log['top_weight'] = largest.sum() / (largest > 0).sum().clamp(min=1)
         if masked is not None:                                          # the encoder predicts them
             encoded = chunks.flatten(1, 2)                              # (B, N S, C)
             hidden = ids.masked_fill(~masked, -1)[:, :encoded.size(1)]
@@ -664,7 +748,7 @@ class DRT(nn.Module):
         state = state or self.empty_state(len(tokens))
         ids = self.insert(tokens, V, state)
         f, _, state = self.encode(ids, state)
-        logits = product(f[:, ids[0] < V], self.embedding.weight[:V])   # not of landmarks
+        logits = product(f[:, ids[0] < V], self.embedding.weight[:V].T)     # not of landmarks
         return logits.log_softmax(-1), state
 
     @torch.no_grad()
@@ -674,6 +758,10 @@ class DRT(nn.Module):
         config = self.config
         state = state or self.empty_state(len(tokens))
         ids = self.insert(tokens, config.vocab_size, state)
+
+        # where the upper layers start again, `past` and `chosen` are of an earlier part of the
+        # text. What they spoil spreads by W per layer and by S per group; the final state also has
+        # the last landmark's choice, at most S back. So `reach` positions are enough to be exact
         reach = len(self.upper) * config.window + (1 + config.groups) * config.chunk_size
         after = ids.size(1)                                             # positions after a piece
         for piece in ids.split(self.PIECE, dim=1):
@@ -700,17 +788,17 @@ class DRT(nn.Module):
         of tokens (n,) or of a corpus. state: that of read(tokens[None, :t])"""
         if state is None:
             state = self.read(tokens[None, :t])
-        n = self.config.chunk_size - 1
+        n_tokens = self.config.chunk_size - 1                           # of a chunk
         n_corpus = len(self.empty_state(1).kv)
-        n_read = 2 * n if self.config.next_chunk else n                 # tokens
+        n_read = 2 * n_tokens if self.config.next_chunk else n_tokens
         rows = []
         for g, (w, idx) in enumerate(state.chosen):
             for weight, k in zip(w[0, -1].tolist(), idx[0, -1].tolist()):
                 if k < 0 or group not in (None, g):
                     continue
-                ids, start = tokens, (k - n_corpus) * n
+                ids, start = tokens, (k - n_corpus) * n_tokens
                 if k < n_corpus:
-                    ids, start = self.corpus[0], k * n
+                    ids, start = self.corpus[0], k * n_tokens
                 rows.append((weight, ids, start, start + n_read))
         return sorted(rows, key=lambda row: -row[0])
 
@@ -739,7 +827,7 @@ def demo():
     """From tokens to the loss, and what is retrieved, with the weights of assets/drt.pt"""
     import tiktoken
     file = torch.load(Path(__file__).parent / 'assets/drt.pt', weights_only=True)
-    model = DRT(DRTConfig(**file['config']))
+    model = DRT(DRTConfig(**file['config'])).eval()
     model.load_state_dict(file['model'])
     ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}
     tokenizer = tiktoken.Encoding('demo', pat_str=file['tokenizer']['pattern'],

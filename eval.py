@@ -40,13 +40,21 @@ def numbers(text):
     if not re.fullmatch('[0-9]+[km]?(,[0-9]+[km]?)*', text):
         raise argparse.ArgumentTypeError(f'{text!r} is not like 0,16,1k,2m')
     names = text.split(',')
-    return [(x, int(x.rstrip('km')) * UNITS.get(x[-1], 1)) for x in names]
+    values = [int(x.rstrip('km')) * UNITS.get(x[-1], 1) for x in names]
+    if max(values) > 2 ** 28:
+        raise argparse.ArgumentTypeError(f'{text!r} has more than 256m')
+    return list(zip(names, values))
 
 
 def output(text):
-    """The type of a flag: a path, at which train.write can write a file after the work"""
-    path = Path(text).resolve()                             # a link remains: its file is replaced
+    """The type of a flag: a path, at which train.write can write a file after the work. Its folder
+    is made."""
+    path = Path(os.path.realpath(train.path(text)))         # a link remains: its file is replaced
     taken = path.exists() and not path.is_file()            # by a folder or a device
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        taken = True
     if taken or not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f'{text!r} cannot be written')
     return path
@@ -55,8 +63,8 @@ def output(text):
 @dataclass
 class EvalConfig:
     task: str = ''              # table, examples, generate, niah, speed; rpt: ranks; '': a report
-    data: str = ''              # another corpus than the one of training
-    retrieve_from: str = ''     # trime, drt: retrieve from the train split of this corpus
+    data: train.source = ''     # another corpus than the one of training
+    retrieve_from: train.source = ''    # trime, drt: retrieve from the train split of this corpus
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split's
     html: output = None         # examples: a file for a page, a document and what is retrieved
@@ -78,6 +86,7 @@ class Run:
 
     chunk       tokens that are retrieved together; 1: single ones, TRIME's memories
     documents   of the split, each (n,) int64
+    scored      the split, its bytes without those of the first tokens, which are not scored
     ways        name -> attributes of the model to set
     on          the name of the way that retrieves most
     scores      way -> log_p of each document, (n - 1,) fp64; set by `score`"""
@@ -86,22 +95,13 @@ class Run:
         paths = Path(name, 'best.pt'), Path(name, 'ckpt.pt'), Path(name)
         self.path = next(filter(Path.is_file, paths), None)
         if self.path is None:
-            raise SystemExit(f'no such run: {name}')
+            raise SystemExit(f'no such run: {name} (train.py makes runs)')
 
         # the model, from its checkpoint alone
-        try:
-            checkpoint = self.checkpoint = torch.load(self.path, 'cpu', weights_only=True)
-            model = checkpoint['model_name']
-            assert model in train.MODELS, model
-            module = self.module = importlib.import_module(model)
-            config = getattr(module, f'{model.upper()}Config')(**checkpoint['config'])
-            assert vars(config) == checkpoint['config'], 'of another version'
-            self.model = getattr(module, model.upper())(config).eval()
-            self.model.load_state_dict(checkpoint['model'])
-            self.tokenizer = data.Tokenizer(**checkpoint['tokenizer'])
-        except Exception as e:                      # a broken or hostile file can raise anything
-            raise SystemExit(f'{self.path} is not a checkpoint of this version: {e!r:.200}')
-        self.chunk = module.batches(config).get('chunk', 1)
+        self.checkpoint, model, self.tokenizer = train.read_checkpoint(self.path)
+        self.model = model.eval()
+        self.module = importlib.import_module(self.checkpoint['model_name'])
+        self.chunk = self.module.batches(model.config).get('chunk', 1)
 
     def prepare(self, args):
         """Loads the text and what the model needs for it; sets documents, ways and on"""
@@ -115,6 +115,10 @@ class Run:
         self.text = dict(data=corpus.name, text=corpus.fingerprint[:8],
                          split=args.split, bytes=split.n_bytes, words=split.n_words)
 
+        # the bytes of what is scored
+        n_bytes = split.n_bytes - bytes_of_first_tokens(split, self.tokenizer)
+        self.scored = split._replace(n_bytes=n_bytes)
+
         # the documents in which there is a token to predict
         tokens = torch.tensor(split.tokens.astype(int), device=args.device)
         documents = tokens.tensor_split(split.offsets[1:-1].tolist())
@@ -125,7 +129,6 @@ class Run:
         # what the model retrieves from; TRIME tunes its temperatures, too
         model = self.model.to(args.device)
         if hasattr(model, 'prepare_eval'):
-            print(f'{self.name} prepares its memory for {name}', file=sys.stderr)
             external = data.load(args.retrieve_from or name, self.tokenizer, quiet=True)
             model.prepare_eval(corpus, external, args, self.path, data.progress)
         elif args.retrieve_from:
@@ -151,6 +154,17 @@ class Run:
         return list(map(np.subtract, self.scores[self.on], self.scores['off']))
 
 
+def bytes_of_first_tokens(split, tokenizer):
+    """The UTF-8 bytes of the first tokens of all documents; unknown words count as none, as their
+    lengths are not known"""
+    ids = split.tokens[split.offsets[:-1]]
+    tokens = [tokenizer.tokens[i] for i in ids]
+    if tokenizer.name == 'word':
+        text = ''.join(tokens).replace('<eos>', '\n').replace('<unk>', '')
+        return len(text.encode())
+    return sum(map(len, tokens))                                # a character is a byte
+
+
 def load(path):
     """For a notebook: a run's folder or .pt file -> (model in eval mode, tokenizer)"""
     run = Run(path)
@@ -160,6 +174,8 @@ def load(path):
 def score(pairs):
     """Sets run.scores of pairs (run, way), and yields each pair when it is known. The way `off` is
     scored first, as all are compared with it; there is one progress with the minutes left."""
+    # an item for each pair and document; `off`, which has to be a pair of each run, takes its items
+    # with the first pair of the run and none later
     documents = data.progress([tokens for run, _ in pairs for tokens in run.documents],
                               'tokens scored', size=len)
     for run, way in pairs:
@@ -181,9 +197,11 @@ def by_position(log_p, edges):
 
 
 def metrics(log_p, log_p_off, split):
-    """The columns of a row; bytes and words are all the text's. Tokens of a document depend on each
-    other, so N documents are the sample. D_d: sum of log_p - log_p_off over the n_d tokens of d
-        gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d"""
+    """The columns of a row. split: its bytes are of the tokens of log_p, its words all the text's.
+    Tokens of a document depend on each other, so N documents are the sample. D_d: sum of log_p -
+    log_p_off over the n_d tokens of d
+        gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d
+    The error is the standard error of a ratio of sums."""
     # losses, per token, byte and word
     N = len(log_p)
     n = np.array([len(x) for x in log_p])                                   # (N,)
@@ -191,6 +209,9 @@ def metrics(log_p, log_p_off, split):
     nats = -np.concatenate(log_p).sum()
     loss = nats / total
     per_word = nats / max(1, split.n_words)
+    bits_per_byte = None
+    if split.n_bytes > 0:                                   # not if documents have a byte each
+        bits_per_byte = nats / math.log(2) / split.n_bytes
 
     # the gain; its error is not known from a single document
     D = np.array([(x - off).sum() for x, off in zip(log_p, log_p_off)])     # (N,)
@@ -202,7 +223,7 @@ def metrics(log_p, log_p_off, split):
     losses = by_position(log_p, [1, *POSITIONS.values()])
     return {'loss': loss,
             'ppl': np.exp(loss),
-            'bits/byte': nats / math.log(2) / split.n_bytes,
+            'bits/byte': bits_per_byte,
             'word ppl': np.exp(min(700, per_word)),              # e^710 is infinite
             **dict(zip(POSITIONS, losses)),
             'gain over off': gain,
@@ -238,6 +259,9 @@ def table(runs, args):
     N = len(documents)
     text = dict(runs[0].text, documents=N, scored=sum(map(len, documents)) - N)
     add_row([], text)
+    print('\non: as in training; shuffled: wrong memory; off: none; corpus, both: --retrieve-from\n'
+          'word ppl: per word between blanks, first words included, as is usual for WikiText\n'
+          f'±: standard error of the gain, from {N} documents (below 5 it means little)')
     rows = []
     for run, way in score([(run, way) for run in runs for way in run.ways]):
         add_row(rows, {
@@ -245,11 +269,7 @@ def table(runs, args):
             'way': way,
             'params': sum(map(torch.numel, run.model.parameters())),
             'trained on': run.checkpoint['tokens'],
-            **metrics(run.scores[way], run.scores['off'], run.split)})
-    print('shuffled: wrong memory; corpus, both: --retrieve-from; off: none; ±: standard error '
-          f'of {N} documents')
-    if N < 5:
-        print(f'note: {N} documents are too few for a standard error')
+            **metrics(run.scores[way], run.scores['off'], run.scored)})
     return dict(text, rows=rows)
 
 
@@ -261,7 +281,7 @@ def show(run, tokens, t, **facts):
     decode, retrieved, lines = run.tokenizer.decode, [], []
     print(f'\n{run.name} retrieves this to predict the token after `before`:')
     facts['before'] = decode(tokens[:t + 1][-32:])
-    facts['text'] = decode(tokens[t + 1:][:16])
+    facts['next'] = decode(tokens[t + 1:][:16])
     for key, value in facts.items():
         if value != '':
             print(f'{key:9} {value!r}')
@@ -269,15 +289,14 @@ def show(run, tokens, t, **facts):
     # the chunks or memories of largest weight
     run.set_way(run.on)
     for weight, where, start, end in run.model.trace(tokens, t)[:4]:
-        ago = t + 2 - end if where is tokens else None          # tokens; None: in another text
+        ago = t + 2 - end if where is tokens else None          # None: in another text
         ids = where[start:end]
-        text = decode(ids)
+        first = max(0, run.chunk - 16)          # 32 tokens around the end of the first chunk
+        text = decode(ids[first:first + 32])
         shown = f'{text!r}'
         if run.chunk == 1:                                      # a memory
             shown = f'{decode(ids[:-1])!r} -> {decode(ids[-1:])!r}'
-        elif len(text) > 100:
-            shown = f'…{text[-100:]!r}'
-        row = dict(weight=weight, start=start, end=end, ago=ago, text=text[-100:])
+        row = dict(weight=weight, start=start, end=end, ago=ago, text=text)
         retrieved.append(row)
         add_row(lines, dict(row, text=shown))
     if not lines:
@@ -295,6 +314,8 @@ def examples(runs, args, n=3):
         if run.on == 'off':
             print(f'\n{run.name} retrieves nothing')
     runs = [run for run in runs if run.on != 'off']
+    print('\ngain: in nats; start, end: tokens of the document; ago: tokens from the last of them '
+          'to the predicted one\ntext: of chunks, 32 tokens around the end of the first one')
     if not args.prompt:
         for _ in score([(run, way) for run in runs for way in ('off', run.on)]):
             pass                                                # sets run.scores
@@ -330,14 +351,15 @@ def trace_text(run, tokens):
     losses = [-run.log_p(way, tokens) for way in ('off', run.on)]
     chunk, traces, state = run.chunk, [], None
 
-    # each chunk is read once; with groups, DRT's trace has their number as an argument
-    groups = [[group] for group in range(getattr(run.model.config, 'groups', 0))] or [[]]
+    # each chunk is read once, and traced for each group of layers, or once if there are no groups
+    n_groups = getattr(run.model.config, 'groups', 0)
+    options = [dict(group=group) for group in range(n_groups)] or [{}]
     for t in data.progress(range(chunk, len(tokens), chunk), f'{run.name}, chunks traced'):
         state = run.model.read(tokens[None, t - chunk:t], state)
         by_group = []
-        for group in groups:
+        for option in options:
             reads = []
-            for weight, where, start, end in run.model.trace(tokens, t, state, *group)[:8]:
+            for weight, where, start, end in run.model.trace(tokens, t, state, **option)[:8]:
                 other_text = [] if where is tokens else where[start:end].tolist()
                 reads.append([round(weight, 4), start, end, other_text])
             by_group.append(reads)
@@ -359,8 +381,8 @@ def write_page(path, pages):
 # samples
 def generate(model, tokenizer, prompt, args):
     """-> text that continues the prompt, to <|endoftext|> or max_tokens; drawn from
-    P^(1/temperature) (0: the likeliest), among the top_k likeliest tokens (0: all), of these the
-    fewest that have top_p of the probability (Holtzman et al. 2020). args: as EvalConfig"""
+    P^(1/temperature) (0: the likeliest), among the top_k likeliest tokens (0: all) that are also
+    among the fewest with a sum of top_p (Holtzman et al. 2020). args: as EvalConfig"""
     # all tokens of the prompt but the last are read, this one is the first to be continued
     generator = torch.Generator().manual_seed(args.seed)
     ids = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
@@ -427,7 +449,7 @@ def draw(runs, name, plot, facts):
         path = runs[0].path.with_name(name)
         figure.savefig(path, bbox_inches='tight')
         print(f'\n{path}')
-    except (ImportError, OSError, ValueError) as e:     # ValueError: a log of another program
+    except (ImportError, OSError, ValueError) as e:     # ValueError: there is nothing to draw
         print(f'no picture: {e}', file=sys.stderr)
 
 
@@ -440,6 +462,8 @@ def plot_positions(axes, run):
         n_tokens = sum(len(tokens[edges[-1]:edge]) for tokens in run.documents)
         if n_tokens >= 1000:
             edges.append(edge)
+    if len(edges) == 1:
+        raise ValueError('fewer than 1,000 tokens are at position 64 or later of their document')
 
     # a line for each way, the gain between two of them
     starts = edges[:-1]
@@ -453,6 +477,23 @@ def plot_positions(axes, run):
     axes.legend()
 
 
+def read_log(path):
+    """log.jsonl of a run, if there is one -> (steps, 2): tokens in millions, loss"""
+    rows, damaged = [], 0
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            row = entry['tokens'] / 1e6, entry['loss']
+            assert math.isfinite(sum(row))
+            rows.append(row)
+        except Exception:                               # a broken line can raise anything
+            damaged += 1
+    if damaged:
+        print(f'{path}: {damaged} damaged lines are left out', file=sys.stderr)
+    return np.reshape(rows, (-1, 2))
+
+
 def plot_losses(figure, runs):
     """A panel for each run, then one for the training of all"""
     n_panels = len(runs) + 1
@@ -463,15 +504,12 @@ def plot_losses(figure, runs):
         plot_positions(axes, run)
 
         # means over n steps, a thirtieth; the first tenth of the losses is too high for the axis
-        path = run.path.with_name('log.jsonl')
-        if path.exists():
-            log = [json.loads(line) for line in path.open() if '}' in line]     # not a torn line
-            log = log[len(log) // 10:]
-            n = 1 + len(log) // 30
-            losses = [x['loss'] for x in log]
-            means = np.convolve(losses, np.ones(n) / n, 'valid')
-            tokens = [x['tokens'] / 1e6 for x in log[n - 1:]]
-            training.plot(tokens, means, label=run.name)
+        log = read_log(run.path.with_name('log.jsonl'))
+        log = log[len(log) // 10:]
+        n = 1 + len(log) // 30
+        if len(log) > 0:
+            means = np.convolve(log[:, 1], np.ones(n) / n, 'valid')
+            training.plot(log[n - 1:, 0], means, label=run.name)
     training.set(title='training', xlabel='tokens (millions)')
     if training.lines:
         training.legend()
@@ -507,7 +545,7 @@ def training_seconds(model, tokens, kernel='auto'):
     with torch.enable_grad(), autocast():
         loss, _ = model(batch, 1.0)
     loss.backward()
-    seconds = clock(tokens) - began
+    seconds = max(1e-9, clock(tokens) - began)          # a clock can be coarse
     model.eval().zero_grad()
     return seconds / tokens.numel()
 
@@ -553,6 +591,8 @@ def speed(runs, args):
     -> the rows of both"""
     rows = []
     for run, (name, length) in itertools.product(runs, args.lengths):
+        if length == 0:
+            raise SystemExit('eval.py: --lengths 0: there is nothing to read')
         tokens = torch.randint(run.model.config.vocab_size, (1, length + 32),
                                device=args.device)
         began = clock(tokens)
@@ -604,10 +644,12 @@ def niah(runs, args):
     depth in it, as a table and as niah.png; 10 texts of each length, fewer above 400k tokens"""
     rows, depths = [], dict(args.depths).values()
     for run, (name, length) in itertools.product(runs, args.lengths):
-        # needles at these depths, in different chunks; the last chunks are for the questions
+        # needles at these depths, in different chunks; the last two chunks are for the questions,
+        # which are in one of them if there is one hop
         chunk = run.chunk if run.chunk > 1 else 32
         hops = run.corpus.hops or 1
-        needles = data.Needles(run.split, run.tokenizer, hops, 8 * chunk, 1, 0, chunk)
+        needles = data.Needles(run.split, run.tokenizer, hops, block_size=8 * chunk,
+                               micro_batch=1, seed=0, chunk=chunk)
         n_chunks = length // chunk
         last = n_chunks - 3
         chunks = [depth * last // 100 for depth in depths]
@@ -659,6 +701,8 @@ def main(argv):
     # flags: those of eval.py, and of the models
     parser = argparse.ArgumentParser(usage='eval.py RUN [RUN ...] [flags]', allow_abbrev=False)
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
+    if argv and not runs and '--help' not in argv:
+        parser.error('runs come before flags: eval.py RUN [RUN ...] [flags], or eval.py --help')
     train.add_flags(parser, EvalConfig)
     for module in modules:
         if hasattr(module, 'EvalConfig'):
@@ -670,12 +714,13 @@ def main(argv):
     if len(modules) == 1:
         tasks.update(getattr(runs[0].module, 'TASKS', {}))
     if args.task not in tasks:
-        parser.error(f'--task {args.task}: these runs together have {", ".join(tasks).strip(", ")}')
+        parser.error(f'--task {args.task}: these runs together have '
+                     f'{", ".join(tasks).strip(", ")}; ranks is for runs of RPT alone')
 
     # the work
     args.device = train.hardware(args.device)
     train.precision(args.device, 'fp32')                            # after training in a notebook
-    try:
+    with train.short_errors('eval.py', 'shorter --lengths, a smaller --data or --device cpu'):
         for run in runs:
             run.prepare(args)
             if run.text != runs[0].text:
@@ -683,10 +728,9 @@ def main(argv):
         result = tasks[args.task](runs, args)
         if args.json:
             train.write(args.json, json.dumps(result, indent=1))
-    except (OSError, KeyboardInterrupt) as e:
-        parser.error(str(e) or 'stopped')
 
 
 if __name__ == '__main__':
-    sys.stdout.reconfigure(errors='replace')            # a console may lack some characters
+    train.keep_printing(sys.stdout)
+    train.keep_printing(sys.stderr)
     main(sys.argv[1:])

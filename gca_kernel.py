@@ -20,10 +20,14 @@ Letters used in the shape comments
     b, n, c, h     number of a sequence, a chunk of queries, a chunk of keys, a head
     slot           0 ... K - 1: it holds the number c of a retrieved chunk, or -1 if it is unused
     entry          n K + slot, the number of a slot
+    With an index, Q, K_k, V_k, P_k, dS_k are matrices, as the paper's bold letters; S, K, D without
+    one are sizes. δ is D of Algorithm 2, slot its k, lse its L.
 
 Where we differ from the paper, and why
-    Algorithm 1 loops over blocks of a chunk's keys; here a whole chunk fits on the chip. O_k and L
-    are not saved: Algorithm 2's rowsum(dO ∘ O_k) equals rowsum(P ∘ dP). dQ has a separate kernel.
+    Algorithm 1 loops over blocks of a chunk's keys; here a whole chunk fits on the chip. The
+    forward pass saves neither O_k nor L; dq_kernel recomputes L and hands it to dkdv_kernel.
+    Algorithm 2's rowsum(dO ∘ O_k) equals rowsum(P ∘ dP). Its dK, dV are those of a slot; here
+    dkdv_kernel sums them over all slots that hold a chunk.
 
     $ python gca_kernel.py           errors against fp64; on a GPU also times
 """
@@ -46,14 +50,18 @@ def fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def gather(x, idx, chunk, n_keys):
+def retrieved_chunks(x, idx, chunk, n_keys):
     """The first n_keys keys or values of each retrieved chunk; all of them if n_keys is None.
 
-    x (B, M S, Hkv, D)   idx (B, N, K) -> (B, N, K, n_keys, Hkv, D)"""
+    x (B, M S, Hkv, D)   idx (B, N, K) -> (B, N, K, n_keys, Hkv, D), 0 for an unused slot"""
     x = x.unflatten(1, (-1, chunk))[:, :, :n_keys]              # (B, M, n_keys, Hkv, D)
-    retrieved = [x_b.index_select(0, idx_b)
-                 for x_b, idx_b in zip(x, idx.flatten(1))]
-    return torch.stack(retrieved).unflatten(1, idx.shape[1:])
+    numbers = idx.clamp(min=0).flatten(1)                       # (B, N K)
+    retrieved = [x_b.index_select(0, c) for x_b, c in zip(x, numbers)]
+    retrieved = torch.stack(retrieved).unflatten(1, idx.shape[1:])
+
+    # an unused slot gathers chunk 0: without the mask a NaN in it would reach all gradients
+    unused = (idx < 0)[..., None, None, None]
+    return retrieved.masked_fill(unused, 0)
 
 
 def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
@@ -63,19 +71,18 @@ def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
     B, N, K = idx.shape
     scale = scale or q.size(3) ** -0.5
 
-    # an unused slot gathers chunk 0, with weight 0
+    # an unused slot has weight 0
     w = w.masked_fill(idx < 0, 0)
     w = w.view(B, N, 1, 1, 1, K, 1)                             # broadcast over Hkv, G, S, n_keys
-    idx = idx.clamp(min=0)
 
     # einsum has the letters of the shapes in lower case, but h for Hkv, and t for a key of a chunk
     with torch.autocast(q.device.type, enabled=False):          # under bf16, scores remain fp32
-        k = gather(k, idx, chunk, n_keys)                       # (B, N, K, n_keys, Hkv, D)
-        v = gather(v, idx, chunk, n_keys)
+        k = retrieved_chunks(k, idx, chunk, n_keys)             # (B, N, K, n_keys, Hkv, D)
+        v = retrieved_chunks(v, idx, chunk, n_keys)
         n_keys, Hkv = k.shape[3:5]
-        heads = q.unflatten(1, (N, chunk))                      # (B, N, S, H, D)
-        heads = heads.unflatten(3, (Hkv, -1))                   # (B, N, S, Hkv, G, D)
-        s = torch.einsum('bnshgd, bnkthd -> bnhgskt', fp32(heads), fp32(k))
+        grouped = q.unflatten(1, (N, chunk))                    # (B, N, S, H, D)
+        grouped = grouped.unflatten(3, (Hkv, -1))               # (B, N, S, Hkv, G, D)
+        s = torch.einsum('bnshgd, bnkthd -> bnhgskt', fp32(grouped), fp32(k))
         s = s * scale                                           # (B, N, Hkv, G, S, K, n_keys)
         if sink:
             s = F.pad(s, (0, 1))                                # one more key, with score 0
@@ -304,11 +311,16 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
     blocks = S // BLOCK                                         # of a chunk of queries
     for g in range(G):
         h = hkv * G + g
-        for i in range(start * blocks, end * blocks):           # one loop: it is pipelined
+
+        # for each entry, for each block of its S queries: flattened, as only one loop is pipelined
+        for i in range(start * blocks, end * blocks):
+            entry_number = i // blocks
+            block = i % blocks
+
             # BLOCK queries of chunk n, and what dq_kernel saved of their softmax
-            entry = first_entry + tl.load(entries_row + i // blocks)
+            entry = first_entry + tl.load(entries_row + entry_number)
             n = entry // K                                      # among the B N of all sequences
-            rows = i % blocks * BLOCK + tl.arange(0, BLOCK)
+            rows = block * BLOCK + tl.arange(0, BLOCK)
             q_tile = tile_offsets(rows, H, D)                   # (BLOCK, D)
             q_offset = (n * S * H + h) * D                      # in q and do
             q = tl.load(q_ptr + q_offset + q_tile)
@@ -347,7 +359,7 @@ def import_triton():
         globals()[function.__name__] = triton.jit(function)
 
 
-def is_hopper(device):
+def is_hopper_or_later(device):
     """Is it an H100 or a later GPU?"""
     if device.type != 'cuda':
         return False
@@ -372,7 +384,7 @@ def options(q, k, chunk, n_keys):
     sizes['num_stages'] = 3 if tile_bytes <= 12 * 1024 else 2
 
     # on an H100, 64 queries at a time take less time than 32
-    block = 64 if is_hopper(q.device) else 32
+    block = 64 if is_hopper_or_later(q.device) else 32
     return sizes, min(block, chunk)
 
 
@@ -492,8 +504,8 @@ def why_not_triton(q, chunk):
     tile_bytes = chunk * max(D, 64) * number_bytes
     fits = 16 <= D <= 128 and tile_bytes <= 16 * 1024
     if not fits or chunk not in (16, 32, 64, 128):
-        return f'chunk {chunk}, head size {D}, {q.dtype}: they need heads of 16 to 128, ' \
-               'chunks of 16, 32, 64, in 16 bits 128, up to 16 KiB'
+        return f'chunk {chunk}, head size {D}, {q.dtype}: the kernels need head size 16 to 128, ' \
+               'chunk 16, 32, 64 or 128, and chunk x max(head size, 64) numbers in 16 KiB'
     return ''
 
 
@@ -503,7 +515,7 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
         q        (B, N chunk, H, D)
         k, v     (B, M chunk, Hkv, D)   dtype of q; head h of q uses head h // (H / Hkv)
         w        (B, N, K) fp32         weights of the chunks; their gradient trains the retriever
-        idx      (B, N, K) int32        chunk numbers in 0 ... M - 1, -1 for an unused slot
+        idx      (B, N, K) integers     chunk numbers in 0 ... M - 1, -1 for an unused slot
         n_keys   only the first n_keys keys of each chunk are used (default: all)
         sink     adds a key with score 0 and value 0 to each softmax
         scale    of the scores, not 0 (default: 1 / sqrt(D))
@@ -529,7 +541,7 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     # without slots or chunks o is 0; PyTorch
     n_keys = n_keys or chunk
     scale = scale or D ** -0.5
-    if not M * idx.numel():
+    if M == 0 or idx.numel() == 0:
         return torch.zeros_like(q)
     if kernel == 'torch':
         return gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale)

@@ -11,23 +11,34 @@ the next chunk. A ranking loss trains the retriever to agree with a reference LM
 help.
 
 Where the paper is in this file (its equations have no numbers)
-    §3.1  s_q; the K neighbors; their gates         Retriever; RPT.retrieve; NeighborEncoder
-    §3.1  chunked cross-attention                   ChunkedCrossAttention
-    §3.2  candidates by BM25; s_t, the target score bm25_candidates; target_scores
-    §3.3  L_ret, LambdaRank with a margin           ranking_loss
-    §3.3, §3.4  schedules; windows; inference       RPT.schedule; SelfAttention; RPT.encode
-    §5    Transformer-XL, RETRO, RPT-Lex; Table 3   --retriever none, bm25, lex; ranks
+    §3.1     W_Q c_q and W_K c, the factors of s_q      Retriever
+    §3.1     s_q, and the K chunks of highest s_q       RPT.retrieve
+    §3.1     neighbors and their gates                  NeighborEncoder
+    §3.1     chunked cross-attention                    ChunkedCrossAttention
+    §3.2     candidates by BM25                         bm25_candidates
+    §3.2     s_t, the target score                      target_scores
+    §3.3     L_ret, LambdaRank with a margin            ranking_loss
+    §3.3     L_LM + α L_ret                             RPT.forward
+    §3.3     α and τ in the course of training          RPT.schedule
+    §3.4     scheduled sampling                         RPT.schedule, RPT.teacher_neighbors
+    §3.4     sliding-window attention                   SelfAttention
+    §3.4     inference                                  RPT.encode, RPT.stream
+    §5       Transformer-XL, RETRO, RPT-Lex             --retriever none, bm25, lex
+    Table 3  are the chunks that help ranked first?     ranks
 
 Letters in the shape comments
     B sequences    T tokens (t of a piece)    C width    H heads    D head size    V vocabulary
     m tokens of a chunk    N chunks of a sequence or of a piece    M chunks of the text so far
     K neighbors of a chunk    G = N + 1 groups of m tokens    n, a, b, s, P, R further sizes
-    i is the number of a chunk that retrieves, j of one that is retrieved; w is a target token
+    Numbers: i of a chunk that retrieves, j of one that is retrieved, g of a micro-batch. w is a
+    target token (the paper's w, the chunks of a window, is window_chunks); l is a positive in L_ret
 
 Where we differ from the paper, and why
     Scores are divided by sqrt(C); s_t is a mean over tokens, L_ret over the chunks with a positive;
     NDCG discounts by 1 / log2(1 + rank). A chunk without neighbors gets 0 from cross-attention.
-    Scheduled sampling draws for each chunk. Retrieved states have passed the retriever's attention.
+    Scheduled sampling draws for each chunk; what a teacher chooses has a positive s_t, so it can be
+    fewer than K. Retrieved states have passed the retriever's attention, those of the chunk that
+    retrieves have not. L_ret trains the lower layers, too; its τ starts at 1.
     The gate attends to neighbors of a window of chunks, so that a stream keeps no others (paper: of
     all). With --shift-values (not in the preset `paper`) one layer can copy what followed a token.
     The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
@@ -78,7 +89,7 @@ class RPTConfig:
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
     eta: float = 0.1              # lower bound of the gate, η (paper)
     alpha: float = 0.005          # weight of L_ret from a fifth of the steps on (ours; paper: 1e-9)
-    tau: float = 4.0              # margin of L_ret, rises from 1 to this (paper: 2, 4, 8 or 128)
+    tau: float = 4.0              # margin of L_ret at the end (paper: 2, 4, 8, 128); first 1 (ours)
     teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # of sem, lex: when it chooses
     n_candidates: int = 20        # BM25 candidates of a chunk, J (paper)
     score_every: int = 1          # the reference LM scores every n-th chunk; others: as lex (ours)
@@ -110,7 +121,9 @@ class RPTConfig:
         return self.window // self.chunk_size
 
 
-PRESETS = {         # §3.4, App. A, B; ours: tokenizer, optimizer, its settings, alpha, reference LM
+# paper: §3.4, App. A and B. Ours are the tokenizer, the reference LM, alpha (App. A: 1e-9), AdamW
+# (AdaBelief) with lr 5e-4 (5e-3) and weight_decay 0.01 (1e-8)
+PRESETS = {
     'tiny': dict(n_neighbors=4, n_cca=1, n_candidates=4, score_every=8, reference_steps=300),
     'paper': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_384,
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
@@ -126,7 +139,8 @@ def batches(config):
 
 
 # --------------------------------------------------------------------------------------------------
-# the transformer (what two model files define has the same text, but SelfAttention, MLP, Block)
+# the transformer
+# (what several model files define is identical in them, except SelfAttention, MLP and Block)
 def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     return nn.RMSNorm(n_embd, eps=1e-6)
@@ -138,11 +152,32 @@ def fp32(x):
 
 
 def product(a, b):
-    """a bᵀ in fp32, under autocast too: bf16 has steps of 0.125 near 20.
+    """a b with fp32 sums, under autocast too: bf16 has steps of 0.125 near 20. The factors of the
+    sums may be rounded in bf16 runs, see train.precision.
 
-    a (..., n, C)   b (..., m, C) -> (..., n, m)"""
+    a (..., n, C)   b (..., C, m) -> (..., n, m)"""
     with torch.autocast(a.device.type, enabled=False):
-        return fp32(a) @ fp32(b).mT
+        return fp32(a) @ fp32(b)
+
+
+def output_product(a, b):
+    """a b with fp32 sums, for logits and their gradients, the largest products of a step. On a GPU,
+    in bf16 runs (train.precision), the factors are rounded to bf16, as TF32 takes twice the time:
+    gradients then have relative errors of 0.5%, not of 0.03% (results.md).
+
+    a (n, C)   b (C, m) -> (n, m)"""
+    if not a.is_cuda or torch.get_float32_matmul_precision() == 'highest':
+        return product(a, b)
+    a = a.bfloat16()
+    b = b.bfloat16()
+    if torch.__version__ < (2, 8):
+        return (a @ b).float()                                          # logits are rounded, too
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def aligned(E):
+    """E (V, C) with rows of zeros, to a multiple of 64: a GPU multiplies them faster."""
+    return F.pad(E, (0, 0, 0, -len(E) % 64))
 
 
 def rotate(x, first=0):
@@ -155,11 +190,18 @@ def rotate(x, first=0):
     positions = torch.arange(first, first + x.size(-3), device=x.device)
     angle = positions[:, None, None] * theta                            # (T, 1, D/2)
 
-    # a pair is a complex number, its rotation a product with cos + i sin
+    # a pair is a complex number, its rotation a product with cos + i sin; by real numbers the same
+    # takes several times as long, but complex ones cannot be compiled
     pairs = fp32(x).unflatten(-1, (-1, 2)).contiguous()                 # (..., T, H, D/2, 2)
-    rotation = torch.complex(angle.cos(), angle.sin())
-    rotated = torch.view_as_complex(pairs) * rotation                   # (..., T, H, D/2)
-    return torch.view_as_real(rotated).flatten(-2).type_as(x)
+    cos = angle.cos()
+    sin = angle.sin()
+    if torch.compiler.is_compiling():
+        a, b = pairs.unbind(-1)                                         # (..., T, H, D/2) each
+        rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
+    else:
+        rotated = torch.view_as_complex(pairs) * torch.complex(cos, sin)
+        rotated = torch.view_as_real(rotated)
+    return rotated.flatten(-2).type_as(x)
 
 
 def softmax_attention(q, k, v, bias=None):
@@ -169,7 +211,7 @@ def softmax_attention(q, k, v, bias=None):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or s, D)
     if q.device.type == 'cpu' and q.dtype == torch.bfloat16:
         # the formula itself: on a CPU in bf16 faster than the fused kernel (torch 2.13)
-        scores = q / q.size(-1) ** 0.5 @ k.mT                           # (B, H, t, s)
+        scores = (q / q.size(-1) ** 0.5) @ k.mT                         # (B, H, t, s)
         if bias is not None:
             scores = scores + bias
         y = scores.softmax(-1) @ v
@@ -189,42 +231,44 @@ def window_attention(q, k, v, window, slopes):
 
 
 def in_blocks(x, block):
-    """Cuts x (B, T, H, D) into n blocks -> (B, n, block, H, D); the last is padded with zeros."""
+    """Cuts x (B, T, H, D) into blocks -> (B, n_blocks, block, H, D). Zeros fill the last one."""
     padding = -x.size(1) % block
     return F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, block))
 
 
 def block_pairs(x, block):
     """Each block of x (B, T, H, D) but the first, after the one before it
-    -> (B, n - 1, 2 block, H, D)"""
+    -> (B, n_blocks - 1, 2 block, H, D)"""
     x = in_blocks(x, block)
     return torch.cat([x[:, :-1], x[:, 1:]], dim=2)
 
 
 def attend(q, k, v, block, window, slopes=0.0):
-    """Causal attention in blocks, linear in T: a query of block n attends to keys of blocks n - 1
-    and n, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi (Press et
-    al. 2022) subtracts slope * age from each score.
+    """Causal attention in blocks, linear in T: a query attends to the keys of its block and of the
+    block before it, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi
+    (Press et al. 2022) subtracts slope * age from each score.
 
-    q (B, T, H, D)   k, v (B, P + T, H, D): P < 2 block keys precede the queries, the first of them
-    begins a block -> (B, T, H, D)"""
+    q (B, T, H, D)   k, v (B, P + T, H, D): the keys of the past, P < 2 block, come first, and the
+    first of them begins a block -> (B, T, H, D)"""
     T = q.size(1)
     P = k.size(1) - T
 
-    # queries up to the end of the first block: in a stream it can be incomplete
-    n = min(T, block - P % block)
-    first = window_attention(q[:, :n], k[:, :P + n], v[:, :P + n], window, slopes)
-    if n == T:
+    # 1. queries up to the end of the block that the past has begun (a whole block if it has not)
+    n_first = min(T, block - P % block)
+    end = P + n_first
+    first = window_attention(q[:, :n_first], k[:, :end], v[:, :end], window, slopes)
+    if n_first == T:
         return first
 
-    # the blocks after it, in one product, as a GPU needs few and large ones
-    start = P + n - block                                               # keys of one block more
-    q = in_blocks(q[:, n:], block)                                      # (B, N, block, H, D)
-    k, v = (block_pairs(x[:, start:], block) for x in (k, v))           # (B, N, 2 block, H, D)
-    B, N = q.shape[:2]
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))                      # (B N, ...)
-    rest = window_attention(q, k, v, window, slopes).unflatten(0, (B, N)).flatten(1, 2)
-    return torch.cat([first, rest[:, :T - n]], dim=1)
+    # 2. all later blocks, in one product, as a GPU needs few and large ones. Their keys start one
+    # block before the first of these queries
+    q = in_blocks(q[:, n_first:], block)                            # (B, n_blocks, block, H, D)
+    k, v = (block_pairs(x[:, end - block:], block) for x in (k, v))     # ..., 2 block, H, D)
+    B, n_blocks = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))                      # (B n_blocks, ...)
+    y = window_attention(q, k, v, window, slopes)
+    rest = y.unflatten(0, (B, n_blocks)).flatten(1, 2)                  # (B, n_blocks block, H, D)
+    return torch.cat([first, rest[:, :T - n_first]], dim=1)
 
 
 class MLP(nn.Module):
@@ -245,25 +289,30 @@ class CrossEntropy(torch.autograd.Function):
     is P - 1[w].
 
     f (n, C)   E (V, C)   targets w (n,) -> ()"""
-    R = 1024
-
     @staticmethod
     def forward(ctx, f, E, targets):
+        V = len(E)
+        E = aligned(E)
+        R = 1024
+        if f.is_cuda:                   # 0.5 GiB of logits, as it needs large products
+            R = 2 ** 27 // len(E)
         nats = f.new_zeros(())
         df = torch.empty_like(f)
         dE = torch.zeros_like(E)
-        for start in range(0, len(f), CrossEntropy.R):
-            rows = slice(start, start + CrossEntropy.R)
+        for start in range(0, len(f), R):
+            rows = slice(start, start + R)
             w = targets[rows]                                           # (R,)
             i = torch.arange(len(w), device=w.device)
-            log_p = product(f[rows], E).log_softmax(1)                  # (R, V)
+            logits = output_product(f[rows], E.T)
+            logits[:, V:] = -math.inf                                   # of rows that are no words
+            log_p = logits.log_softmax(1)                               # (R, V)
             nats -= log_p[i, w].sum()
             if f.requires_grad:
                 dlogits = log_p.exp_()
                 dlogits[i, w] -= 1
-                df[rows] = product(dlogits, E.T)
-                dE += product(dlogits.T, f[rows].T)
-        ctx.grads = df, dE
+                df[rows] = output_product(dlogits, E)
+                dE += output_product(dlogits.T, f[rows])
+        ctx.grads = df, dE[:V]
         return nats
 
     @staticmethod
@@ -302,11 +351,13 @@ class SelfAttention(nn.Module):
             kv = torch.cat([past, kv], 1)                               # (B, P + t, 2, H, D)
         k, v = kv.unbind(2)
 
-        # position 0 is the first key, another one in the next piece: `past` is not rotated
+        # RoPE, so attend has no slopes. Position 0 is the first key, another one in the next piece:
+        # `past` is not rotated
         P = k.size(1) - x.size(1)
         y = attend(rotate(q, P), rotate(k), v, self.block, 2 * self.block)  # (B, t, H, D)
 
-        # the next piece needs the last two blocks, and encodes an unfinished chunk again
+        # the next piece needs the unfinished block and the one before, up to the last whole chunk:
+        # it encodes the unfinished chunk again
         end = k.size(1) // self.m * self.m
         start = max(0, end // self.block - 1) * self.block
         return self.proj(y.flatten(2)), kv[:, start:end]
@@ -357,7 +408,8 @@ def doc_of_chunks(doc, m):
 
 
 class Retriever(nn.Module):
-    """§3.1: s_q(c) = <W_Q c_q, W_K c> / sqrt(C), c the mean of a chunk's tokens after attention."""
+    """§3.1: the factors of s_q(c) = <W_Q c_q, W_K c> / sqrt(C), which RPT.retrieve computes. c is
+    the mean of a chunk's tokens after attention."""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
@@ -405,7 +457,7 @@ def top(scores, mask, K):
 
 
 def pseudorandom(M, first, device):
-    """(N, M): scores as if at random of all M chunks j, for each chunk i from `first` on. They are
+    """(N, M): pseudorandom scores of the M chunks j for each chunk i from `first` on. They are
     functions of i and j, so that they are the same in pieces of any size. Cubes modulo a prime p
     look random, and those of 0 to p - 1 differ, as 3 does not divide p - 1."""
     p = 1_000_037
@@ -437,17 +489,21 @@ class NeighborEncoder(nn.Module):
         y = self.norm1(x).flatten(0, 1)                                     # (B (n - 1), 2m, C)
         return x + self.attention(y, y).view_as(x)
 
-    def forward(self, joined, chosen, chunks):
+    def forward(self, joined, chosen, chunk_states):
         """The states of the neighbors of chunks, which have attended to the chunk that retrieves
-        them. joined (B, M, 2m, C), chosen (B, N, K), chunks (B, N, m, C) -> (B, N, K, 2m, C)"""
+        them. joined (B, M, 2m, C), chosen (B, N, K), chunk_states (B, N, m, C)
+        -> (B, N, K, 2m, C)"""
+        # row j + 1 of joined is chunks j and j + 1; row 0 is zeros, so -1 (no neighbor) reads zeros
         B, N, K = chosen.shape
-        rows = (chosen + 1).flatten(1)                                      # (B, N K), see Memory
+        rows = (chosen + 1).flatten(1)                                      # (B, N K)
 
         # not joined[b, rows]: on a CPU its gradient is a sum in any order
         x = torch.cat([x.index_select(0, i) for x, i in zip(joined, rows)])
         x = x.unflatten(0, (B * N, K))                                      # (B N, K, 2m, C)
-        chunks = chunks.flatten(0, 1)                                       # (B N, m, C)
-        x = x + self.cross(self.norm2(x), self.norm_query(chunks))
+        y = self.norm_query(chunk_states.flatten(0, 1))                     # (B N, m, C)
+
+        # a slot without a neighbor does not stay zero here; its gate is 0
+        x = x + self.cross(self.norm2(x), y)
         return x.unflatten(0, (B, N))
 
     def gates(self, neighbors, chosen):
@@ -463,8 +519,9 @@ class NeighborEncoder(nn.Module):
         if not self.config.gate:
             return valid.to(neighbors.dtype)
 
-        # sorted by chunk, then by rank, they attend to themselves and to those before them. A
-        # chunk with neighbors is at least a window into its document, so these are all of it
+        # sorted by chunk, then by rank, they attend to themselves and to those before them. Chunk i
+        # has neighbors only if a window of chunks before it is of its document; so masking by
+        # document is not needed
         chunk = torch.arange(n * K, device=chosen.device) // K              # (n K,)
         mask = (chunk > chunk[:, None] - self.config.window_chunks).tril()  # (n K, n K)
         mask = mask & valid.flatten(1)[:, None, None]                       # (B, 1, n K, n K)
@@ -480,9 +537,15 @@ class NeighborEncoder(nn.Module):
 
 
 class ChunkedCrossAttention(nn.Module):
-    """Borgeaud et al. 2022, §2.4: a group of m tokens attends to the neighbors of chunk i: the last
-    token of chunk i, the first that may depend on them, and all but the last of chunk i + 1. Their
-    positions are m - 1 to 2m - 2, neighbors' 0 to 2m - 1. A norm of these would undo the gate."""
+    """Borgeaud et al. 2022, §2.4: a group of m tokens attends to the neighbors of a chunk. Group i
+    = the last token of chunk i (its output predicts the first of chunk i + 1) and all but the last
+    token of chunk i + 1. Their positions are m - 1 to 2m - 2, those of a neighbor 0 to 2m - 1. A
+    norm of the neighbors would undo the gate.
+
+        tokens, m = 4         0 1 2 | 3 4 5 6   | 7 8 9 10  | 11 ...
+        attend to neighbors of none | chunk 0   | chunk 1   | chunk 2
+
+    In a stream the first group attends to what the chunk before these N chunks has retrieved."""
     def __init__(self, config):
         super().__init__()
         self.norm = RMSNorm(config.n_embd)
@@ -498,10 +561,12 @@ class ChunkedCrossAttention(nn.Module):
         _, t, C = x.shape
 
         # a group begins with the last token of a chunk; zeros precede the first chunk
-        x = F.pad(x, (0, 0, 1, -(1 + t) % self.m))                          # (B, G m, C)
+        early = 1
+        padding = -(early + t) % self.m                                     # to whole groups
+        x = F.pad(x, (0, 0, early, padding))                                # (B, G m, C)
         groups = self.norm(x).view(-1, self.m, C)                           # (B G, m, C)
         y = self.attention(groups, states, self.m - 1, mask).view_as(x)
-        return y[:, 1:1 + t].where(in_document, 0)                          # (B, t, C)
+        return y[:, early:early + t].where(in_document, 0)                  # (B, t, C)
 
 
 class Block(nn.Module):
@@ -515,11 +580,11 @@ class Block(nn.Module):
         self.cca = ChunkedCrossAttention(config) if cross_attends else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, past, neighbors=None):
+    def forward(self, x, past, cca_inputs=None):
         y, past = self.attention(self.norm1(x), past)
         x = x + self.dropout(y)
-        if self.cca and neighbors:
-            x = x + self.dropout(self.cca(x, *neighbors))
+        if self.cca and cca_inputs:
+            x = x + self.dropout(self.cca(x, *cca_inputs))
         return x + self.dropout(self.mlp(self.norm2(x))), past
 
 
@@ -534,7 +599,8 @@ def differences(x):
 
 
 def ranking_loss(s_q, s_t, tau):
-    """§3.3: LambdaRank with a margin, over positives l (s_t > 0) and permitted j; r: rank by s_q
+    """§3.3: LambdaRank with a margin, over positives l (s_t > 0) and all permitted chunks j; one
+    that was no candidate has s_t = 0. r = 1, 2, ... is the rank by s_q.
 
         L_ret = Σ_{l, j: s_t(l) > s_t(j)} λ_lj max(0, τ - (s_q(l) - s_q(j)))
         λ_lj  = |2^s_t(l) - 2^max(s_t(j), 0)| |1 / log2(1 + r_l) - 1 / log2(1 + r_j)| / IDCG
@@ -548,7 +614,8 @@ def ranking_loss(s_q, s_t, tau):
     ideal = gain.sort(descending=True).values * sorted_discount
 
     # λ_lj is 0 unless s_t(l) > s_t(j): a swap changes DCG by the gains' difference times that of
-    # the discounts. The hinge is 0 for a j that is not permitted, whose s_q becomes -1e9
+    # the discounts. Pairs with a chunk that is not permitted: as l its gain is 0, as j the hinge is
+    # 0 (s_q = -1e9)
     weight = differences(gain).relu() * differences(discount).abs()         # λ_lj IDCG
     hinge = (tau - differences(s_q.clamp(min=-1e9))).relu()                 # (B, N, N, N)
     loss = (weight * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
@@ -568,13 +635,16 @@ def ranking_loss(s_q, s_t, tau):
 #     keys       (B, M, C)         of all chunks; RETRO: (B, M, V)
 #     chosen     (B, n, K)         the numbers j of neighbors, -1: none
 #     neighbors  (B, n, K, 2m, C)  their states
-#     gates      (B, n, K)         their weights, not valid for the first of the n chunks
+#     gates      (B, n, K)         their weights; valid for the last n - window_chunks + 1 chunks,
+#                                  as the others lack a part of their window
 # State: what a stream keeps of a text
-#     past       list              of each layer, keys and values of the last two blocks
+#     past       list              of each layer, keys and values of the unfinished block and the
+#                                  one before, up to the last whole chunk
 #     unfinished (B, < m)          tokens of the unfinished chunk
 #     memory     Memory
 Memory = namedtuple('Memory', 'last joined keys chosen neighbors gates')
 State = namedtuple('State', 'past unfinished memory')
+COMPILED = (Block, NeighborEncoder)     # layers that train.py compiles
 
 
 class RPT(nn.Module):
@@ -595,7 +665,7 @@ class RPT(nn.Module):
 
         # the decoder
         self.config = config
-        self.retrieval = 'on' if n_cca else 'off'                           # see ways
+        self.way = 'on' if n_cca else 'off'                                 # see ways
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)     # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(n_lower))
         self.upper = nn.ModuleList(Block(config, i >= n_upper - n_cca) for i in range(n_upper))
@@ -641,11 +711,11 @@ class RPT(nn.Module):
         """§3.1, for N whole chunks: x (B, t, C) of the lower layers, tokens (B, t), doc (B, N) of
         chunks -> the new memory and s_q (B, N, M), -inf where a chunk may not be retrieved"""
         m, window_chunks = self.config.chunk_size, self.config.window_chunks
-        chunks = in_chunks(x, m)                                            # (B, N, m, C)
+        chunk_states = in_chunks(x, m)                                      # (B, N, m, C)
         if self.retriever:
-            states, query, key = self.retriever(chunks)
+            states, query, key = self.retriever(chunk_states)
         else:
-            states = chunks
+            states = chunk_states
             query, key = bm25_vectors(in_chunks(tokens, m), self.idf)
 
         # what can be retrieved: each chunk and the next one, by the key of the first
@@ -655,20 +725,24 @@ class RPT(nn.Module):
 
         # which K chunks each chunk retrieves
         first = memory.keys.size(1)                     # the number of the first of these chunks
-        s_q = product(query, keys) / query.size(2) ** 0.5                   # (B, N, M)
+        s_q = product(query, keys.mT) / query.size(2) ** 0.5                # (B, N, M)
         doc = F.pad(doc, (first, 0))                    # of a stream: its chunks have doc 0
         mask = permitted(doc, window_chunks, first)
         if not self.retriever:
             mask = mask & (s_q > 0)                     # RETRO: only chunks with a common term
         scores = s_q
-        if self.retrieval == 'shuffled':
+        if self.way == 'shuffled':
             scores = pseudorandom(s_q.size(2), first, x.device)             # (N, M)
+        elif self.retriever and not self.training:
+            # the scores of a chunk that recurs differ by errors of rounding, which depend on the
+            # pieces in which a text is read: rounded to 1 / 256 they are ties
+            scores = (256 * s_q).round()
         chosen = top(scores, mask, self.config.n_neighbors)                 # (B, N, K)
         if teacher is not None:
             chosen = chosen.where(teacher == self.NOT_TAUGHT, teacher)
 
         # their states and gates; the gates depend on neighbors of a window of chunks before
-        neighbors = self.neighbor_encoder(joined, chosen, chunks)           # (B, N, K, 2m, C)
+        neighbors = self.neighbor_encoder(joined, chosen, chunk_states)     # (B, N, K, 2m, C)
         neighbors = torch.cat([memory.neighbors[:, -window_chunks:], neighbors], 1)
         chosen = torch.cat([memory.chosen[:, -window_chunks:], chosen], 1)
         gates = self.neighbor_encoder.gates(neighbors, chosen)
@@ -699,6 +773,8 @@ class RPT(nn.Module):
             state = self.empty_state(tokens)
         past, unfinished, memory = state
         past = list(past)                               # a state can be continued more than once
+
+        # doc is only given without a state, so then nothing is unfinished
         tokens = torch.cat([unfinished, tokens], 1)
 
         # the lower layers
@@ -708,24 +784,24 @@ class RPT(nn.Module):
 
         # each whole chunk retrieves; the tokens after it attend to its neighbors
         end = tokens.size(1) // m * m                                   # of the whole chunks
-        neighbors = s_q = None
-        if self.retrieval != 'off':
+        cca_inputs = s_q = None
+        if self.way != 'off':
             if doc is None:
                 doc = torch.zeros_like(tokens)
             chunk_doc = doc_of_chunks(doc, m)                               # (B, N)
             if end > 0:
                 memory, s_q = self.retrieve(x, tokens, chunk_doc, teacher, memory)
-            neighbors = self.for_groups(memory, doc, chunk_doc)
+            cca_inputs = self.for_groups(memory, doc, chunk_doc)
 
         # the upper layers
         for i, block in enumerate(self.upper, len(self.lower)):
-            x, past[i] = block(x, past[i], neighbors)
+            x, past[i] = block(x, past[i], cca_inputs)
         state = State(past, tokens[:, end:], memory)
         return self.norm(x[:, unfinished.size(1):]), state, s_q
 
     def logits(self, f):
         """f (..., C) -> (..., V) fp32"""
-        return product(f, self.embedding.weight)
+        return product(f, self.embedding.weight.T)
 
     def schedule(self, progress):
         """-> chance that the teacher chooses (§3.4); α and τ of L_ret (§3.3)"""
@@ -766,8 +842,8 @@ class RPT(nn.Module):
         # means over the chunks with a positive; `ranked` of them are in a micro-batch of the step
         of_chunks = ranking_loss(s_q, s_t, tau)                             # 2 x (B, N)
         ret_loss, ndcg = (x.sum() / batch.ranked for x in of_chunks)
-        ranked = (s_t > 0).any(2).sum()
-        log = dict(lm_loss=loss, ret_loss=ret_loss, ndcg=ndcg, ranked=ranked)
+        n_ranked = (s_t > 0).any(2).sum()
+        log = dict(lm_loss=loss, ret_loss=ret_loss, ndcg=ndcg, ranked=n_ranked)
         return loss + alpha * ret_loss, log
 
     def log_probs(self, tokens):
@@ -790,7 +866,7 @@ class RPT(nn.Module):
     def ways(self):
         """What eval.py compares: {name: attributes of the model to set}"""
         names = 'on shuffled off' if self.neighbor_encoder else 'off'
-        return {name: {'retrieval': name} for name in names.split()}
+        return {name: {'way': name} for name in names.split()}
 
     def trace(self, tokens, t, state=None):
         """What is retrieved to predict token t + 1 of tokens (n,): [(gate, tokens, start, end)],
@@ -849,10 +925,11 @@ def target_log_p(reference, prompts, m):
     f = states[:, -m - 1:-1]                                                # (n, m, C)
     w = prompts[:, -m:, None]                                               # (n, m, 1)
 
-    # P_cache; the first f is that of position 3m - 1
-    scores = product(f, states[:, :-1]) / f.size(2) ** 0.5                  # (n, m, 4m - 1)
-    not_before = torch.full_like(scores, -math.inf).triu(3 * m - 1)
-    p_u = (scores + not_before).softmax(2)
+    # P_cache. Query a = 0 ... m - 1 is the state of position 3m - 1 + a; it may use
+    # u < 3m - 1 + a, whose next token u + 1 is known
+    scores = product(f, states[:, :-1].mT) / f.size(2) ** 0.5               # (n, m, 4m - 1)
+    is_later = torch.ones_like(scores, dtype=torch.bool).triu(3 * m - 1)
+    p_u = scores.masked_fill(is_later, -math.inf).softmax(2)
     follows = prompts[:, None, 1:] == w                                     # (n, m, 4m - 1)
     p_cache = p_u.where(follows, 0).sum(2)                                  # (n, m)
 
@@ -867,7 +944,8 @@ def target_scores(reference, chunks, candidates):
 
         s_t(c_j) = (log P(c_{i+1} | c_j, c_{j+1}, c_i) - log P(c_{i+1} | c_{i-2}, c_{i-1}, c_i)) / m
 
-    chunks (N, m), candidates (N, N) bool, of chunks i >= 2 -> s_t (N, N), 0 for all others"""
+    chunks (N, m), candidates (N, N) bool, of chunks 2 <= i <= N - 2
+    -> s_t (N, N), 0 for all others"""
     N, m = chunks.shape
     chunks = chunks.to(reference.embedding.weight.device)
     candidates = candidates.to(chunks.device)
@@ -879,7 +957,8 @@ def target_scores(reference, chunks, candidates):
 
     # the first terms, of 4,096 tokens at once
     log_p = torch.zeros(N, N, device=chunks.device)
-    for pairs in needed.nonzero().split(max(1, 1024 // m)):
+    pairs_at_once = max(1, 4096 // (4 * m))
+    for pairs in needed.nonzero().split(pairs_at_once):
         i, j = pairs.unbind(1)                                              # (n,)
         prompts = chunks[torch.stack([j, j + 1, i, i + 1], 1)]              # (n, 4, m)
         log_p[i, j] = target_log_p(reference, prompts.flatten(1), m)
@@ -941,6 +1020,18 @@ def sequence_scores(chunks, doc, config, idf, reference):
     return by_reference.where(candidates, s_t)
 
 
+def read_scores(path, N):
+    """s_t (N, N) of a file; None if there is none, or if it was cut short or has something else"""
+    if not path.exists():
+        return None
+    try:
+        s_t = np.load(path)
+        assert s_t.shape == (N, N) and s_t.dtype == np.float32 and np.isfinite(s_t).all()
+        return torch.from_numpy(s_t)
+    except Exception:                                   # a broken file can raise anything
+        print(f'{path} is broken: its scores are computed again')
+
+
 # data.Batch, s_t (B, N, N), and `ranked`, the number of chunks with a positive in a micro-batch:
 # the mean over those of the step, so that each chunk of a step has the same weight in L_ret
 TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores ranked')
@@ -949,10 +1040,17 @@ TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores r
 def setup(model, corpus, batches, train_config, autocast, train_reference, progress):
     """Computes s_t of all sequences of the run, each process its share, and stores it in files. The
     name of their folder is a hash of all that they depend on: runs that differ in other settings
-    share them. -> attach, a function of micro-batch g and g: a TaughtBatch"""
+    share them. -> attach(batch, g), which adds s_t to batch, the micro-batch number g"""
     config, m = model.config, model.config.chunk_size
     if config.retriever == 'none':
         return lambda batch, g: batch
+
+    # a chunk retrieves chunks before its window, for its target: the chunk after it
+    needed = config.window + 2 * m
+    longest = np.diff(corpus.train.offsets).max()
+    if longest < needed and not corpus.hops:
+        print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
+              f'than {needed}. Try longer documents or smaller --window and --chunk-size')
 
     # the teacher: BM25, or a reference LM which scores the candidates of BM25
     idf = corpus_idf(corpus, config)
@@ -964,7 +1062,8 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         reference = load_reference(config, train_config, corpus, train_reference)
         weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
         reference.to(model.embedding.weight.device)
-        reference.encode = autocast()(reference.encode)                     # scores remain fp32
+        # encode runs under autocast; target_log_p outside it, so scores remain fp32
+        reference.encode = autocast()(reference.encode)
         print_gain_of_copy(reference, in_chunks(batches[0].tokens, m)[0])
 
     # the folder of the scores, and how many are computed
@@ -986,11 +1085,13 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         s_t = torch.zeros(*doc.shape, doc.size(1))
         for b, row in enumerate(batches.rows(g)):
             path = folder / f'{batch.tokens.size(1)}-{row}.npy'
-            if not path.exists():
+            scores = read_scores(path, doc.size(1))
+            if scores is None:
+                scores = sequence_scores(chunks[b], doc[b], config, idf, reference).float()
                 temporary = folder / f'{os.getpid()}.tmp.npy'
-                np.save(temporary, sequence_scores(chunks[b], doc[b], config, idf, reference))
+                np.save(temporary, scores)
                 temporary.replace(path)
-            s_t[b] = torch.from_numpy(np.load(path))
+            s_t[b] = scores
         return s_t
 
     # compute the scores

@@ -7,20 +7,25 @@ Trains any model of this repository: on a laptop's CPU, on one GPU, or on many u
 The folder of a run, out/<model> or --out, gets config.json, log.jsonl, best.pt (the weights with
 the lowest validation loss; not with TRIME's memory ext) and ckpt.pt, from which the same command
 resumes: on a CPU bit for bit as without interruption. More processes change the order of sums only.
+A folder with files but no ckpt.pt is left as it is, and one program at a time trains in a folder.
 
 What train.py and eval.py use of a model file x.py, for B sequences of T or t tokens, V ids:
 
-    XConfig, PRESETS        a dataclass, each field is a flag; name -> values of some fields
+    XConfig                 a dataclass; each field is a flag
+    PRESETS                 {name: values of some fields, of this config and of TrainConfig}
+    COMPILED                classes of layers, for torch.compile
     batches(config)         arguments of data.Corpus.batches: what a micro-batch consists of
     setup(model, corpus, batches, config, autocast, train_reference, progress)
                             optional, before training: computes what a teacher knows, and returns
                             attach(batch, g), which adds that to micro-batch g, a data.Batch
-    X(config)               the model; torch.compile is applied to its method `encode`
+    X(config)               the model
     .forward(batch, progress)   loss () and a dict of numbers () to log; batch: tokens, targets, doc
                             (B, T), and a seed of all its random draws; progress: step / max_steps
-    .stream(tokens, state)  log P (B, t, V) of the token after each of tokens (B, t), t <= PIECE,
-                            which continue the text of state or begin one (None); the new state
-    .read(tokens, state)    the new state alone, for any t; .log_probs(tokens)  log P alone
+    .stream(tokens, state)  log P (B, t, V) of the token after each of tokens (B, t), which continue
+                            the text of state or begin one (None); the new state
+    .PIECE                  the largest t of a call of stream
+    .log_probs(tokens)      log P alone, of whole texts
+    .read(tokens, state)    the new state alone, for any t
     .ways()                 {'on': ..., 'shuffled': ..., 'off': ...}: attributes of the model to set
     .trace(tokens, t, state)    what is retrieved to predict token t + 1 of tokens (n,), by the
                             state of tokens[:t]: [(weight, ids, start, end)], largest first
@@ -28,29 +33,56 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
     EvalConfig, TASKS       optional: flags and tasks of eval.py for this model only
 """
 import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP), then sleep
-os.environ |= {'OMP_WAIT_POLICY': 'PASSIVE', 'GOMP_SPINCOUNT': '1000'} | os.environ
+os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
+os.environ.setdefault('GOMP_SPINCOUNT', '1000')
 import argparse, collections, contextlib, ctypes, datetime, difflib, functools, importlib, inspect
 import json, math, platform, re, shlex, signal, subprocess, sys, time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn     # if AdamW imports it later, threads remain at exit
 import data
 
+try:
+    import fcntl
+except ImportError:                 # on Windows
+    fcntl = None
+
 MODELS = 'trime', 'rpt', 'drt'
-NOT_COMPARED = 'out', 'resume', 'device', 'compile', 'kernel', 'max_steps'      # of a resumed run
+NOT_COMPARED = 'data', 'out', 'resume', 'device', 'compile', 'kernel', 'max_steps'  # when resumed
 NOT_SHOWN = 'step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens'
+LOCK = 'lock'                                   # a file in the folder of a run while it trains
 PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12}  # dense bf16
 WORLD = int(os.getenv('WORLD_SIZE', 1))         # processes
 RANK = int(os.getenv('RANK', 0))                # number of this one
 
 
+# --------------------------------------------------------------------------------------------------
+# flags, each from a field of a config
+def path(text):
+    """The type of a flag: a path. A shell does not expand the ~ of --out=~/x."""
+    if '\0' in text:                                    # no path has it
+        raise ValueError
+    return os.path.expanduser(text)
+
+
+def source(text):
+    """The type of --data: the name of a corpus, or a path, which becomes absolute, because eval.py
+    may run in another folder; also after niah: and niah2:"""
+    task = re.match('(niah2?:)?', text)[0]
+    name = path(text.removeprefix(task))
+    if os.path.exists(name) and name not in ('code', *data.DOWNLOADS):
+        name = os.path.abspath(name)
+    return task + name
+
+
 @dataclass
 class TrainConfig:
-    data: str = 'code'              # code, shakespeare, ..., folder or file; niah, niah2, niah:TEXT
+    data: source = 'code'           # code, shakespeare, ..., folder or file; niah, niah2, niah:TEXT
     tokenizer: Literal['bpe', 'bytes', 'gpt2', 'word'] = 'bpe'      # bpe is learned from the text
     seed: int = 0                   # of the weights, the order of the data, the model's randomness
     max_steps: int = 600            # optimizer steps; a larger number resumes a finished run
@@ -65,8 +97,8 @@ class TrainConfig:
     val_tokens: int = 32768         # tokens of a validation, evenly spread; at the end it has all
     dtype: Literal['auto', 'bf16', 'fp32'] = 'auto'     # auto: bf16 where hardware is fast with it
     grow_context: bool = False      # niah: sequences grow to block_size in the first half
-    init: str = ''                  # a .pt file: its weights, its tokenizer, its model's settings
-    out: str = ''                   # folder of the run
+    init: path = ''                 # a .pt file: its weights, its tokenizer, its model's settings
+    out: path = ''                  # folder of the run
     resume: Literal['auto', 'no'] = 'auto'              # auto: the run in the folder is resumed
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
     compile: Literal['auto', 'on', 'off'] = 'auto'      # torch.compile; auto: cuda on Linux
@@ -79,8 +111,6 @@ class TrainConfig:
             raise ValueError('warmup is a share of the steps, at most 1; beta2 is below 1')
 
 
-# --------------------------------------------------------------------------------------------------
-# flags, each from a field of a config
 def add_flags(parser, Config):
     """A flag for each field of a config. Its help is the comment after the field: the text of the
     class has it, as `    lr: float = 8e-3     # peak rate`."""
@@ -98,27 +128,29 @@ def add_flags(parser, Config):
                            help=f'{comment} (default: %(default)r)', **kind)
 
 
+def is_valid(x):
+    """Whether a value is no number, or a number that a field can have; nan is none. What has to be
+    1 or more is checked by the configs."""
+    return not isinstance(x, int | float) or 0 <= x < 2 ** 63
+
+
 def parse_flags(parser, argv):
-    """The values of all flags. An unknown one is an error that names the nearest; numbers have to
-    be finite and not negative. What has to be 1 or more is checked by the config."""
+    """The values of all flags. An unknown one is an error that names the nearest."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0], parser._option_string_actions, cutoff=0)
         parser.error(f'{unknown[0]} is no flag here; the nearest is {near[0]}')
     for name, x in vars(args).items():
-        if isinstance(x, int | float) and not 0 <= x < 2 ** 63:     # nan and inf are not
+        if not is_valid(x):
             parser.error(f'--{name.replace("_", "-")} {x} is not a number from 0 on')
     return args
 
 
 def parse(argv=None):
     """-> module of the model, its config, TrainConfig. SystemExit with one line for a bad flag."""
-    def error(message):
-        raise SystemExit(f'train.py: {message}')
-
     # the model has flags, with defaults, and presets, which replace some of the defaults
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = error
+    parser.error = lambda message: sys.exit(f'train.py: {message}')
     parser.add_argument('--model', default='trime', choices=MODELS, help='default: trime')
     name = parser.parse_known_args(argv)[0].model
     module = importlib.import_module(name)
@@ -132,12 +164,11 @@ def parse(argv=None):
 
     # the file of --init replaces those of the model's fields, and the tokenizer
     if args.init:
-        path = start_of(args)
-        state = read_checkpoint(path)
+        file = start_of(args)
+        state, _, tokenizer = read_checkpoint(file)
         if state['model_name'] != name:
-            error(f'{path} has weights of another model: --model {state["model_name"]}')
-        parser.set_defaults(
-            **state['config'], tokenizer=data.Tokenizer(**state['tokenizer']))
+            parser.error(f'{file} has weights of another model: --model {state["model_name"]}')
+        parser.set_defaults(**state['config'], tokenizer=tokenizer)
 
     # what is on the command line comes before all defaults
     parser.add_argument('-h', '--help', action='help')
@@ -145,7 +176,7 @@ def parse(argv=None):
     try:
         return module, *(C(**{f.name: values[f.name] for f in fields(C)}) for C in configs)
     except ValueError as e:                             # fields that do not fit together
-        error(e)
+        parser.error(e)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -180,12 +211,13 @@ def precision(device, dtype):
     return bf16, lambda: torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
 
-def peak_tokens_per_s(device, bf16, n_weights):
-    """What mfu is a share of: 6 FLOPs for each weight and token; 0 if the peak is not known"""
+def peak_tokens_per_s(device, bf16, n_params):
+    """What mfu (model FLOPs utilization) is a share of: a token takes 6 FLOPs for each parameter.
+    0 if the peak of the hardware is not known"""
     if bf16 and device.type == 'cuda':
         for name, flops in PEAK_FLOPS.items():
             if name in torch.cuda.get_device_name(device):
-                return WORLD * flops / (6 * n_weights)
+                return WORLD * flops / (6 * n_params)
     return 0
 
 
@@ -268,7 +300,7 @@ def barrier():
 def write(path, content):
     """Writes text, or other content by torch.save, to a temporary file, then renames it: whenever
     the program is killed, there is no incomplete file of this name."""
-    temporary = Path(f'{path}.tmp')
+    temporary = Path(f'{path}.{os.getpid()}.tmp')
     try:
         if isinstance(content, str):
             temporary.write_text(content, 'utf-8')
@@ -281,38 +313,150 @@ def write(path, content):
         temporary.unlink(missing_ok=True)               # after a failure, as of a full disk
 
 
+def save(out, state, optimizers):
+    """Writes ckpt.pt."""
+    write(out / 'ckpt.pt', dict(state, optimizers=[x.state_dict() for x in optimizers]))
+
+
 def start_of(config):
     """The file that a run starts from: its last checkpoint, else that of --init, else none, ''"""
-    path = Path(config.out, 'ckpt.pt')
-    return path if path.exists() else config.init
+    file = Path(config.out, 'ckpt.pt')
+    return file if file.exists() else config.init
+
+
+def check_types(values, types):
+    """Asserts that a dict has values of these types, {name: str, int, ... or a Literal}."""
+    for name, kind in types.items():
+        x = values[name]
+        fits = type(x) is kind or x in get_args(kind)
+        if kind is float:
+            fits = type(x) in (float, int)
+        assert fits and is_valid(x) and '\0' not in str(x), f'{name} is {x!r:.50}'
+
+
+def read_tokenizer(values, n_vocab):
+    """The Tokenizer of a checkpoint, from its to_dict(). AssertionError if it is another one's"""
+    check_types(values, dict(name=TrainConfig.__annotations__['tokenizer'], pattern=str))
+    needed = data.BYTES
+    if values['name'] == 'word':
+        needed = '<unk>', '<eos>'
+    assert {*needed} <= {*values['tokens']} and {*map(type, values['tokens'])} == {str}, 'tokens'
+    assert not data.regex.match(values['pattern'], ''), 'pattern'       # tiktoken would panic
+    tokenizer = data.Tokenizer(**values)
+    assert tokenizer.n_vocab == n_vocab, 'vocab_size'
+    return tokenizer
 
 
 def read_checkpoint(path):
-    """-> the state that `loop` wrote to this file. SystemExit if it is of another program."""
+    """A file that `loop` wrote here or elsewhere -> its state, the model in fp32, the Tokenizer.
+    SystemExit unless all fits together. Nothing large is made before that is known."""
     try:
         state = torch.load(path, 'cpu', weights_only=True)
-        assert 'model_name' in state, 'of another program'
-        return state
+        name, config, weights = state['model_name'], state['config'], state['model']
+        assert name in MODELS, name
+        module = importlib.import_module(name)
+        Config = getattr(module, f'{name.upper()}Config')
+        if 'm' in config and hasattr(Config, 'n_consecutive'):      # its name in old checkpoints
+            config['n_consecutive'] = config.pop('m')
+
+        # the settings: a layer has weights, so there are not more layers than weights
+        check_types(config, Config.__annotations__)
+        check_types(state, dict(data=str, corpus=str, step=int, tokens=int))
+        for layers in ('n_layer', 'n_encoder'):
+            assert config.get(layers, 0) <= len(weights), layers
+        tokenizer = read_tokenizer(state['tokenizer'], config['vocab_size'])
+
+        # on the device meta a model has shapes, but no memory; then it gets the weights
+        with torch.device('meta'), mock.patch('torch.Tensor.normal_'):      # which is slow there
+            model = getattr(module, name.upper())(Config(**config))
+        model.load_state_dict(weights, assign=True)
+        for key, x in weights.items():
+            assert x.is_contiguous() and x.isfinite().all(), key
+        return state, model.float(), tokenizer
     except Exception as e:                              # a broken file can raise anything
-        raise SystemExit(f'{path} is no checkpoint: {e!r:.200}')
+        raise SystemExit(f'{path} is not a checkpoint of this version: {e!r:.200}')
 
 
-def check_folder(out, about, resume):
-    """Makes the folder of the run. SystemExit if it has another run, whose files would be lost.
-    about: config.json as it will be -> --max-steps of the run until now, None if it is new"""
+def load_moments(file, state, optimizers):
+    """Sets the moments of the optimizers to those of a checkpoint. SystemExit if they do not fit"""
+    try:
+        check_types(state, dict(log_size=int))
+        assert type(state['best']) is float, 'best'
+        for optimizer, moments in zip(optimizers, state.pop('optimizers'), strict=True):
+            optimizer.load_state_dict(moments)
+            for p, moments in optimizer.state.items():
+                for x in moments.values():
+                    assert x.shape in (p.shape, ()) and x.isfinite().all(), 'moments'
+    except Exception as e:                              # a broken file can raise anything
+        raise SystemExit(f'{file} cannot be resumed: {e!r:.200}; --init {file} has its weights')
+
+
+@contextlib.contextmanager
+def locked(out):
+    """Makes the folder of a run, and keeps other programs from training in it. The lock ends with
+    the process, by kill -9 too. A folder that is new and remains empty is removed."""
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     out.mkdir(parents=True, exist_ok=True)
-    files = os.listdir(out)
-    saved = json.loads((out / 'config.json').read_text()) if 'config.json' in files else {}
-    differ = [key for key in about if key not in NOT_COMPARED and saved.get(key) != about[key]]
+    if RANK > 0:                                        # the first process has the lock
+        yield
+        return
+
+    file = open(out / LOCK, 'a')
+    try:
+        if fcntl:                                       # on Windows there is none, and no lock
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f'{out} is in use by another program; try another --out')
+    except OSError:                                     # of a file system without locks
+        pass
+
+    try:
+        for incomplete in out.glob('*.pt.*.tmp'):       # of a killed program
+            incomplete.unlink(missing_ok=True)
+        yield
+    finally:
+        (out / LOCK).unlink(missing_ok=True)
+        file.close()
+        for folder in made:
+            with contextlib.suppress(OSError):          # it has files
+                folder.rmdir()
+
+
+def check_folder(out, about, state, resume):
+    """SystemExit, unless the folder is empty or has the run that is resumed: no file is lost.
+    about: config.json as it will be; state: what the run starts from, its checkpoint if it has one
+    -> --max-steps of the run until now, None if it is new"""
+    files = sorted({*os.listdir(out)} - {LOCK, 'config.json'})      # that of a run killed at once
+    saved, trouble = {}, ''
+    if 'ckpt.pt' in files:
+        saved = read_config(out / 'config.json')
+        saved |= dict(state['config'], corpus=state['corpus'], model=state['model_name'])
+        differ = [key for key in about if key not in NOT_COMPARED and saved.get(key) != about[key]]
+        if differ or resume == 'no':
+            trouble = f'has another {", ".join(differ[:4]) or "run"}'
+    elif files:
+        trouble = f'is not empty and has no run to resume: {", ".join(files[:4])}'
     barrier()                                           # before the first process writes
 
     # the message has a name that is free
-    if files and (differ or resume == 'no'):
+    if trouble:
         run, i = str(out).removesuffix('-reference'), 2     # not a reference LM's, but its run's
         while Path(f'{run}-{i}').exists():
             i += 1
-        raise SystemExit(f'{out} has another {", ".join(differ[:4]) or "run"}; try --out {run}-{i}')
+        message = f'{out} {trouble}; try --out {run}-{i}'
+        if 'best.pt' in files:
+            message += f'; --init {out}/best.pt has its weights'
+        raise SystemExit(message)
     return saved.get('max_steps')
+
+
+def read_config(file):
+    """config.json of a run, a dict. SystemExit if it is damaged"""
+    try:
+        return dict(hops=0) | json.loads(file.read_text('utf-8'))
+    except Exception as e:                              # a broken file can raise anything
+        raise SystemExit(f'{file} is damaged ({e!r:.200}): --init {file.parent}/ckpt.pt with '
+                         'another --out starts from its weights')
 
 
 def write_config(out, about, ran_on):
@@ -337,15 +481,17 @@ def load_corpus(config, vocab_size):
 
 @contextlib.contextmanager
 def caught_signals():
-    """A list, to which a SIGINT or SIGTERM is appended: `loop` then ends after its step, so that it
-    can write a checkpoint. A second signal has the effect that it has outside."""
-    caught, outside = [], {}
+    """A list, to which a SIGINT, SIGTERM or SIGHUP is appended: `loop` then ends after its step, so
+    that it can write a checkpoint. A second signal has the effect that it has outside."""
+    caught, outside, numbers = [], {}, [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:     # nohup
+        numbers.append(signal.SIGHUP)
 
     def receive(number, frame):
         caught.append(number)
         signal.signal(number, outside[number])
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         outside[number] = signal.signal(number, receive)
     try:
         yield caught
@@ -356,8 +502,8 @@ def caught_signals():
 
 @torch.no_grad()
 def validate(model, forward, batches, progress, at_most=sys.maxsize):
-    """The causal loss of all micro-batches, or of evenly spread ones with at most these tokens.
-    -> nats per token, the number of tokens"""
+    """The loss without memory of later tokens, of all micro-batches or of evenly spread ones with
+    at most these tokens -> nats per token, the number of tokens"""
     # n of N micro-batches; each process has its share of them
     N, B = len(batches), batches.B
     n = min(N, max(1, at_most // (B * batches.T)))
@@ -369,7 +515,7 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
     for i in data.progress(chosen, 'validation', quiet=RANK > 0 or n < N):
         rows = range(batches.n_rows)[i * B:i * B + B]   # in text order
         if batches.kind == 'documents':
-            rows = range(i, batches.n_rows, N)          # far apart, of different documents
+            rows = range(i, batches.n_rows, N)          # of B documents: a sample has more of them
         batch = batches.take(rows, seed=i)
         scored = (batch.targets >= 0).sum().item()
         loss, _ = forward(batch, progress)
@@ -382,6 +528,34 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
         dist.all_reduce(total)
     nats, n_tokens = total.tolist()
     return nats / n_tokens, int(n_tokens)
+
+
+def average(tensors):
+    """Replaces tensors by their means over the processes. Small ones share a message of up to
+    16 MB, as each message takes time."""
+    messages, room = [], 0
+    for x in tensors:
+        if x.numel() > room:
+            messages.append([])
+            room = 2 ** 22
+        messages[-1].append(x)
+        room -= x.numel()
+
+    for message in messages:
+        flat = torch.cat([x.flatten() for x in message])
+        dist.all_reduce(flat.div_(WORLD))
+        for x, mean in zip(message, flat.split([x.numel() for x in message])):
+            x.copy_(mean.view_as(x))
+
+
+def compile_layers(model, classes):
+    """Applies torch.compile to the layers, not to the whole model: layers of a class share their
+    machine code, so that many compile as quickly as one."""
+    print('the first step compiles the layers, which can take minutes (--compile off)', flush=True)
+    torch.compiler.reset()                              # a reference LM's are not needed any more
+    for layer in model.modules():
+        if isinstance(layer, classes):
+            layer.compile(dynamic=False)
 
 
 def show(entry, max_steps, left):
@@ -410,11 +584,11 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
         start, step, progress = time.perf_counter(), done + 1, done / max_steps
         lr = learning_rate(done, config)
         metrics = gradient(done)
+        # a signal may reach one process only; as a metric it stops all at the same step
         metrics['stopped'] = torch.full_like(metrics['loss'], len(signals))
         if WORLD > 1:       # gradients and metrics become their means over the processes
             grads = [p.grad for p in model.parameters() if p.grad is not None]
-            for x in [*grads, *metrics.values()]:
-                dist.all_reduce(x.div_(WORLD))
+            average([*grads, *metrics.values()])
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -423,7 +597,7 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
         model.zero_grad()
         metrics = {key: x.item() for key, x in metrics.items()}     # waits for the GPU
         stopped = metrics.pop('stopped') > 0
-        speed = config.tokens_per_step / (time.perf_counter() - start)
+        speed = config.tokens_per_step / max(1e-9, time.perf_counter() - start)     # a coarse clock
 
         # its entry in the log, with a validation if it is due
         last = step == max_steps
@@ -442,14 +616,8 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
             raise SystemExit(f'step {step} has a number that is not finite; try a lower --lr and '
                              f'another --out: {entry}')
 
-        # a line on the console, the log, checkpoints
+        # the log and checkpoints, then a line on the console
         if RANK == 0:
-            minutes = (time.perf_counter() - began) / 60
-            left = minutes / (step - first) * (max_steps - step)
-            if step == 10 and left > 5:
-                print(f'{max_steps} steps take {left:.0f} min, {4 * max_steps / left:.0f} take 4')
-            if due or step == 1 or step % max(1, max_steps // 30) == 0:
-                show(entry, max_steps, f'{left:.1f} min left{stage}')
             with open(out / 'log.jsonl', 'a') as f:
                 f.write(json.dumps(entry) + '\n')
                 state.update(step=step, tokens=entry['tokens'], log_size=f.tell())
@@ -457,7 +625,16 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
                 state['best'] = entry['val_loss']
                 write(out / 'best.pt', state)
             if due or stopped:
-                write(out / 'ckpt.pt', dict(state, optimizers=[x.state_dict() for x in optimizers]))
+                save(out, state, optimizers)
+            minutes = (time.perf_counter() - began) / 60
+            left = minutes / (step - first) * (max_steps - step)
+            if done == first:
+                print(f'the first step took {60 * minutes:.1f} s')
+            if step == 10 and left > 5:
+                few = 4 * (max_steps - step) / left
+                print(f'{left:.0f} min left; with --max-steps {few:.0f} about 4')
+            if due or step == 1 or step % max(1, max_steps // 30) == 0:
+                show(entry, max_steps, f'{left:.1f} min left{stage}')
         if stopped:
             raise SystemExit(f'stopped at step {step}; run it again to resume')
 
@@ -478,22 +655,25 @@ def train(module, model_config, config, corpus=None):
                          f'micro_batch x block_size = {WORLD} x {B} x {T} = {WORLD * B * T}')
 
     # what it starts from: its last checkpoint, the file of --init, or new weights
-    path = start_of(config)
-    resumes = path != config.init
-    state = read_checkpoint(path) if path else {}
+    file = start_of(config)
+    resumes = file != config.init
+    state = read_checkpoint(file)[0] if file else {}
 
     # the data
     corpus = corpus or load_corpus(config, model_config.vocab_size)
     sizes = dict(block_size=T, micro_batch=B, **module.batches(model_config))
-    grow = max_steps * passes * WORLD // 2 if config.grow_context else 0
+    grow = 0
+    if config.grow_context:                             # micro-batches of the first half of the run
+        grow = max_steps * passes * WORLD // 2
     batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
-    val_batches = corpus.batches(corpus.val, seed=0, **dict(sizes, bm25=False))
+    val_batches = corpus.batches(corpus.val, seed=0, **dict(sizes, bm25=False))     # not packed
 
     # the folder of the run
     config.tokenizer = corpus.tokenizer.name
     model_config.vocab_size = corpus.tokenizer.n_vocab
-    about = dict(model=name, corpus=corpus.fingerprint, **vars(model_config), **vars(config))
-    planned = check_folder(out, about, config.resume)
+    about = dict(model=name, corpus=corpus.fingerprint, hops=corpus.hops,
+                 **vars(model_config), **vars(config))
+    planned = check_folder(out, about, state, config.resume)
     if resumes and state['step'] > max_steps:
         raise SystemExit(f'{out} has {state["step"]} steps; a larger --max-steps resumes it, '
                          f'another --out starts a new run')
@@ -501,13 +681,13 @@ def train(module, model_config, config, corpus=None):
     # the model, and the state of the run: what a checkpoint has
     torch.manual_seed(config.seed)
     model = getattr(module, name.upper())(model_config).to(device)
-    if path:
+    if file:
         try:
             model.load_state_dict(state['model'])
         except RuntimeError:                            # of other shapes
             differ = dict(state['config'].items() - about.items())
-            raise SystemExit(f'{path} has weights for other settings: {differ}')
-    if not resumes:     # a packed run has no best.pt, as it is validated with another memory
+            raise SystemExit(f'{file} has weights for other settings: {differ}')
+    if not resumes:     # no loss is below nan: a packed run, validated otherwise, has no best.pt
         state = dict(
             model_name=name, config=vars(model_config), data=config.data, step=0, log_size=0,
             corpus=corpus.fingerprint, tokenizer=corpus.tokenizer.to_dict(),
@@ -515,8 +695,8 @@ def train(module, model_config, config, corpus=None):
     state['model'] = model.state_dict()                 # the same tensors: steps change them, too
 
     # what the console shows of it
-    n_weights = sum(p.numel() for p in model.parameters())
-    print(f'{out}: {name}, {n_weights:,} weights, {ran_on}, step {state["step"]} of {max_steps}')
+    n_params = sum(p.numel() for p in model.parameters())
+    print(f'{out}: {name}, {n_params:,} parameters, {ran_on}, step {state["step"]} of {max_steps}')
     defaults = vars(type(model_config)()) | vars(TrainConfig()) | module.PRESETS['tiny']
     changed = [f'{key}={x}' for key, x in about.items() if x != defaults.get(key, x)]
     print('settings other than the defaults:', *changed)
@@ -525,15 +705,14 @@ def train(module, model_config, config, corpus=None):
 
     # what has to be known before the first step: in RPT, scores by a reference LM
     def train_reference(reference_config, config):
-        return train(module, reference_config,
-                     replace(config, out=f'{out}-reference', resume='auto'), corpus)
+        config = replace(config, out=f'{out}-reference', resume='auto')
+        with locked(Path(config.out)):
+            return train(module, reference_config, config, corpus)
 
     attach = lambda batch, g: batch
     if hasattr(module, 'setup'):
         attach = module.setup(model, corpus, batches, config, autocast, train_reference,
                               data.progress)
-    if RANK == 0 and not (resumes and planned == max_steps):
-        write_config(out, about, ran_on)
 
     # a forward pass; the gradient of a step
     def forward(batch, progress):
@@ -547,7 +726,7 @@ def train(module, model_config, config, corpus=None):
         for i in range(passes):
             g = (done * passes + i) * WORLD + RANK      # its number for any WORLD
             loss, more = forward(attach(batches[g], g), done / max_steps)
-            (loss / passes).backward()                  # with padding not the mean over tokens
+            (loss / passes).backward()      # micro-batches count alike, also those with padding
             for key, value in {'loss': loss, **more}.items():
                 metrics[key] += value.detach() / passes
         return metrics
@@ -555,13 +734,16 @@ def train(module, model_config, config, corpus=None):
     # optimizers, compilation, and all steps
     optimizers = optimizers_of(model, config)
     if resumes:
-        for optimizer, moments in zip(optimizers, state.pop('optimizers')):
-            optimizer.load_state_dict(moments)
+        load_moments(file, state, optimizers)
+    if RANK == 0 and planned != max_steps:
+        write_config(out, about, ran_on)
+    if RANK == 0 and not resumes:
+        save(out, state, optimizers)                    # a run that is killed early can be resumed
     model.kernel = config.kernel
     compiles = device.type == 'cuda' and sys.platform == 'linux'
     if config.compile == 'on' or config.compile == 'auto' and compiles:
-        model.encode = torch.compile(model.encode, dynamic=False)
-    peak = peak_tokens_per_s(device, bf16, n_weights)
+        compile_layers(model, module.COMPILED)
+    peak = peak_tokens_per_s(device, bf16, n_params)
     check = functools.partial(validate, model, forward, val_batches)
     with caught_signals() as signals:
         loop(out, config, state, model, optimizers, gradient, check, signals, peak, stage)
@@ -571,28 +753,56 @@ def train(module, model_config, config, corpus=None):
     return out / 'ckpt.pt'
 
 
+@contextlib.contextmanager
+def short_errors(program, smaller):
+    """Errors of files and memory, and Ctrl-C, end the program with one line."""
+    try:
+        yield
+    except (OSError, NotImplementedError, KeyboardInterrupt) as e:
+        raise SystemExit(f'{program}: {str(e) or "stopped"}')
+    except (RuntimeError, MemoryError) as e:
+        if re.search('allocate|overflowed|MemoryError', repr(e)):
+            raise SystemExit(f'out of memory; try {smaller}')
+        if not re.search('unexpected pos|write error|truncate', str(e)): raise
+        raise SystemExit(f'{program}: is the disk full? {e!r:.200}')    # of torch, of faiss
+
+
+def keep_printing(stream):
+    """Without a reader, as after `| head`, what is printed is dropped, and the program continues.
+    Characters that a console lacks are replaced."""
+    if stream is None:                                  # it is closed
+        return
+    stream.reconfigure(errors='replace')
+    write = stream.write
+
+    def write_or_drop(text):
+        try:
+            write(text)
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    stream.write = write_or_drop
+
+
 def main(argv=None):
     module, model_config, config = parse(argv)
-    if WORLD > 1:
-        backend = 'nccl' if hardware(config.device).type == 'cuda' else 'gloo'
-        dist.init_process_group(backend, timeout=datetime.timedelta(hours=6))
     if RANK > 0:
         sys.stdout = open(os.devnull, 'w')              # the first process prints
-    try:
+    smaller = f'--micro-batch {model_config.micro_batch // 2}'
+    if model_config.micro_batch == 1:
+        smaller = f'--block-size {model_config.block_size // 2}'
+    with short_errors('train.py', f'{smaller} and another --out'), locked(Path(config.out)):
+        if WORLD > 1:       # after the lock: the processes wait here, and end if it is refused
+            backend = 'nccl' if hardware(config.device).type == 'cuda' else 'gloo'
+            dist.init_process_group(backend, timeout=datetime.timedelta(hours=6))
         train(module, model_config, config)
-    except (OSError, NotImplementedError, KeyboardInterrupt, json.JSONDecodeError) as e:
-        raise SystemExit(f'train.py: {str(e) or "stopped"}')
-    except (RuntimeError, MemoryError) as e:
-        if 'allocate' not in str(e): raise
-        smaller = f'--micro-batch {model_config.micro_batch // 2}'
-        if model_config.micro_batch == 1:
-            smaller = f'--block-size {model_config.block_size // 2}'
-        raise SystemExit(f'out of memory; try {smaller} and another --out')
     print(f'finished: python eval.py {config.out}')
     if WORLD > 1:
         dist.destroy_process_group()
 
 
 if __name__ == '__main__':
-    sys.stdout.reconfigure(errors='replace')            # a console may lack some characters
+    keep_printing(sys.stdout)
+    keep_printing(sys.stderr)
     main()

@@ -10,30 +10,41 @@ other contexts of the batch take part: a context that was followed by "cat" is o
 formula has memories of the current window, of the earlier document, or of a whole corpus.
 
 Where the paper is in this file
-    Eq. 1; 2, 3, 4   a language model; the memories     Embedding; memory_mask, TRIME.memories
-    §3, Eq. 5        f and g; the objective             TRIME.encode; TrimeLoss
-    §4, §5.2         m; p, the first 5% of the steps    batches; TRIME.training_memory
-    App. A, Eq. 6-9  the probabilities at test time     Inference
-    App. D; §5.2     overlapping windows; FAISS         TRIME.windows; Datastore, with faiss
-    Table 9          the models                         PRESETS
+    Eq. 1                   a language model                        Embedding
+    Eq. 2, 3                local and long memory, in training      memory_mask
+    Eq. 4                   external memory                         Datastore.search
+    §3                      f and g                                 TRIME.encode
+    §3, Eq. 5               the training objective                  TrimeLoss
+    §4.1 to 4.3             segments of a micro-batch, m            batches
+    §4.3                    p, a share without local memory         TRIME.training_memory
+    §5.2                    the first 5% of the steps               TRIME.training_memory
+    §5.2                    FAISS                                   Datastore
+    App. A, Eq. 6, 8, 9     probabilities at test time              Inference
+    App. A, Eq. 7           memories at test time                   TRIME.memories
+    App. B, Algorithm 1     similar segments in a micro-batch       pack in data.py
+    App. D                  overlapping windows                     TRIME.windows
+    Table 1, 5              which memories a model has              memory_names
+    Table 9                 the models                              PRESETS
 
 Letters of the shape comments and formulas
     B segments    T tokens per segment    C width    H heads    D width per head    V vocabulary
     N = B T    R rows of a block    Q queries    M memories    K neighbors    L tokens of a state
     t, n any other size
     w a target word    a a cluster of words    i a query    j a memory: (c_j, x_j), a context and
-    the token after it; its key is g(c_j), its value x_j
+    the token after it; its key is g(c_j), its value x_j. x without an index: hidden states
 
 Where this differs from the paper, and why
     The Transformer has RMSNorm, RoPE, GELU, GPT-2's initial weights, a final norm and no biases. In
     the presets AdamW and a cosine replace NAG (247M) and the inverse square root (7M).
-    In training, memories are those of the micro-batch of one process (official ext: of all
-    processes), and §4.3's m = 1 masks other segments of the same document (official code: it does
-    not). With memory ext g is small at first; otherwise the words have almost no probability in the
-    first steps, and learn more slowly.
+    In training, memories are those of the micro-batch of one process (official code, ext: of all
+    processes). §4.3's m = 1 masks other segments of the same document (official code: it does not).
+    Long memory is masked to the document, but its local part is not. With memory ext g is small at
+    first; otherwise the words have almost no probability in the first steps, and learn more slowly.
     At test time each context is in memory once (official code: the window's twice), P' of Eq. 8 is
-    over all memories (there: the external ones), K is tuned (App. D: 1,024), similarities of fp16
-    keys are exact (there: or of quantized keys). Not here: translation, SRU++ (App. E).
+    over all memories (official code: the external ones), K is tuned (App. D: 1,024), similarities
+    of fp16 keys are exact (official code: or of quantized keys). We read the "evaluation segment
+    length" of Table 9 as the stride, the tokens scored per window.
+    Not here: translation, SRU++ (App. E).
 
     $ python trime.py                       a demo of ten seconds
     $ python train.py --model trime
@@ -60,7 +71,7 @@ def check_positive(config, names):
 
 MASKED = -1e30      # similarity to a memory that is masked: finite, so no row gives nan
 R = 512             # queries of a block of TrimeLoss
-VERSION = 1         # of tuned.json: to be raised with a change that makes other constants better
+VERSION = 2         # of tuned.json: raise it when a change of the code makes tuned constants stale
 
 
 @dataclass
@@ -74,14 +85,14 @@ class TRIMEConfig:
     n_inner: int = 0            # width inside the MLP; 0: 4 C (paper: 4 C, its 150M model 2,100)
     dropout: float = 0.0        # on embeddings and residual branches (ours; official code: 0.3)
     memory: Literal['none', 'local', 'long', 'ext'] = 'local'   # used in training (paper Table 1)
-    m: int = 0                  # consecutive segments that share long memory; 0: B (paper Table 9)
-    ce_warmup: float = 0.05     # first share of the steps, without memory (paper section 5.2)
+    n_consecutive: int = 0      # segments that share long memory, m; 0: B (paper Table 9)
+    ce_warmup: float = 0.05     # first share of the steps: cross-entropy alone (paper section 5.2)
     p: float = 0.9              # probability that ext disables local memory (paper section 4.3)
     bm25: bool = True           # ext packs similar segments together (paper section 4.3, Table 11)
     memory_grad: bool = True    # back-propagate to the memories (paper section 3, Table 11)
-    same_document: bool = True  # long: memory of the same document; ext: of others (official: any)
+    same_document: bool = True  # long: of the same document; ext: of others (official code: any)
     cutoffs: str = ''           # adaptive softmax: first id of each tail cluster, as 20000,60000
-    div_value: int = 4          # divides the width from one cluster to the next (official: 4 or 1)
+    div_value: int = 4          # divides the width from cluster to cluster (official code: 4 or 1)
     stride: int = 0             # tokens scored per window, at most T; 0: T/2 (paper: 64 to 512)
 
     def __post_init__(self):
@@ -90,27 +101,31 @@ class TRIMEConfig:
         # rotary embeddings rotate pairs of the n_embd / n_head numbers of a head
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
-        if not re.fullmatch('([1-9][0-9]*(,|$))*', self.cutoffs):
-            raise ValueError(f'cutoffs {self.cutoffs}: must be like 20000,60000')
+        rising = sorted({*re.findall('[1-9][0-9]*', self.cutoffs)}, key=int)
+        if ','.join(rising) != self.cutoffs:
+            raise ValueError(f'cutoffs {self.cutoffs}: must rise, like 20000,60000')
         if max(self.dropout, self.p, self.ce_warmup) > 1:
             raise ValueError('dropout, p and ce_warmup are shares, at most 1')
-        alone = self.micro_batch == 1 or self.m == 1 and self.memory == 'long'
-        if alone and self.memory in ('long', 'ext'):
+        one_segment = self.micro_batch == 1 or (self.n_consecutive == 1 and self.memory == 'long')
+        if one_segment and self.memory in ('long', 'ext'):
             raise ValueError('memories long and ext are those of other segments: there is only one')
+
+
+Memories = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
 
 
 @dataclass
 class EvalConfig:
-    Names = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
-    memory: Names = ''          # trime: memories at test time; default: as paper Table 1 (or 5)
-    long: int = 24_576          # trime: tokens of long memory, at most, tuned on val; 0: none
+    memory: Memories = ''       # trime: memories at test time; default: as paper Table 1 (or 5)
+    long: int = 24_576          # trime: tokens of long memory, tuned up to this; 0: none
     stride: int = 0             # trime: tokens scored per window (0: as trained)
     nprobe: int = 16            # trime: lists of the datastore to search, the more exact; 0: all
     recall: bool = False        # trime: print the share of the best 1,024 entries that nprobe finds
 
 
-# Table 9 (lr of 247M: ours); n_head of 7M: App. F, of the others: official code (150M there: 10),
-# as are cutoffs (enwik8 there: 208), div_value, dropout (7m: ours) and ADAM's beta2, weight_decay
+# Table 9 has sizes, stride and optimizer (lr of 247m: ours). n_head of 7m is App. F's. From the
+# official code: n_head of the others (150m: it has 10, but RoPE needs even C / n_head), cutoffs
+# (enwik8: it has 208), div_value, dropout (7m: ours), beta2 and weight_decay of ADAM.
 WIKITEXT = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000',
                 eval_every=2000)
 ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0, lr=2.5e-4, warmup=0.0,
@@ -124,8 +139,8 @@ PRESETS = {
         ADAM, **WIKITEXT, block_size=150, micro_batch=60, n_layer=16, n_head=5, n_embd=410,
         n_inner=2100, div_value=1, dropout=0.3, stride=64, tokens_per_step=36_000),
     '247m': dict(
-        WIKITEXT, block_size=3072, micro_batch=8, m=4, n_layer=16, n_head=8, n_embd=1024,
-        dropout=0.3, stride=512, tokens_per_step=73_728, lr=5e-4, warmup=0.056,
+        WIKITEXT, block_size=3072, micro_batch=8, n_consecutive=4, n_layer=16, n_head=8,
+        n_embd=1024, dropout=0.3, stride=512, tokens_per_step=73_728, lr=5e-4, warmup=0.056,
         optimizer='adamw', grad_clip=0.1, max_steps=286_000),
     'enwik8': dict(
         ADAM, data='enwik8', tokenizer='bytes', vocab_size=257, block_size=512, micro_batch=24,
@@ -141,12 +156,13 @@ def batches(config):
         kind = 'consecutive'
     elif config.memory == 'ext':
         kind = 'packed'
-    return dict(kind=kind, consecutive=config.m, bm25=config.bm25,
+    return dict(kind=kind, consecutive=config.n_consecutive, bm25=config.bm25,
                 same_document=config.same_document)
 
 
 # --------------------------------------------------------------------------------------------------
-# the transformer (what two model files define has the same text, but SelfAttention, MLP, Block)
+# the transformer
+# (what several model files define is identical in them, except SelfAttention, MLP and Block)
 def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     return nn.RMSNorm(n_embd, eps=1e-6)
@@ -155,6 +171,35 @@ def RMSNorm(n_embd):
 def fp32(x):
     """bf16 and fp16 become fp32; fp64 remains, for the tests."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def product(a, b):
+    """a b with fp32 sums, under autocast too: bf16 has steps of 0.125 near 20. The factors of the
+    sums may be rounded in bf16 runs, see train.precision.
+
+    a (..., n, C)   b (..., C, m) -> (..., n, m)"""
+    with torch.autocast(a.device.type, enabled=False):
+        return fp32(a) @ fp32(b)
+
+
+def output_product(a, b):
+    """a b with fp32 sums, for logits and their gradients, the largest products of a step. On a GPU,
+    in bf16 runs (train.precision), the factors are rounded to bf16, as TF32 takes twice the time:
+    gradients then have relative errors of 0.5%, not of 0.03% (results.md).
+
+    a (n, C)   b (C, m) -> (n, m)"""
+    if not a.is_cuda or torch.get_float32_matmul_precision() == 'highest':
+        return product(a, b)
+    a = a.bfloat16()
+    b = b.bfloat16()
+    if torch.__version__ < (2, 8):
+        return (a @ b).float()                                          # logits are rounded, too
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def aligned(E):
+    """E (V, C) with rows of zeros, to a multiple of 64: a GPU multiplies them faster."""
+    return F.pad(E, (0, 0, 0, -len(E) % 64))
 
 
 def rotate(x, first=0):
@@ -167,11 +212,18 @@ def rotate(x, first=0):
     positions = torch.arange(first, first + x.size(-3), device=x.device)
     angle = positions[:, None, None] * theta                            # (T, 1, D/2)
 
-    # a pair is a complex number, its rotation a product with cos + i sin
+    # a pair is a complex number, its rotation a product with cos + i sin; by real numbers the same
+    # takes several times as long, but complex ones cannot be compiled
     pairs = fp32(x).unflatten(-1, (-1, 2)).contiguous()                 # (..., T, H, D/2, 2)
-    rotation = torch.complex(angle.cos(), angle.sin())
-    rotated = torch.view_as_complex(pairs) * rotation                   # (..., T, H, D/2)
-    return torch.view_as_real(rotated).flatten(-2).type_as(x)
+    cos = angle.cos()
+    sin = angle.sin()
+    if torch.compiler.is_compiling():
+        a, b = pairs.unbind(-1)                                         # (..., T, H, D/2) each
+        rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
+    else:
+        rotated = torch.view_as_complex(pairs) * torch.complex(cos, sin)
+        rotated = torch.view_as_real(rotated)
+    return rotated.flatten(-2).type_as(x)
 
 
 def append(x, y):
@@ -201,16 +253,19 @@ class SelfAttention(nn.Module):
             k, v = map(append, past, (k, v))                                # (B, s, H, D)
         past = k.detach(), v.detach()
 
-        # softmax(q kᵀ / sqrt(D) + mask) v, where query i has the position first + i
+        # on a CPU in bf16 the formula itself is faster than the fused kernel (torch 2.13) while the
+        # scores are few; with 2,048 tokens it takes twice the time
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))                    # (B, H, t or s, D)
-        mask = q.new_full((q.size(2), k.size(2)), -math.inf).triu(first + 1)    # (t, s)
-        if q.is_cpu and q.dtype == torch.bfloat16 and k.size(2) < 1024:
-            # on a CPU in bf16 the formula itself is faster than the fused kernel (torch 2.13)
-            y = (q / q.size(3) ** 0.5 @ k.mT + mask).softmax(3) @ v
-        elif first == 0:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        by_formula = q.is_cpu and q.dtype == torch.bfloat16 and k.size(2) < 1024
+
+        # softmax(q kᵀ / sqrt(D) + mask) v, where query i has the position first + i
+        mask = None
+        if first > 0 or by_formula:
+            mask = q.new_full((q.size(2), k.size(2)), -math.inf).triu(first + 1)    # (t, s)
+        if by_formula:
+            y = ((q / q.size(3) ** 0.5) @ k.mT + mask).softmax(3) @ v
         else:
-            y = F.scaled_dot_product_attention(q, k, v, mask)
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         return self.proj(y.transpose(1, 2).flatten(2)), past
 
 
@@ -227,7 +282,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm Transformer layer; returns the input g of its MLP, its keys and values too."""
+    """One pre-norm Transformer layer; returns its output, g = the input of its MLP (§3), and the
+    keys and values so far."""
     def __init__(self, config):
         super().__init__()
         self.norm1 = RMSNorm(config.n_embd)
@@ -256,9 +312,12 @@ class Embedding(nn.Module):
         super().__init__()
         C = config.n_embd
 
-        # the head has the ids below the first cutoff, cluster a those up to the next one
-        ends = re.findall('[0-9]+', f'{config.cutoffs},{config.vocab_size}')
-        self.ends = sorted({min(int(end), config.vocab_size) for end in ends})
+        # the head has the ids below the first cutoff, cluster a those up to the next one; a small
+        # vocabulary ends before some cutoffs
+        cutoffs = map(int, re.findall('[0-9]+', config.cutoffs))
+        self.ends = [x for x in cutoffs if x < config.vocab_size] + [config.vocab_size]
+
+        # rows of the first table: the frequent words, then one for each cluster
         self.tables = nn.ParameterList([torch.empty(self.ends[0] + len(self.ends) - 1, C)])
         self.tail_proj = nn.ModuleList()
         for a, size in enumerate(np.diff(self.ends), 1):
@@ -273,6 +332,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens):
         """(B, T) -> (B, T, C)"""
+        # clamp: a placeholder for words of clusters, overwritten below
         x = F.embedding(tokens.clamp(max=self.ends[0] - 1), self.tables[0])
         for a, start, inside in self.clusters(tokens):
             vectors = F.embedding(tokens[inside] - start, self.tables[a])
@@ -291,9 +351,14 @@ class Embedding(nn.Module):
         log_p = f.new_zeros(len(w), 1)
         for a, start, inside in self.clusters(w):
             row[inside] = self.ends[0] + a - 1
-            # (Q, words) is too large to keep; the backward pass computes it again, by 256 rows
-            for queries in torch.where(inside)[0].split(256):
-                log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
+            # (Q, words) in pieces; a GPU takes those of 0.5 GiB
+            n_rows = 2 ** 27 // len(self.tables[a]) if f.is_cuda else 256
+            pieces = torch.where(inside)[0].split(n_rows)
+            for queries in pieces:
+                if f.is_cuda and len(pieces) == 1:
+                    log_P = self.tail(a, f[queries])
+                else:               # too large to keep: the backward pass computes it again
+                    log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
                 # an index, as gather would keep log_P
                 log_p[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
         return row, log_p
@@ -321,7 +386,7 @@ def memory_mask(memory, doc, config, rows):
     # a slice with all that any of these queries has; for long, the positions up to the last query
     start, stop = 0, rows.stop
     if memory == 'none':
-        stop = 1                                                    # masked below
+        stop = 1                        # the softmax over memories needs a column; it is masked
     elif memory == 'local':
         start = rows.start // T * T                                 # the first query's segment
     elif 'ext' in memory:
@@ -336,13 +401,13 @@ def memory_mask(memory, doc, config, rows):
     same_document = doc[i] == doc[j]
 
     # Eq. 2, §4.1: local memory, the earlier positions of the segment
-    mask = same_segment & earlier
-    if memory in ('none', 'ext'):
-        mask[:] = False
+    mask = torch.zeros_like(earlier)
+    if memory in ('local', 'long', 'local,ext'):
+        mask |= same_segment & earlier
 
     # Eq. 3, §4.2: long memory, those of the m consecutive segments
     if memory == 'long':
-        group = (config.m or B) * T                                 # tokens of m segments
+        group = (config.n_consecutive or B) * T                     # tokens of m segments
         long = earlier & (i // group == j // group)
         if config.same_document:
             long &= same_document
@@ -357,10 +422,11 @@ def memory_mask(memory, doc, config, rows):
     return memories, mask
 
 
-def softmax(exponents):
+def softmax_and_log_sum(exponents):
     """The softmax P of (R, n) exponents, and log Σ exp of them (R, 1), which is max - log max P as
     P = exp(exponents) / Σ"""
     P = exponents.softmax(1)
+    # not by logsumexp, which is another pass over (R, n)
     return P, (exponents.amax(1) - P.amax(1).log())[:, None]
 
 
@@ -371,7 +437,8 @@ class TrimeLoss(torch.autograd.Function):
         P(w | c)  ∝  exp(E_w · f(c))  +  Σ_{j: x_j = w} exp(sim(g(c), g(c_j)))
 
     f, query, key     (N, C)    f(c), g(c), g(c_j) of all contexts of a micro-batch
-    head              (n, C)    the vectors E_w of words, and of clusters (Embedding)
+    head              (n, C)    E_w of words, then of clusters (Embedding): n is all words, or with
+                                cutoffs the frequent ones and the clusters
     tail, head_row    (N, 1)    of the target words (Embedding.head_and_tail)
     targets           (N,)      w and x_j; -1: neither scored nor a memory
     memories_of                 a slice of queries -> slice of memories, mask (memory_mask)
@@ -384,33 +451,39 @@ class TrimeLoss(torch.autograd.Function):
         d(-log P(w | c)) / dz  =  exp(z) / Σ  -  exp(z) / Σ_w, the latter for the terms of w"""
     @staticmethod
     def forward(ctx, f, query, key, head, tail, head_row, targets, memories_of):
+        n = len(head)
+        head = aligned(head)
+        block = R
+        if f.is_cuda:                   # 0.25 GiB of exponents, as it needs large products
+            block = 2 ** 26 // (len(head) + len(f))
         n_scored = (targets >= 0).sum().clamp(min=1)
         scale = f.size(1) ** -0.5
         loss, memory_prob, word_loss = f.new_zeros(3)
         df, dquery, dkey, dhead, dtail = map(torch.zeros_like, (f, query, key, head, tail))
-        for start in range(0, len(f), R):
-            rows = slice(start, start + R)
+        for start in range(0, len(f), block):
+            rows = slice(start, start + block)
             memories, mask = memories_of(rows)
             w, value = targets[rows, None], targets[memories]       # (R, 1), x_j (M,)
             weight = (w >= 0).to(f) / n_scored                      # (R, 1) of a query in the mean
 
             # exponents of Eq. 5: of the first term for all words, of the second for all memories
-            logits = f[rows] @ head.T                               # (R, n)
+            logits = output_product(f[rows], head.T)                # (R, n)
+            logits[:, n:] = -math.inf                               # of rows that are no words
             sim = query[rows] @ key[memories].T * scale             # (R, M)
             sim.masked_fill_(~mask | (value < 0), MASKED)
 
             # softmaxes over all words, over all memories, over the memories with x_j = w
-            P_words, log_words = softmax(logits)
-            P_memory, log_memory = softmax(sim)
-            P_match, log_match = softmax(sim.masked_fill(value != w, MASKED))
+            P_words, log_words = softmax_and_log_sum(logits)
+            P_memory, log_memory = softmax_and_log_sum(sim)
+            P_match, log_match = softmax_and_log_sum(sim.masked_fill(value != w, MASKED))
 
             # log Σ_w, log Σ and the loss, log Σ - log Σ_w
             log_word = logits.gather(1, head_row[rows]) + tail[rows]    # first term of Eq. 5
             log_w = torch.logaddexp(log_word, log_match)                # with the second term
             log_total = torch.logaddexp(log_words, log_memory)
             loss += (weight * (log_total - log_w)).sum()
-            of_memory = weight * (log_memory - log_total).exp()     # the memories' part of P
-            memory_prob += of_memory.sum()
+            share = (log_memory - log_total).exp()                      # of memories in P
+            memory_prob += (weight * share).sum()
             word_loss += (weight * (log_words - log_word)).sum()
             if not f.requires_grad:
                 continue
@@ -419,15 +492,15 @@ class TrimeLoss(torch.autograd.Function):
             dlogits = P_words.mul_(weight * (log_words - log_total).exp())      # (R, n)
             dtail[rows] = -weight * (log_word - log_w).exp()                    # (R, 1)
             dlogits.scatter_add_(1, head_row[rows], dtail[rows])
-            dsim = P_memory.mul_(of_memory)                                     # (R, M)
+            dsim = P_memory.mul_(weight * share)                                # (R, M)
             dsim -= P_match.mul_(weight * (log_match - log_w).exp())
 
             # and of the vectors whose products they are
-            df[rows] = dlogits @ head
-            dhead += dlogits.T @ f[rows]
+            df[rows] = output_product(dlogits, head)
+            dhead += output_product(dlogits.T, f[rows])
             dquery[rows] = dsim @ key[memories] * scale
             dkey[memories] += dsim.T @ query[rows] * scale
-        ctx.grads = df, dquery, dkey, dhead, dtail
+        ctx.grads = df, dquery, dkey, dhead[:n], dtail
         ctx.mark_non_differentiable(memory_prob, word_loss)
         return loss, memory_prob, word_loss
 
@@ -438,10 +511,10 @@ class TrimeLoss(torch.autograd.Function):
 
 @dataclass
 class Inference:
-    """Words and the memories M of Eq. 7 make one distribution at test time.
+    """Words and M, the set of memories of Eq. 7, make one distribution at test time.
 
-        P(w)  ∝ exp(E_w · f) + Σ_{j in M: x_j = w} exp(sim_j / τ)       Eq. 6
-        P'(w) ∝ Σ_{j in M: x_j = w} exp(sim_j / τ')                     Eq. 8, with ext
+        P(w)  ∝ exp(E_w · f) + Σ_{j ∈ M: x_j = w} exp(sim_j / τ)        Eq. 6
+        P'(w) ∝ Σ_{j ∈ M: x_j = w} exp(sim_j / τ')                      Eq. 8, with ext
         P(w)  <- (1 - λ) P(w) + λ P'(w)                                 Eq. 9
 
     linear is for a model that was trained without memory: P(w) of Eq. 1 is interpolated (Eq. 9)
@@ -526,12 +599,43 @@ def trained_index(model, text):
     import faiss
     n, T = text.size(1), model.config.block_size
     n_lists = min(n // 1000, 16_384) or 1
-    step = max(T, T * n // (64 * n_lists))                          # 64 keys for each list
-    sample = [model.encode(part[:, :T])[1][0] for part in text.split(step, 1)]
+
+    # the sample has 64 keys for each list: those of a segment in every `step` tokens
+    step = max(T, T * n // (64 * n_lists))
+    sample = []
+    for part in text.split(step, 1):
+        _, g, _ = model.encode(part[:, :T])
+        sample.append(g[0])
+
+    # a key itself is stored, not its difference from a centroid, so all lists round alike
     index = faiss.index_factory(model.config.n_embd, f'IVF{n_lists},SQfp16')
     index.by_residual = False
     index.train(to_numpy(torch.cat(sample)))
     return index
+
+
+def open_index(folder, about):
+    """The index in folder; None if there is none or, with a line that says so, a file is damaged.
+    SystemExit if it depends on another thing than `about`"""
+    import faiss
+    file = folder / 'about.json'
+    if not file.exists():                                           # it is written last
+        return None
+    try:
+        saved = json.loads(file.read_text())
+        assert 'checkpoint' in saved
+        if saved != about:
+            raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
+
+        # keys.ivfdata is memory-mapped: a search reads from disk what it needs. In a shorter file
+        # that ends the process (SIGBUS).
+        index = faiss.read_index(
+            f'{folder}/keys.faiss', faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
+        lists = faiss.downcast_InvertedLists(index.invlists)
+        assert (folder / 'keys.ivfdata').stat().st_size == lists.totsize, 'keys.ivfdata'
+        return index
+    except Exception as e:                                          # faiss's is a RuntimeError
+        print(f'{folder} is damaged and is built again: {e!r:.200}')
 
 
 class Datastore:
@@ -540,27 +644,23 @@ class Datastore:
     SHARD = 2 ** 31                     # bytes of keys held in memory while a store is built
 
     def __init__(self, folder, model, text, about, progress, nprobe):
-        """Opens the store of text (n + 1,) in folder, or builds it. about: what it depends on"""
+        """Opens the store of text (n + 1,) in folder; builds it if there is none or it is damaged.
+        about: what it depends on"""
         import faiss
         self.text = model.on_device(text)
-        file = folder / 'about.json'
-        if not file.exists():                                       # it is written last
-            self.build(folder, model, progress)
-            file.write_text(json.dumps(about))
-        if json.loads(file.read_text()) != about:
-            raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
-
-        # memory-mapped: a search reads from disk what it needs
-        self.index = faiss.read_index(
-            f'{folder}/keys.faiss', faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
         self.nprobe = nprobe
+        self.index = open_index(folder, about)
+        if self.index is None:
+            self.build(folder, model, progress)
+            (folder / 'about.json').write_text(json.dumps(about))
+            self.index = open_index(folder, about)
 
-        # kNN-LM: a search returns |q - k|²; sim(q, k) = -|q - k|² / (2 sqrt(C)), see Inference
-        self.scale = -2 * model.config.n_embd ** 0.5
-        if model.config.memory != 'none':
-            # TRIME: it returns q · k; sim(q, k) = q · k / sqrt(C)
+        # what a search returns, times factor / sqrt(C), is the similarity, see Inference
+        if model.config.memory == 'none':
+            self.factor = -0.5                                      # kNN-LM: |q - k|²
+        else:
             self.index.metric_type = faiss.METRIC_INNER_PRODUCT
-            self.scale /= -2
+            self.factor = 1.0                                       # TRIME: q · k
 
     @torch.no_grad()
     def build(self, folder, model, progress):
@@ -575,7 +675,7 @@ class Datastore:
         folder.mkdir(exist_ok=True)
         index = trained_index(model, text)
 
-        # keys are added; when the index has SHARD bytes, it becomes a file and is emptied
+        # keys are added; when the index has SHARD bytes, it is written to a file, then emptied
         shards, n_added = [], 0
         for _, g, _ in progress(model.windows(text), folder.name, 1 + n // model.stride):
             entries = n_added + np.arange(g.size(1))
@@ -599,22 +699,26 @@ class Datastore:
             nprobe = self.nprobe
         self.index.nprobe = nprobe or self.index.nlist
         sim, j = map(torch.from_numpy, self.index.search(to_numpy(query), K))
-        return (sim / self.scale).clamp(MASKED).to(query), j
+        sim = self.factor * sim / query.size(1) ** 0.5
+        return sim.clamp(min=MASKED).to(query), j
 
 
 # --------------------------------------------------------------------------------------------------
 # the model
+COMPILED = (Block,)     # layers that train.py compiles
+
+
 class State(NamedTuple):
     """What `stream` keeps of a text; its size is bounded."""
     text: Tensor        # (B, L) its last tokens, at most long + T
-    keys: Tensor        # (B, L, C) g of each of them, from when it was new
+    keys: Tensor        # (B, L, C) g of each of them, as first encoded
     window: Tensor      # (B, n, C) g of the tokens of the current window, the last of the text
     past: list          # the attention's keys and values of the window
 
 
 class TRIME(nn.Module):
     """A Transformer language model whose output softmax is over words and memories."""
-    PIECE = 512                         # tokens for one call of stream: (PIECE, V) log P are held
+    PIECE = 512         # eval.py passes at most so many tokens to stream: (PIECE, V) log P are held
 
     def __init__(self, config):
         super().__init__()
@@ -680,7 +784,8 @@ class TRIME(nn.Module):
             torch.manual_seed(batch.seed)                           # for dropout
         f, g = (fp32(x).flatten(0, 1) for x in self.encode(batch.tokens)[:2])       # (N, C)
 
-        # Eq. 5, in fp32: bf16 has steps of 0.125 near 20
+        # Eq. 5, sums in fp32, as bf16 has steps of 0.125 near 20 (in bf16 runs the factors of
+        # products may be rounded, see train.precision)
         key = g if self.config.memory_grad else g.detach()
         targets = batch.targets.flatten()
         memories_of = lambda rows: memory_mask(memory, batch.doc, self.config, rows)
@@ -705,7 +810,8 @@ class TRIME(nn.Module):
         while tokens.numel():
             # a full window: the next one begins with the end of this one
             if window.size(1) == T:
-                _, window, past = self.encode(text[:, -T:][:, self.stride:])
+                overlap = text[:, -T:][:, self.stride:]             # T - stride tokens
+                _, window, past = self.encode(overlap)
 
             # as many tokens as there is room for
             new, tokens = tokens.tensor_split([T - window.size(1)], 1)
@@ -715,9 +821,9 @@ class TRIME(nn.Module):
             window = append(window, g)
             yield f, g, State(text, keys, window, past)
 
-    def memories(self, g, state, every=1):
+    def memories(self, g, state, queries=slice(None)):
         """The memories of Q queries (Eq. 2 to 4): of the last n tokens of the text of `state`, with
-        g (B, n, C), or of one in `every` of them.
+        g (B, n, C), or of those of them with these indices.
         -> similarities and values x_j, both (Q, M), of long, local, then external memories; which
         are the local ones, a slice"""
         inference = self.inference
@@ -725,18 +831,22 @@ class TRIME(nn.Module):
 
         # positions in the text; memory j is the context that ends with text[j], and text[j + 1]
         L = text.size(1)
-        start = L - window.size(1)                                  # the window's first
-        first = L - 1                                               # the first memory: no local one
+        position = torch.arange(L, device=g.device)
+        i = position[-g.size(1):, None][queries]                    # (n, 1) of queries
+
+        # the memories are `first` to L - 2, those from `start` on, the window's, are local; the
+        # keys of tokens of the window are of its latest encoding
+        start = L - window.size(1)
+        key = append(keys[:, :start], window)                       # (B, L, C)
         if inference.local:
             first = max(0, start - inference.long)
-        position = torch.arange(L, device=g.device)
-        i = position[-g.size(1)::every, None]                       # (n, 1) of queries
-        j = position[first:-1]                                      # (M,) of memories
-        g = g[:, ::every]
+        else:
+            first = start = L - 1                                   # an empty range
+        j = position[first:-1]                                      # (M,)
 
-        # similarities; the keys of tokens of the window are of its latest encoding
-        key = append(keys[:, :start], window)[:, first:-1]          # (B, M, C)
-        sim = g @ key.mT / g.size(2) ** 0.5                         # (B, n, M)
+        # similarities
+        g = g[:, queries]
+        sim = g @ key[:, first:-1].mT / g.size(2) ** 0.5            # (B, n, M)
         sim = sim.masked_fill(j >= i, MASKED).flatten(0, 1)         # Eq. 2, 3
 
         # values; shuffled: that of another one of the n_past memories of the query
@@ -754,7 +864,7 @@ class TRIME(nn.Module):
                 j = (j + n_ext // 2) % n_ext
             sim = append(sim, sim_ext)
             value = append(value, self.store.text[j + 1])
-        return sim, value, slice(start - first, key.size(1))
+        return sim, value, slice(start - first, L - 1 - first)
 
     def read(self, tokens, state=None):
         """The state that `stream` returns, without its predictions."""
@@ -803,7 +913,8 @@ class TRIME(nn.Module):
 
         # where they are: c_j ends with token j of a text, x_j is token j + 1
         K = self.inference.n_neighbors
-        sources = [(tokens, j) for j in range(t + K - P.size(1), t)]
+        n_past = P.size(1) - K
+        sources = [(tokens, j) for j in range(t - n_past, t)]
         if K:
             _, neighbors = self.store.search(g[0], K)
             sources += [(self.store.text, j) for j in neighbors[0].tolist()]
@@ -814,16 +925,15 @@ class TRIME(nn.Module):
         return sorted(rows, key=lambda row: -row[0])
 
     def prepare_eval(self, corpus, external, args, path, progress):
-        """Opens the datastore of external.train, tunes on corpus.val; keeps both in the folder of
-        the checkpoint `path`. args: EvalConfig's fields, and split, retrieve_from of eval.py"""
+        """Opens the datastore of external.train, tunes on a split of corpus; both are kept in the
+        folder of the checkpoint `path`. args: EvalConfig, and split, retrieve_from of eval.py"""
         # which memories, of which size at most
         self.stride = args.stride or self.stride
         self.inference = Inference()
         names = memory_names(self.config.memory, args)
         if names == 'none':
             return
-        if corpus.val is None or external.train is None:
-            raise SystemExit('TRIME is tuned on a split val, and its datastore is of a split train')
+        split = tuning_split(corpus, args.split)
         inference = Inference(local='local' in names, linear=self.config.memory == 'none')
         if 'long' in names:
             inference.long = args.long
@@ -834,21 +944,26 @@ class TRIME(nn.Module):
         if 'ext' in names:
             if args.split == 'train' and external.fingerprint == corpus.fingerprint:
                 raise SystemExit('--split train with --memory ext: each token would find itself')
+            if external.train is None:
+                raise SystemExit(f'{external.folder} has no split train for a datastore')
             inference.n_neighbors = 1024
             folder = path.parent / f'datastore-{external.folder.name}'
             self.store = Datastore(
                 folder, self, external.train.tokens, about, progress, args.nprobe)
             if args.recall:
-                print(f'{folder}: recall {recall(self, corpus.val):.1%}')
+                print(f'{folder}: recall {recall(self, split):.1%}')
 
         # τ, λ, K and the tokens of long memory
-        key = repr([VERSION, about, corpus.fingerprint, inference, args.nprobe])
-        self.inference = tuned(self, corpus.val, inference, key, path, progress)
-        print(f'{path}: {self.inference}, tuned on val')
+        key = repr([VERSION, about, corpus.fingerprint, split.name, inference, args.nprobe])
+        self.inference = tuned(self, split, inference, key, path, progress)
+        print(f'{path}: {self.inference}, tuned on {split.name}')
 
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
+# for tuning: the tokens that a text must have, and how many are queries
+ENOUGH, QUERIES = 1000, 4096
+
 # values that `tune` tries
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1,
         0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
@@ -869,6 +984,16 @@ def memory_names(trained, args):
     return trained
 
 
+def tuning_split(corpus, scored):
+    """The split to tune on: val or test, not the one that is scored, if it has ENOUGH tokens"""
+    for split in (corpus.val, corpus.test):
+        if split and split.name != scored and len(split.tokens) >= ENOUGH:
+            return split
+    print(f'warning: λ and τ are tuned on {scored}, the text that is scored: no other split but '
+          f'train has {ENOUGH:,} tokens')
+    return getattr(corpus, scored)
+
+
 def recall(model, split):
     """The share of the 1,024 most similar entries that a search of nprobe lists returns"""
     windows = model.windows(model.on_device(split.tokens[None, :8192]))
@@ -882,9 +1007,16 @@ def tuned(model, split, inference, key, path, progress):
     """`inference` with the constants that tuned.json, in the folder of the checkpoint `path`, has
     for this key (all that they depend on), else with those of `tune`"""
     file = path.with_name('tuned.json')
+    known = {}
     try:
         known = json.loads(file.read_text())
-    except (OSError, ValueError):                           # there is none, or it is torn
+        for constants in known.values():
+            kinds = {name: type(x) for name, x in constants.items()}
+            assert kinds == Inference.__annotations__
+    except FileNotFoundError:
+        pass
+    except Exception as e:                                  # its shape can be any
+        print(f'{file} is damaged, so the constants are tuned again: {e!r:.200}')
         known = {}
     if key not in known:
         known[key] = vars(tune(collect(model, split, inference, progress), inference))
@@ -898,23 +1030,26 @@ def tuned(model, split, inference, key, path, progress):
 @torch.no_grad()
 def collect(model, split, inference, progress):
     """What `tune` needs: for each window of the first 65,536 tokens, the arguments of
-    Inference.log_p for every 16th of its tokens; of a shorter text for more of them"""
+    Inference.log_p for some of its tokens, about QUERIES in all; for all of a text with no more."""
     model.inference = inference
 
     # documents, the last one cut
     text = split.tokens[:65_536]
-    every = math.ceil(len(text) / 4096)
     documents, windows = np.split(text, split.offsets[1:-1]), []
-    desc = 'tuning on val, once, as similarities need another scale than in training'
 
-    for ids in progress(documents, desc, size=len):
+    # the queries are random, as each n-th token could be the first of a document, without memory
+    rng = np.random.default_rng(0)
+    for ids in progress(documents, 'tuning, once for this text', size=len):
         tokens = model.on_device(ids)
         targets = tokens[1:, None]
         for f, g, state in model.windows(tokens[None, :-1]):
             new, targets = targets.tensor_split([f.size(1)])
-            w = new[::every]                                                    # (Q, 1)
-            logits, log_words = model.embedding.logits(f[0, ::every])           # (Q, V)
-            sim, value, local = model.memories(g, state, every)                 # (Q, M)
+            queries = np.flatnonzero(rng.random(len(new)) < QUERIES / len(text))
+            if queries.size == 0:
+                continue
+            w = new[queries]                                                    # (Q, 1)
+            logits, log_words = model.embedding.logits(f[0, queries])           # (Q, V)
+            sim, value, local = model.memories(g, state, queries)               # (Q, M)
             windows.append((logits.gather(1, w), log_words, sim, value == w, local))
     return windows
 
@@ -922,7 +1057,8 @@ def collect(model, split, inference, progress):
 def tune(windows, inference):
     """An Inference of high likelihood, by coordinate ascent: the best tau, the best long up to
     inference.long and so on in turn, until none is better. It starts with K = 1: from K = 1,024 it
-    ended at constants with which ext was worse than no ext (p = 0). `inference` is changed."""
+    ended at constants with which ext was worse than no ext, in a model trained with p = 0.
+    `inference` is changed."""
     def score(candidate):
         return sum(candidate.log_p(*window).sum().item() for window in windows)
 
@@ -952,10 +1088,11 @@ def tune(windows, inference):
 # --------------------------------------------------------------------------------------------------
 # a demo
 def demo():
-    """The source of TRIMEConfig, from tokens to the loss; memories of one. With assets/trime.pt"""
+    """The source of TRIMEConfig, from tokens to the loss; memories of one. With assets/trime.pt, a
+    model of the default configuration"""
     import tiktoken
     file = torch.load(Path(__file__).parent / 'assets/trime.pt', weights_only=True)
-    model = TRIME(TRIMEConfig(**file['config'])).eval()
+    model = TRIME(TRIMEConfig()).eval()
     model.load_state_dict(file['model'])
     ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}
     tokenizer = tiktoken.Encoding('demo', pat_str=file['tokenizer']['pattern'],

@@ -64,6 +64,20 @@ def test_equal_scores_are_in_order_of_id():
         assert np.allclose(scores, [expected[i] for i in ids])
 
 
+@pytest.mark.parametrize('ids', [[3, -1], [10 ** 10], [2 ** 64 - 1], [0.5]])
+def test_what_is_no_token_id(ids):
+    """In documents or in queries"""
+    for call in (BM25([[0], [3, 3]]).search_many, BM25):
+        with pytest.raises((ValueError, TypeError), match='^.*$'):  # one line
+            call([[0], ids], 1)
+
+
+@pytest.mark.parametrize('dtype', [np.uint8, np.uint64])
+def test_integers_of_every_type(dtype):
+    array = np.array([1, 0, 1], dtype)
+    assert BM25([array, array[:1]]).search(array, 2)[0].tolist() == [0, 1]
+
+
 @pytest.mark.parametrize('docs', [[], [[], []], [[1], [2, 3]]])
 def test_nothing_to_find(docs):
     index = BM25(docs)

@@ -1,5 +1,5 @@
 """data.py: tokenizers, corpora on disk, batches; against brute force and definitions."""
-import hashlib, json, os, random, re, shutil, signal, zipfile
+import gzip, hashlib, json, os, random, re, shutil, signal, zipfile
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -64,6 +64,28 @@ def test_decoding_inverts_encoding(name, n_vocab):
     assert tokenizer.encode('\udcff').tolist() == [ord('?')]
 
 
+@pytest.mark.parametrize('run', [' ', '\r\n', '\u3000', 'é'])
+def test_a_million_in_a_row(run):
+    """Runs of blanks end where the last one belongs to the next word, as shorter ones do."""
+    text = 'a' + run * 10 ** 6 + ' word'
+    for tokenizer in (Tokenizer('bytes'), Tokenizer('bpe', [*data.BYTES, ' w', '  '])):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert ids[-4:].tolist() == tokenizer.encode(' word')[-4:].tolist()
+
+
+def test_bpe_learns_all_of_a_long_word():
+    """Words without blanks between them, in lines of 60 letters or in one: as many tokens"""
+    words = [random_text(5, i, 'abcdefghijkl') for i in range(300)]
+    letters = ''.join(random.Random(0).choices(words, k=2000))
+    n_tokens = []
+    for width in (60, 10_000):
+        lines = [letters[i:i + width] for i in range(0, 10_000, width)]
+        tokenizer = Tokenizer.train('bpe', ['\n'.join(lines)], 500)
+        n_tokens.append(len(tokenizer.encode(letters)))
+    assert n_tokens[1] == pytest.approx(n_tokens[0], rel=0.05)
+
+
 def naive_bpe(words, n_merges):
     """Counts all pairs again for each merge -> all tokens, the tokens of each word"""
     tokens = [chr(i) for i in range(256)]
@@ -103,7 +125,7 @@ def test_words():
     assert tokenizer.tokens == ['<eos>', 'b', '=', 'A', 'c', '<unk>']
     assert tokenizer.encode('b zebra\nc\n').tolist() == [1, 5, 0, 4, 0]
     assert tokenizer.decode([1, 5, 0, 4, 0]) == 'b <unk> \n c \n'
-    assert Tokenizer('word', map(str, range(65_537))).dtype == np.uint32
+    assert Tokenizer('word', ['<unk>', '<eos>', *map(str, range(65_535))]).dtype == np.uint32
 
 
 def test_a_document_of_blanks_has_no_words(tmp_path):
@@ -134,10 +156,14 @@ LINES = ['first\nwith lines\n\n', 'second \u2028 <|endoftext|>', 'third']
 FILES = {                               # files, and the documents of train, val and test
     'named splits': (
         {'train_txt': '1 2\n3', 'a-valid-00-of-01_txt': '4\n', 'test__5_txt': '5 ß\n',
-         'test__6_txt': '6', 'notes_txt': 'no', 'notes__test_txt': 'no'},
+         'test__6_txt': '6', 'notes_txt': 'no', 'notes__protest_txt': 'no', 'eval_py': 'no'},
         ['1 2\n3'], ['4\n'], ['5 ß\n', '6']),
+    'names of splits': (
+        {'a__Train__1_txt': '1', 'a__Train__DEV2_TXT': '2', 'myTrainingData_txt': '3',
+         'x__train__test__validation-01_txt': '4', 'Test__EvalSet_txt': '5', 'traın_txt': 'no'},
+        ['1', '3'], ['2', '4'], ['5']),
     'articles of WikiText': (
-        dict(train_txt=ARTICLE_A + ARTICLE_B),
+        dict(train_txt=ARTICLE_A + ARTICLE_B, val_txt=''),
         [ARTICLE_A, ARTICLE_B], [], []),
     'jsonl': (
         dict(train_jsonl=jsonl([*LINES, '', '\ud800']) + '\n', val_jsonl=jsonl([''])),
@@ -156,6 +182,73 @@ def test_documents_of_files(tmp_path, name):
     corpus, _, again = (load(path, 'bytes', root=path / root) for root in ('out', 'corpora', 'out'))
     assert texts_of(again) == expected
     assert again.folder == corpus.folder
+
+
+def test_one_name_alone_is_no_split(tmp_path, capsys):
+    """Nor are names of programs."""
+    files = {f'novel{i}_txt': f'novel {i} ' * 9 for i in range(40)}
+    path = write(tmp_path / 'src', a__TrainOfThought_txt='x' * 99, test_py='x' * 99, **files)
+    corpus = load(path, 'bytes', root=tmp_path)
+    assert sum(map(len, texts_of(corpus))) == 42
+    assert corpus.val and corpus.test
+    assert capsys.readouterr().out.endswith('not used: 0 files, []\n')
+
+
+def test_the_screen_names_the_files_of_each_split(tmp_path, capsys):
+    path = write(tmp_path / 'src', **{f'train_{i}_txt': 'a' for i in range(4)}, dev_txt='bb',
+                 notes_txt='c', eval_txt=b'\xff')
+    load(path, 'bytes', root=tmp_path)
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "train: 4 files, ['train.0.txt', 'train.1.txt', 'train.2.txt'], 4 documents, 8 tokens",
+        "val: 1 files, ['dev.txt'], 1 documents, 3 tokens", 'test: 0 files, []',
+        "not used: 2 files, ['eval.txt', 'notes.txt']"]
+
+
+@pytest.mark.parametrize('tokenizer', ['bytes', 'word'])
+def test_line_ends_and_bom(tmp_path, tokenizer):
+    """The same documents, counts and fingerprint as with line feeds and no byte order mark"""
+    files = dict(train_txt=ARTICLE_A + ARTICLE_B, val_jsonl=jsonl(['x\ny', 'z']), test_txt='1\n2')
+    expected = prepared(write(tmp_path / 'src', **files), tokenizer)
+    for i, end in enumerate(['\r\n', '\r', '\n']):
+        changed = {name: '\ufeff' + text.replace('\n', end) for name, text in files.items()}
+        changed['val_jsonl'] = changed['val_jsonl'].replace('\\n', '\\r\\n')
+        corpus = prepared(write(tmp_path / f'{i}', **changed), tokenizer)
+        assert corpus.fingerprint == expected.fingerprint
+        assert texts_of(corpus) == texts_of(expected)
+        assert corpus.train[3:] == expected.train[3:]
+    word = Tokenizer('word', ['<unk>', '<eos>', 'a'])
+    assert word.encode('a\r\na\ra').tolist() == [2, 1, 2, 1, 2]
+
+
+@pytest.mark.parametrize('before, after', [('', ' \n'), ('', ''), ('\n', '\n')])
+def test_titles_without_blank_lines(tmp_path, before, after):
+    """Before titles, or anywhere"""
+    articles = [f' = A {j} = \n{after} = = Part = = \n{after} x = y\n{before}' for j in range(30)]
+    train, val, test = texts_of(prepared(write(tmp_path / 'src', a_txt=''.join(articles))))
+    assert train[:26] == articles[:26]
+    assert ''.join(train + val + test) == ''.join(articles)
+
+
+JSON_TEXTS = ['one', 'two\nlines', 'three']
+ITEMS = [dict(text=text, n=1) for text in JSON_TEXTS]
+
+
+@pytest.mark.parametrize('name, content', [
+    ('train.JSONL', jsonl(JSON_TEXTS)), ('train.ndjson', jsonl(JSON_TEXTS)),
+    ('train.jsonlines.gz', jsonl(JSON_TEXTS)), ('train.json', jsonl(JSON_TEXTS)),
+    ('TRAIN.Json', json.dumps(ITEMS, indent=1)), ('TRAIN.json.GZ', json.dumps(ITEMS))])
+def test_json(tmp_path, name, content):
+    path = write(tmp_path / 'src', val_json=json.dumps(dict(text='v'), indent=1))
+    test = gzip.compress(b'\xef\xbb\xbfa\r\nb')
+    (path / 'test.TXT.gz').write_bytes(test)
+    (path / 'train.csv.gz').write_bytes(test)
+    content = content.encode()
+    if name.lower().endswith('.gz'):
+        content = gzip.compress(content)
+    (path / name).write_bytes(content)
+    corpus = prepared(path)
+    assert texts_of(corpus) == [JSON_TEXTS, ['v'], ['a\nb']]
+    assert corpus.about['not used'] == "1 files, ['train.csv.gz']"
 
 
 def test_other_files_are_split_by_the_hash_of_their_names(tmp_path):
@@ -193,7 +286,7 @@ def test_few_files_are_cut_at_blanks(tmp_path, n_files):
 @pytest.mark.parametrize('name, end', [('bpe', [299]), ('word', [])])
 def test_pieces_change_nothing(tmp_path, name, end):
     """Threads encode a long document in many pieces: the ids are those of the whole, in order."""
-    texts = [random_text(100_000, seed, "abs'12é.  \r\n\n") for seed in range(3)]
+    texts = [random_text(100_000, seed, "abs'12é.  \n\n") for seed in range(3)]
     corpus = prepared(write_splits(tmp_path / 'p', texts, []), name, 300)
     documents = np.split(corpus.train.tokens, corpus.train.offsets[1:-1])
     for ids, text in zip(documents, texts, strict=True):
@@ -212,7 +305,7 @@ def test_code_is_the_standard_library(tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # corpora: their folders
-def test_a_changed_source_makes_another_folder(tmp_path):
+def test_a_changed_source_makes_another_folder(tmp_path, monkeypatch):
     path = write(tmp_path / 'src', train_txt=random_text(360, 1), val_txt='a')
     corpus = prepared(path)
     assert prepared(path).folder == corpus.folder
@@ -221,13 +314,22 @@ def test_a_changed_source_makes_another_folder(tmp_path):
     copy = prepared(shutil.copytree(path, tmp_path / 'x/src'))  # equal names, sizes, times
     assert copy.fingerprint == changed.fingerprint != corpus.fingerprint
     assert copy.folder.name != changed.folder.name
+    monkeypatch.setattr(data, 'VERSION', 0)
+    assert prepared(path).folder != changed.folder
 
 
 def test_links_to_folders_are_followed(tmp_path):
     path = write(tmp_path / 'src', train__a_txt='a')
     (path / 'train/link').symlink_to(write(tmp_path / 'more', b_txt='b'))
     (path / 'train/broken').symlink_to('nowhere')
-    assert texts_of(prepared(path)) == [['a', 'b'], [], []]
+    (path / 'val').symlink_to(path / 'train')                   # train comes first
+    (path / 'a_link').symlink_to('train/a.txt')
+    (path / 'all').symlink_to('..')
+    (path / 'train/loop').symlink_to('loop')
+    (tmp_path / 'val.txt').write_text('c')
+    assert texts_of(prepared(path)) == [['a', 'b'], ['c'], []]
+    assert 'oop' in one_line(load, path / 'train/loop', root=tmp_path)
+    assert 'null' in one_line(load, 'a\0b', root=tmp_path)
 
 
 def test_the_tokenizer_of_another_corpus(tmp_path):
@@ -268,28 +370,60 @@ def test_bad_lines_of_jsonl(tmp_path, bad):
     assert not list(tmp_path.glob('corpora/*'))
 
 
-def test_no_training_text(tmp_path):
-    assert 'no text' in one_line(prepared, write(tmp_path / 'src', train_txt=b'\xff', val_txt='a'))
+@pytest.mark.parametrize('name, content, place', [
+    ('a.jsonl', jsonl('ab' * 99) + '\n{}\n', 'line 200'), ('a.json', '5', 'line 1'),
+    ('a.json', '[{"text": "x"}, 3]', 'line 2'), ('a.json', '{"a": {"text": "x"}}', 'line 1'),
+    ('a.txt.gz', 'no gzip', 'cannot be read'), ('a.ndjson', '["text"]', 'line 1')])
+def test_files_that_are_refused(tmp_path, name, content, place):
+    (write(tmp_path / 'src') / name).parent.mkdir()
+    (tmp_path / 'src' / name).write_text(content)
+    message = one_line(prepared, tmp_path / 'src')
+    assert name in message and place in message
+
+
+@pytest.mark.parametrize('files', [
+    {}, dict(train_txt=b'\xff', val_txt='a'), dict(train_txt='', val_txt='a'), dict(a_txt='')])
+def test_no_training_text(tmp_path, files):
+    path = write(tmp_path / 'src', **files)
+    assert 'no text' in one_line(prepared, path)
+    assert not list(tmp_path.glob('corpora/*'))
+
+
+def test_a_text_without_blanks_is_cut_anywhere(tmp_path):
+    train, val, test = texts_of(prepared(write(tmp_path / 'src', a_txt='日' * 1000)))
+    assert [len(texts[0]) for texts in (train, val, test)] == [925, 50, 25]
 
 
 @pytest.mark.parametrize('file, damage', [
-    ('meta.json', lambda content: content[:40]),
+    ('meta.json', lambda content: content[:40]), ('meta.json', lambda content: b'[]'),
+    ('meta.json', lambda content: b'\xff'),
+    ('meta.json', lambda content: content.replace(b'sha256', b'sha')),
     ('train.idx', lambda content: content[:8] + content[:8] + content[16:]),    # an empty document
+    ('train.idx', lambda content: b'\1' + content[1:]),
     ('train.bin', lambda content: content[:90]),
     ('train.bin', lambda content: b'\1\1' + content[2:])])                      # the id 257
-def test_a_damaged_corpus_is_named(tmp_path, file, damage):
+def test_a_damaged_corpus_is_prepared_again(tmp_path, file, damage, capsys):
     path = write(tmp_path / 'src', a_jsonl=jsonl(39 * ['a b']))     # is cut at line ends
-    folder = prepared(path).folder
-    content = (folder / file).read_bytes()
-    (folder / file).write_bytes(damage(content))
-    assert str(folder) in one_line(prepared, path)
+    corpus = prepared(path)
+    content = (corpus.folder / file).read_bytes()
+    (corpus.folder / file).write_bytes(damage(content))
+    assert prepared(path).fingerprint == corpus.fingerprint
+    assert (corpus.folder / file).read_bytes() == content
+    assert str(corpus.folder) in capsys.readouterr().err
+
+
+def test_what_is_no_tokenizer():
+    for arguments in (('/../../zz',), ([],), ('bpe', data.BYTES[:255]), ('word', ['a'])):
+        with pytest.raises(ValueError, match='tokenizer'):
+            Tokenizer(*arguments)
 
 
 def test_downloads(tmp_path, monkeypatch):
     """Files or a zip of them are downloaded once for all tokenizers."""
     web = write(tmp_path / 'web', input_txt='line\n' * 100)
     with zipfile.ZipFile(web / 'wikitext-103-v1.zip', 'w') as archive:
-        archive.writestr('wikitext-103/wiki.train.tokens', ' train\n' * 100)
+        for split in ('train', 'valid'):
+            archive.writestr(f'wikitext-103/wiki.{split}.tokens', ' word\n' * 100)
 
     def download_once(url, file, sha256):
         (web / Path(url).name).rename(file)
@@ -429,7 +563,7 @@ def test_what_cannot_be_batched():
     split = make_split()
     assert '162' in one_line(Batches, split, 'segments', 162, 2, seed=0)
     assert 'val' in one_line(Batches, None, 'segments', 4, 2, seed=0)
-    assert 'm = 4' in one_line(Batches, split, 'consecutive', 4, 6, seed=0, consecutive=4)
+    assert 'consecutive 4' in one_line(Batches, split, 'consecutive', 4, 6, seed=0, consecutive=4)
     assert 'document' in one_line(Batches, make_split([99]), 'packed', 9, 2, seed=0)
     Batches(make_split([99, 99]), 'packed', 98, 2, seed=0)      # one segment is of both documents
     for T, chunk in ((256, 8), (300, 32), (224, 32)):

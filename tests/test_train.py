@@ -7,9 +7,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import data, train, trime
-from helpers import COMMON, FLAGS, close, flags, log_p, one_line, write_splits
+from helpers import COMMON, FLAGS, batch_of, close, flags, log_p, one_line, write_splits
 
 FILE = Path(train.__file__)
+WORDS = 'cat dog tree river stone sees finds the a old'.split()
 run = train.main
 signal.signal(signal.SIGINT, signal.default_int_handler)    # shells' background jobs ignore it
 
@@ -18,8 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)    # shells' background
 def texts(tmp_path_factory):
     """48 documents of made-up sentences in which words repeat."""
     rng = random.Random(0)
-    words = ['cat', 'dog', 'tree', 'river', 'stone', 'sees', 'finds', 'the', 'a', 'old']
-    texts = [' '.join(rng.choices(words, k=20 + i % 40)) for i in range(48)]
+    texts = [' '.join(rng.choices(WORDS, k=20 + i % 40)) for i in range(48)]
     return write_splits(tmp_path_factory.mktemp('texts'), texts[:40], texts[40:])
 
 
@@ -72,8 +72,12 @@ def contents(folder):
 
 # --------------------------------------------------------------------------------------------------
 # interruptions
-def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
+def interrupt(number=signal.SIGINT):
+    os.kill(os.getpid(), number)
+
+
+def hang_up():
+    interrupt(signal.SIGHUP)
 
 
 @contextlib.contextmanager
@@ -120,9 +124,40 @@ def test_interruptions_at_other_moments(here):
     assert len(log_of('run')) == 5 and load('run/ckpt.pt')['step'] == 4
     with open('run/log.jsonl', 'a') as f:
         f.write('{"step": 6, "lo')                          # as after a kill
-    with before('validate', lambda *args: len(args) == 4, interrupt):       # of all tokens
+    with before('validate', lambda *args: len(args) == 4, hang_up):         # of all tokens
         assert 'run it again' in one_line(run, flags('trime', '--out run'))
     assert same('run', 'straight')
+
+
+def test_nohup(here, monkeypatch):
+    """A SIGHUP that is ignored outside does not end a run."""
+    outside = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with at_step(3, hang_up):
+        run(flags('trime', '--out run'))
+    assert signal.signal(signal.SIGHUP, outside) == signal.SIG_IGN
+    assert load('run/ckpt.pt')['step'] == 6
+
+
+def test_without_a_reader(here):
+    """What is printed is dropped. The same error in this process: step 4 was saved before."""
+    eval_py = [FILE.with_name('eval.py'), 'run', '--task', 'table', '--json', 'table.json']
+    for command in ([FILE, *flags('trime', '--out run')], eval_py):
+        process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE)
+        process.stdout.close()
+        assert process.wait() == 0
+    assert load('run/ckpt.pt')['step'] == 6 and Path('table.json').exists()
+
+    def broken():
+        raise BrokenPipeError
+
+    with before('show', lambda entry, *_: entry['step'] == 4, broken):
+        one_line(run, flags('trime', '--out here'))
+    assert load('here/ckpt.pt')['step'] == 4
+
+
+def test_a_coarse_clock(here, monkeypatch):
+    monkeypatch.setattr(time, 'perf_counter', lambda: 7.0)
+    run(flags())
 
 
 def test_an_interrupted_reference(here, capsys):
@@ -150,8 +185,18 @@ def test_kill_9(here):
     process.kill()
     process.wait()
     assert load('run/ckpt.pt')['step'] < 100
+    Path('run/best.pt.123.tmp').touch()                     # as of a kill while it is written
     run(flags('trime', more + 'run'))
     assert same('run', 'straight')
+    assert not [*Path('run').glob('*.tmp')]
+
+
+def test_a_folder_has_one_run_at_a_time(here):
+    """The folder of the reference LM, too"""
+    for model, folder in (('trime', 'run'), ('rpt', 'run-reference')):
+        with train.locked(Path(folder)):
+            assert f'{folder} is in use' in one_line(run, flags(model, '--out run'))
+    assert not Path('run').exists()
 
 
 @pytest.mark.parametrize('stop', [3, 99])
@@ -242,11 +287,42 @@ def test_nothing_is_overwritten(here, capsys):
     (folder / 'thesis.txt').write_text('mine')
     before = contents('out')
     for more, message in (('--lr 1e-4', 'lr; try --out out/trime-2'), ('--dropout 0', 'dropout'),
-                          ('--resume no', '--out out/trime-2'), ('--out out/other', 'other-2')):
+                          ('--resume no', '--out out/trime-2'),
+                          ('--out out/other', 'no run to resume: thesis.txt; try --out out/ot')):
         assert message in one_line(run, flags('trime', more))
     run(flags('trime', '--kernel torch'))                   # finished; --kernel may differ
     assert 'finished' in capsys.readouterr().out
     assert contents('out') == before
+
+    # without ckpt.pt there are weights and a log of a run, but none that resumes
+    (folder.parent / 'trime/ckpt.pt').unlink()
+    assert '--init out/trime/best.pt has its weights' in one_line(run, flags())
+    assert contents('out').items() < before.items()
+
+
+def test_names_of_a_path(here, monkeypatch):
+    """A run resumes by its text, not by its name; eval.py finds the text from another folder."""
+    monkeypatch.setenv('HOME', str(here))
+    run(flags('trime', '--out=~/run'))
+    Path('link').symlink_to('texts')
+    for name in ('./texts/', '~/texts', 'link'):
+        run(flags('trime', f'--out run --data={name}'))
+    assert load('run/ckpt.pt')['data'] == str(here / 'texts')
+    assert 'another hops' in one_line(run, flags('trime', '--out run --data niah:texts '
+                                                 '--block-size 256 --tokens-per-step 512'))
+
+
+BROKEN = {'config.json': [b'[]', b'\xff', b'{"torn', b''], 'ckpt.pt': [b'', b'torn', b'PK']}
+
+
+@pytest.mark.parametrize('name', BROKEN)
+def test_a_broken_file_of_a_run(here, name):
+    run(flags('trime', '--out run'))
+    for content in BROKEN[name]:
+        Path('run', name).write_bytes(content)
+        before = contents('run')
+        assert f'run/{name} is ' in one_line(run, flags('trime', '--out run'))
+        assert contents('run') == before
 
 
 @pytest.mark.parametrize('training', [True, False])
@@ -312,9 +388,11 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
     ('--model drt --n-layer 0', 'n_layer must be 1'),
     ('--tokens-per-step 100', '1 x 2 x 512 = 1024'), ('--data no/such', 'such'),
     ('--block-size 999999 --tokens-per-step 1999998', 'block-size'), ('--warmup 2', 'at most 1'),
+    ('--out a\0b', '--out'), ('--data a\0b', '--data'), ('--init a\0b', '--init'),
     ('--device cuda', '--device cpu'), ('--out texts/val.jsonl', 'val.jsonl'),
-    ('--memory long --m 1', 'only one'), ('--memory ext --micro-batch 1', 'only one'),
-    ('--cutoffs 0', 'cutoffs'), ('--dropout 1.5', 'at most 1'),
+    ('--memory long --n-consecutive 1', 'only one'), ('--memory ext --micro-batch 1', 'only one'),
+    ('--cutoffs 0', 'cutoffs'), ('--cutoffs 9,5', 'rise'), ('--cutoffs 5,', 'rise'),
+    ('--dropout 1.5', 'at most 1'),
     ('--model rpt --window 96', 'window'), ('--model rpt --n-candidates 1', 'n_candidates'),
     ('--model rpt --n-cca 2 --n-layer 2', 'n_cca')])
 def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, message):
@@ -345,11 +423,6 @@ def test_help_has_every_field_its_comment_and_default(capsys, model):
         assert '--' + name.replace('_', '-') in screen
     screen = ' '.join(screen.split())
     assert 'peak rate; width 256: 4e-3; AdamW: 2e-3; after --init: 1e-3 (default: 0.008)' in screen
-
-
-def test_zero_is_a_number():
-    _, model_config, config = train.parse('--model drt --n-encoder 0 --grad-clip 0'.split())
-    assert model_config.n_encoder == config.grad_clip == 0
 
 
 @pytest.fixture
@@ -384,7 +457,7 @@ def test_a_run_that_began_with_init_needs_the_file_no_longer(first, capsys):
 @pytest.mark.parametrize('more, message', [
     ('--n-embd 32', "ckpt.pt has weights for other settings: {'n_embd': 16}"),
     ('--tokenizer bytes', "{'vocab_size': 294}"), ('--model trime', '--model rpt'),
-    ('--init other.txt', 'other.txt is no checkpoint')])
+    ('--init other.txt', 'other.txt is not a checkpoint')])
 def test_init_names_what_does_not_fit(first, more, message):
     assert message in one_line(run, [*first, *more.split()])
 
@@ -395,9 +468,40 @@ def test_init_from_the_weights_in_assets(here, model):
     path = FILE.parent / 'assets' / f'{model}.pt'
     argv = ['--model', model, '--init', str(path), '--lr', '1e-3']
     module, model_config, config = train.parse(argv)
-    assert dataclasses.asdict(model_config) == load(path)['config']
+    state, *_ = train.read_checkpoint(path)
+    assert dataclasses.asdict(model_config) == state['config']
     assert config.tokens_per_step % (model_config.micro_batch * model_config.block_size) == 0
     getattr(module, model.upper())(model_config).load_state_dict(load(path)['model'])
+
+
+def test_a_checkpoint_that_is_not_of_this_program(here):
+    """What a checkpoint has, replaced by what does not fit"""
+    run(flags())
+    path = 'out/trime/ckpt.pt'
+    broken = dict(
+        config=[('n_layer', 10 ** 6), ('n_layer', 2.0), ('dropout', math.nan), ('n_embd', 32),
+                ('stride', -1), ('micro_batch', True), ('memory', 'all'), ('unknown', 1)],
+        tokenizer=[('name', '/../../zz'), ('tokens', ['a'] * 256), ('tokens', [0] * 256),
+                   ('tokens', [*data.BYTES, 'ab']), ('pattern', '(?=a)|'), ('pattern', '(')],
+        model=[('norm.weight', torch.full((16,), math.nan)), ('norm.weight', torch.ones(17)),
+               ('norm.weight', torch.ones(1).expand(16)), ('norm.weight', None)])
+    for part, items in broken.items():
+        for key, value in items:
+            state = load(path)
+            state[part][key] = value
+            torch.save(state, 'broken.pt')
+            assert 'is not a checkpoint' in one_line(train.read_checkpoint, 'broken.pt'), key
+    for key in ('data', 'corpus', 'tokens', 'step', 'config', 'tokenizer', 'model', 'model_name'):
+        torch.save(load(path) | {key: None}, 'broken.pt')
+        assert 'is not a checkpoint' in one_line(train.read_checkpoint, 'broken.pt'), key
+
+    # moments, and what else a resumed run needs
+    state = load(path)
+    moments = load(path)['optimizers']
+    moments[1]['state'][0]['momentum'] = torch.ones(3)
+    for key, value in dict(log_size=-1, best='1', optimizers=moments).items():
+        torch.save(state | {key: value}, path)
+        assert 'cannot be resumed' in one_line(run, flags('trime', '--max-steps 7'))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -449,12 +553,17 @@ def test_momentum_of_muon():
     close(q.flip(0), -update, atol=1e-4)
 
 
+def make(argv, **more):
+    """The model that these flags describe, with its initial weights"""
+    module, config, _ = train.parse(argv)
+    torch.manual_seed(1)
+    return getattr(module, module.__name__.upper())(dataclasses.replace(config, **more))
+
+
 def initial():
     """The model of a run without dropout, with seed 1, before its first step; its micro-batches"""
-    module, model_config, _ = train.parse(flags('trime', '--dropout 0'))
     corpus = data.load('texts', 'bytes', quiet=True)
-    torch.manual_seed(1)
-    model = module.TRIME(dataclasses.replace(model_config, vocab_size=257))
+    model = make(flags('trime', '--dropout 0'), vocab_size=257)
     return model, data.Batches(corpus.train, 'segments', 16, 2, seed=1)
 
 
@@ -489,21 +598,114 @@ def test_each_step_has_other_micro_batches(here):
 
 
 # --------------------------------------------------------------------------------------------------
+# what holds for all models
+PAPERS = [
+    ('trime --preset 7m', 7.08, 'segments'),
+    ('trime --preset 150m --memory long', 148.44, 'consecutive'),
+    ('trime --preset 247m --memory ext', 245.71, 'packed'),
+    ('trime --preset enwik8 --memory long', 37.89, 'consecutive'),
+    ('rpt --preset paper --vocab-size 50277', 242.37, 'documents'),
+    ('rpt --preset paper --vocab-size 50277 --retriever bm25', 236.07, 'documents'),
+    ('rpt --preset paper --vocab-size 50277 --retriever none', 202.50, 'documents'),
+    ('rpt --preset paper --vocab-size 50277 --retriever none --n-layer 14', 227.67, 'documents'),
+    ('drt --preset 124m', 145.98, 'documents'),
+    ('drt --preset 124m --groups 0', 123.55, 'documents'),
+    ('drt --preset 124m --groups 0 --n-layer 14', 137.71, 'documents')]
+
+
+@pytest.mark.parametrize('command, millions, kind', PAPERS)
+def test_models_have_the_papers_sizes(command, millions, kind):
+    """TRIME, Table 9: 7M, 150M, 247M, 38M (with biases). RPT, Table 2: RPT 242M, RETRO 236M,
+    Transformer-XL 202M, with two more layers 228M. DRT, Table 1: DRT 133M and its encoder 14M, base
+    LM 124M, with two more layers 138M. Then the kind of batches"""
+    with torch.device('meta'):
+        model = make(['--model', *command.split()])
+    n_weights = sum(p.numel() for p in model.parameters())
+    assert n_weights / 1e6 == pytest.approx(millions, abs=0.006)
+    module = sys.modules[type(model).__module__]
+    assert module.batches(model.config)['kind'] == kind
+
+
+@pytest.mark.parametrize('model, baseline', [
+    ('rpt', '--retriever bm25'), ('rpt', '--retriever none'), ('drt', '--groups 0')])
+def test_a_model_begins_as_its_baseline(model, baseline):
+    """Weights are seeded by name, so what the two share is equal."""
+    weights = dict(make(flags(model)).named_parameters())
+    for name, p in make(flags(model, baseline)).named_parameters():
+        assert torch.equal(p, weights[name][:len(p)]), name         # DRT has ids beyond the text's
+    assert not weights['lower.0.mlp.fc.weight'].equal(weights['upper.0.mlp.fc.weight'])
+
+
+@pytest.mark.parametrize('model, more', [('trime', ''), ('rpt', '--retriever none'), ('drt', '')])
+def test_draws_are_of_the_batchs_seed_and_of_training_only(model, more):
+    """Dropout, in DRT Gumbel noise"""
+    lm = make(flags(model, more), vocab_size=257)
+    tokens = torch.arange(2 * lm.config.block_size).view(2, -1)
+    losses = []
+    for training in (True, False):
+        lm.train(training)
+        for seed in (0, 0, 1):
+            loss, _ = lm(batch_of(tokens, seed=seed), 0.9)
+            losses.append(loss.item())
+    assert losses[0] == losses[1] != losses[2]
+    assert losses[3] == losses[5]
+
+
+# --------------------------------------------------------------------------------------------------
 # longer checks
+SETTINGS = [*(('trime', f'--memory {x}') for x in ('none', 'local', 'long', 'ext')),
+            *(('rpt', f'--retriever {x}') for x in ('sem', 'lex', 'bm25', 'none')),
+            *(('drt', f'--n-layer 4 --encoder lower --groups {x}') for x in (0, 1, 2)),
+            ('drt', '--encoder tokens')]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('model, more', SETTINGS)
+def test_every_model_compiles(here, model, more):
+    """torch.compile, on a CPU here: an error in it would end each run on a GPU."""
+    torch.compiler.reset()              # what is compiled, and counted, is of this run only
+    run(flags(model, f'{more} --compile on --max-steps 3 --out x'))
+
+
+# cuts of the papers' presets, and the defaults, without draws, which differ between devices
+ON_A_GPU = [
+    ('trime', '--preset 247m --cutoffs 20,100 --block-size 96 --micro-batch 4 '
+              '--tokens-per-step 384 --stride 48 --dropout 0 --n-layer 2 --n-head 2 --n-embd 64'),
+    ('rpt', '--preset paper --block-size 1024 --tokens-per-step 1024 --n-layer 4 '
+            '--n-cca 1 --n-head 2 --n-embd 64 --window 256 --dropout 0 --teacher always '
+            '--reference-steps 2'),
+    ('drt', '--preset 124m --block-size 1071 --tokens-per-step 1071 --n-layer 4 '
+            '--micro-batch 1 --n-head 2 --n-embd 64 --window 64 --no-gumbel'),
+    ('trime', ''), ('trime', '--memory long'), ('trime', '--memory ext'), ('drt', ''),
+    ('drt', '--encoder tokens --mlm 0'), ('drt', '--groups 0'),
+    ('rpt', '--teacher always --reference-steps 2')]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize('model, more', [
-    ('trime', '--dropout 0'), ('trime', '--dropout 0 --memory long'),
-    ('trime', '--dropout 0 --memory ext'), ('drt', '--no-gumbel --mlm 0'),
-    ('drt', '--no-gumbel --encoder lower'), ('drt', '--groups 0'),
-    ('rpt', '--dropout 0 --teacher always')])
-def test_on_a_gpu(here, model, more):
-    """A run without random draws, whose log has the share of the peak and the memory in use."""
-    run(flags(model, f'{more} --device cuda --compile off --dtype bf16 --out gpu'))
-    run(flags(model, f'{more} --dtype bf16 --out cpu'))
-    entries = log_of('gpu')
+@pytest.mark.parametrize('dtype, error', [('fp32', 1e-3), ('bf16', 2e-2)])
+@pytest.mark.parametrize('model, more', ON_A_GPU)
+def test_on_a_gpu(here, capsys, model, more, dtype, error):
+    """Five compiled steps have the losses of a CPU in fp32. The run resumes; its model streams."""
+    texts = [' '.join(random.Random(i).choices(WORDS, k=600)) for i in range(60)]
+    write_splits(here / 'long', texts[:40], texts[40:])
+    argv = f'--model {model} {more} --data long --tokenizer bytes'.split()
+    run([*argv, *'--max-steps 5 --device cpu --dtype fp32 --out cpu'.split()])
+    for steps in '5', '6':                              # the second command resumes
+        on_gpu = f'--device cuda --compile on --dtype {dtype} --out gpu --max-steps {steps}'
+        run([*argv, *on_gpu.split()])
     losses = [x['loss'] for x in log_of('cpu')]
-    assert [x['loss'] for x in entries] == pytest.approx(losses, rel=1e-2)      # rounded to bf16
+    entries = log_of('gpu')
+    assert [x['loss'] for x in entries[:5]] == pytest.approx(losses, abs=error)
+    assert [x['step'] for x in entries] == [1, 2, 3, 4, 5, 6]
     assert all(0 <= x.get('mfu', 0) < 1 and x['gb'] > 0 for x in entries)
+
+    tokens = torch.randint(200, (1, 150), device='cuda')
+    lm = importlib.import_module('eval').load('gpu')[0].cuda()
+    first, state = lm.stream(tokens[:, :70])
+    rest, _ = lm.stream(tokens[:, 70:], state)
+    close(torch.cat([first, rest], 1), lm.log_probs(tokens), atol=1e-3)
+    importlib.import_module('eval').main('gpu gpu --task speed --lengths 1k'.split())
+    assert float(capsys.readouterr().out.split()[-1]) > 0       # of its own time
 
 
 @pytest.mark.slow

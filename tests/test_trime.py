@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.run import parse_args
 
 import train, trime
 from helpers import batch_of, close, learn, log_p, one_line
@@ -15,7 +16,7 @@ from trime import TRIME, Datastore, EvalConfig, Inference, TRIMEConfig, TrimeLos
 
 torch.set_num_threads(1)                            # the models are tiny
 V, T, B, C = 23, 8, 4, 16
-ADAPTIVE = dict(cutoffs='14,6,6,99', div_value=2)   # clusters of 6, 8, 9 ids and 16, 8, 4 numbers
+ADAPTIVE = dict(cutoffs='6,14,99', div_value=2)     # clusters of 6, 8, 9 ids and 16, 8, 4 numbers
 FAISS = 1e-4                                        # it computes in fp32
 
 
@@ -70,13 +71,14 @@ def word_logits(embedding, f):
     return torch.cat(logits, 1)
 
 
-def has_memory(mode, i, j, doc, local=True, same_document=True, m=0, **_):
+def has_memory(mode, i, j, doc, local=True, same_document=True, n_consecutive=0, **_):
     """Eq. 2, Eq. 3 for groups of m segments, §4.3: whether query i has memory j."""
     if i // T == j // T:
         return mode != 'none' and local and j < i
     if mode == 'ext':
         return not same_document or doc[i] != doc[j]
-    same_group = m == 0 or i // T // m == j // T // m
+    m = n_consecutive or B
+    same_group = i // T // m == j // T // m
     fits = not same_document or doc[i] == doc[j]
     return mode == 'long' and j < i and same_group and fits
 
@@ -114,8 +116,8 @@ def eq5(model, batch, mode, **settings):
     ('local', {}),
     ('local', dict(memory_grad=False)),
     ('long', {}),
-    ('long', dict(m=2)),
-    ('long', dict(m=3, same_document=False)),
+    ('long', dict(n_consecutive=2)),
+    ('long', dict(n_consecutive=3, same_document=False)),
     ('ext', dict(p=0.0)),
     ('ext', dict(p=1.0)),
     ('ext', dict(p=1.0, same_document=False))])
@@ -220,13 +222,6 @@ def test_local_memory_is_disabled_at_random():
     assert abs(mixed.count(off) / 300 - 0.9) < 4 * standard_error
 
 
-def test_dropout_comes_from_the_seed():
-    a, b, c = losses(small(dropout=0.5), [7, 7, 8])
-    assert a == b != c
-    a, b = losses(small(dropout=0.5).eval(), [7, 8])
-    assert a == b
-
-
 # --------------------------------------------------------------------------------------------------
 # evaluation
 INFERENCES = dict(
@@ -305,7 +300,8 @@ def stores(tmp_path_factory):
     folder = tmp_path_factory.mktemp('store')
 
     def store(name, memory, progress=None):
-        return Datastore(folder / name, small(memory, **ADAPTIVE), TEXT, 'about', progress, 16)
+        model = small(memory, **ADAPTIVE)
+        return Datastore(folder / name, model, TEXT, dict(checkpoint=''), progress, 16)
 
     store('a', 'local', no_progress)
     (folder / 'a').rename(folder / 'b')
@@ -362,21 +358,30 @@ def test_streaming_equals_log_probs(name, stride, cuts, stores):
     assert max(sizes) == max(sizes[:4 * T])
 
 
-@pytest.mark.parametrize('name, n', [*((name, 51) for name in INFERENCES), ('long', 4099)])
-def test_what_sizes_are_tuned_on(name, n, stores):
-    """Every token, of a longer text every second, with more memories than are used."""
+@EACH
+def test_what_sizes_are_tuned_on(name, stores):
+    """Every token, with more memories than are used."""
     model = with_memories(name, stores)
-    tokens, every = random_tokens(n), 2 if n > 4096 else 1
-    x = model.inference
-    split = SimpleNamespace(tokens=tokens.numpy(), offsets=[0, n])
+    tokens, x = random_tokens(51), model.inference
+    split = SimpleNamespace(tokens=tokens.numpy(), offsets=[0, 51])
     windows = trime.collect(model, split, x, no_progress)
     x = replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
     scored = torch.cat([x.log_p(*window) for window in windows])
 
     model.inference = x
-    sizes = [f.size(1) for f, _, _ in model.windows(tokens[None, :-1])]
-    parts = log_p(model, tokens).split(sizes)
-    close(scored[:, 0], torch.cat([part[::every] for part in parts]), FAISS)
+    close(scored[:, 0], log_p(model, tokens), FAISS)
+
+
+@pytest.mark.parametrize('length', [3, 5, 11, 17])
+def test_queries_of_all_positions(length, monkeypatch):
+    """Also where each 4th token would be the first of a document, which alone has no memory"""
+    monkeypatch.setattr(trime, 'QUERIES', 300)
+    split = SimpleNamespace(tokens=random_tokens(1200).numpy(), offsets=[*range(0, 1200, length)])
+    windows = trime.collect(small(), split, Inference(True), no_progress)
+    has_memory = torch.cat([(sim > trime.MASKED).any(1) for _, _, sim, _, _ in windows])
+    assert 150 < len(has_memory) < 330
+    share = has_memory.double().mean().item()
+    assert share == pytest.approx(1 - 1 / (length - 1), rel=0.15)
 
 
 @pytest.mark.parametrize('shuffle', [False, True])
@@ -441,7 +446,8 @@ def build(tmp_path, monkeypatch):
     """A function that opens a store of 94 entries, or builds it of three shards"""
     monkeypatch.setattr(Datastore, 'SHARD', 40 * (2 * C + 8))
 
-    def build(memory='local', progress=no_progress, about='weights'):
+    def build(memory='local', progress=no_progress, checkpoint='weights'):
+        about = dict(checkpoint=checkpoint)
         return Datastore(tmp_path, small(memory), TEXT[:95], about, progress, 16)
     return build
 
@@ -457,7 +463,7 @@ def test_an_interrupted_build_begins_again(stop, build, tmp_path):
         build(progress=interrupted)
     assert build().index.ntotal == 94
     assert len([*tmp_path.iterdir()]) == 3                          # no shard is left
-    assert 'delete it' in one_line(build, about='other weights')
+    assert 'delete it' in one_line(build, checkpoint='other weights')
 
 
 @torch.no_grad()
@@ -479,14 +485,15 @@ def test_the_search_is_exact(memory, build):
 
 # --------------------------------------------------------------------------------------------------
 # prepare_eval
-def phrases(seed):
+def phrases(name, seed):
     """Documents of phrases, each one of 3 phrases of 6 words; the last document is empty."""
     order = random_tokens(48, seed=seed, vocab=3)
     tokens = random_tokens(3, 6)[order].flatten().numpy().astype(np.uint16)
-    return SimpleNamespace(tokens=tokens, offsets=[0, 96, 192, 288, 288])
+    return SimpleNamespace(name=name, tokens=tokens, offsets=[0, 96, 192, 288, 288])
 
 
-CORPUS = SimpleNamespace(folder=Path('a'), fingerprint='1', train=phrases(0), val=phrases(1))
+CORPUS = SimpleNamespace(folder=Path('a'), fingerprint='1', train=phrases('train', 0),
+                         val=phrases('val', 1), test=None)
 DOCUMENTS = torch.from_numpy(CORPUS.val.tokens.astype(int)).split(96)
 
 
@@ -533,6 +540,33 @@ def test_tuning(trained, names, tmp_path, monkeypatch, capsys):
         prepared(trained, tmp_path, None, memory=names)
 
 
+@pytest.mark.parametrize('scored, val, test, tuned_on', [
+    ('val', 1000, 999, 'val'), ('train', 9, 1000, 'test'), ('test', 1000, 9, 'val')])
+def test_the_split_for_tuning(scored, val, test, tuned_on, capsys):
+    """Another than the scored one, if it is large enough"""
+    sizes = dict(train=9, val=val, test=test)
+    splits = {x: SimpleNamespace(name=x, tokens=range(n)) for x, n in sizes.items()}
+    split = trime.tuning_split(SimpleNamespace(**splits), scored)
+    assert split.name == tuned_on
+    assert ('warning' in capsys.readouterr().out) == (tuned_on == scored)
+
+
+@pytest.mark.parametrize('name', ['tuned.json', 'datastore-a/about.json',
+                                  'datastore-a/keys.faiss', 'datastore-a/keys.ivfdata'])
+@pytest.mark.parametrize('change', [lambda x: b'[]', lambda x: b'{"a": {}}', lambda x: x[:-1],
+                                    lambda x: b'\xff'])
+def test_a_bad_file_is_made_again(name, change, tmp_path, monkeypatch, capsys):
+    """Without a check a search in a short keys.ivfdata ends the process (SIGBUS)."""
+    monkeypatch.setattr(trime, 'tune', lambda windows, inference: inference)
+    prepared('local', tmp_path, memory='ext')
+    file = tmp_path / name
+    content = file.read_bytes()
+    file.write_bytes(change(content))
+    perplexity(prepared('local', tmp_path, memory='ext'))
+    assert 'is damaged' in capsys.readouterr().out
+    assert file.read_bytes() == content
+
+
 def test_flags(tmp_path):
     assert prepared('ext', tmp_path, memory='local', stride=5).stride == 5
     assert 'find itself' in one_line(prepared, 'ext', tmp_path, split='train')
@@ -568,18 +602,14 @@ def test_recall(nprobe, percent, tmp_path, stores, monkeypatch, capsys):
 
 # --------------------------------------------------------------------------------------------------
 # whole models
-@pytest.mark.parametrize('preset, millions, memory, kind', [
-    ('7m', 7, 'local', 'segments'),
-    ('150m', 150, 'long', 'consecutive'),
-    ('247m', 247, 'ext', 'packed'),
-    ('enwik8', 38, 'long', 'consecutive')])
-def test_presets(preset, millions, memory, kind):
-    """Table 9, within 2%: there are no biases here."""
-    _, config, _ = train.parse(['--preset', preset, '--memory', memory])
-    with torch.device('meta'):
-        n = sum(weight.numel() for weight in TRIME(config).parameters())
-    assert n == pytest.approx(millions * 1e6, rel=0.02)
-    assert trime.batches(config)['kind'] == kind
+@pytest.mark.parametrize('model', train.MODELS)
+def test_torchrun_takes_no_flag(model):
+    """--m would be an abbreviation of several of its flags, and is an error."""
+    assert 'no flag here' in one_line(train.parse, ['--model', model, '--m', '2'])
+    _, *configs = train.parse(['--model', model])
+    for name in vars(configs[0]) | vars(configs[1]):
+        flags = [f'--{name.replace("_", "-")}', '2']
+        assert parse_args(['train.py', *flags]).training_script_args == flags
 
 
 def function_batch(step):
