@@ -59,7 +59,7 @@ def output(text):
 
 @dataclass
 class EvalConfig:
-    task: str = ''  # table, examples, generate, niah, speed, frequency, datastore, ranks or a report
+    task: str = ''  # a report, table, examples, generate, niah, speed, frequency, datastore, ranks
     data: train.source = ''     # another corpus than the one of training
     retrieve_from: train.source = ''    # trime, drt: retrieve from the train split of this corpus
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus

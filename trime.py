@@ -1096,14 +1096,15 @@ def datastore_accuracy(runs, args):
     result = {}
     for run in runs:
         model, store = run.model, run.model.store
-        if store is None:
+        if not store:
             raise SystemExit(f'{run.name} has no datastore: --task datastore needs --memory ext')
 
         # whether the entries, the most similar one first, have the next token as value
         windows = collect(model, run.split, Inference(n_neighbors=1024), quiet, 16_384)
         match = torch.cat([window[3] for window in windows])                    # (Q, 1024)
-        result[run.name] = shares = {f'top-{K}': match[:, :K].any(1).float().mean().item()
-                                     for K in (1, 8, 64, 1024)}
+        shares = result[run.name] = {}
+        for K in 1, 8, 64, 1024:
+            shares[f'top-{K}'] = match[:, :K].any(1).float().mean().item()
 
         # recall, of each 32nd of the first 8,192 tokens: all lists have the best entries
         windows = model.windows(model.on_device(run.split.tokens[None, :8192]))
