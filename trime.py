@@ -26,6 +26,7 @@ Where the paper is in this file
     Table 1, 5              which memories a model has              memory_names
     Table 9                 the models                              PRESETS
     Table 13                accuracy of the datastore               datastore_accuracy
+    Table 14                perplexity by frequency                 frequency in eval.py
 
 Letters of the shape comments and formulas
     B segments    T tokens per segment    C width    H heads    D width per head    V vocabulary
@@ -647,7 +648,7 @@ class Datastore:
 
     def __init__(self, folder, model, text, about, progress, nprobe):
         """Opens the store of text (n + 1,) in folder; builds it if there is none or it is damaged.
-        about: what it depends on"""
+        about: what it depends on; nprobe: lists that a search reads, 0: all"""
         import faiss
         self.text = model.on_device(text)
         self.nprobe = nprobe
@@ -1050,6 +1051,7 @@ def collect(model, split, inference, progress, n_queries=None):
             w = new[queries]                                                    # (Q, 1)
             logits, log_words = model.embedding.logits(f[0, queries])           # (Q, V)
             sim, value, local = model.memories(g, state, queries)               # (Q, M)
+            # where a search returns fewer than K entries, the others are MASKED
             windows.append((logits.gather(1, w), log_words,
                             sim, (value == w) & (sim > MASKED), local))
     return windows
@@ -1106,7 +1108,7 @@ def datastore_accuracy(runs, args):
         for K in 1, 8, 64, 1024:
             shares[f'top-{K}'] = match[:, :K].any(1).float().mean().item()
 
-        # recall, of each 32nd of the first 8,192 tokens: all lists have the best entries
+        # recall, for each 32nd of the first 8,192 tokens; a search of all lists is exact
         windows = model.windows(model.on_device(run.split.tokens[None, :8192]))
         query = torch.cat([g[0, ::32] for _, g, _ in windows])                  # (Q, C)
         sim, _ = store.search(query, 1024)

@@ -623,8 +623,8 @@ def test_the_accuracy_and_recall_of_the_datastore(stores, monkeypatch):
 
 
 def test_a_store_needs_twice_its_size_on_the_disk(build, monkeypatch):
-    disk = SimpleNamespace(free=2 * 94 * (2 * C + 8) - 1)
-    monkeypatch.setattr(trime.shutil, 'disk_usage', lambda folder: disk)
+    monkeypatch.setattr(trime.shutil, 'disk_usage',
+                        lambda folder: SimpleNamespace(free=2 * 94 * (2 * C + 8) - 1))
     assert 'free disk space' in one_line(build)
 
 
