@@ -176,6 +176,18 @@ def test_the_losses_by_position_by_hand():
     assert evaluation.by_position(log_p, [1, 2, 4, 8]) == [3, 2.5, None]
 
 
+def test_perplexity_by_frequency(run, monkeypatch):
+    """Of tokens that occur at most three times, as 256 does; of none (TRIME, Table 14)"""
+    monkeypatch.setattr(evaluation, 'FREQUENCIES', dict(a=3, b=3))
+    row, *_ = evaluate('a --task frequency')
+    n = [*''.join(TEXTS).encode()].count
+    scored = [w for text in TEXTS for w in [*text.encode()[1:], 256]]
+    log_p = np.concatenate(log_p_by_hand(1.0))
+    losses = [-x for w, x in zip(scored, log_p) if n(w) <= 3]
+    assert row['a'] == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
+    assert [row['n a'], row['b']] == [len(losses), None]
+
+
 def test_a_short_document(run, capsys):
     Path('short.jsonl').write_text('{"text": "one short document"}')
     row = evaluate('a --task table --data short.jsonl --split train')['rows'][0]

@@ -1,5 +1,5 @@
 """TRIME against its definitions, by loops in fp64."""
-import itertools, math, re
+import itertools, math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -461,6 +461,7 @@ def test_an_interrupted_build_begins_again(stop, build, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         build(progress=interrupted)
+    assert not tmp_path.exists()
     assert build().index.ntotal == 94
     assert len([*tmp_path.iterdir()]) == 3                          # no shard is left
     assert 'delete it' in one_line(build, checkpoint='other weights')
@@ -591,13 +592,32 @@ def test_another_corpus(tmp_path):
     assert 'delete it' in one_line(prepared, 'local', tmp_path, **flags)
 
 
-@pytest.mark.parametrize('nprobe, percent', [(1, '[2-9].'), (0, '100')])
-def test_recall(nprobe, percent, tmp_path, stores, monkeypatch, capsys):
-    """Of two lists; 0 is all"""
-    monkeypatch.setattr(trime, 'Datastore', lambda *_: stores.l2)
-    stores.l2.nprobe = nprobe
-    prepared('none', tmp_path, memory='ext', recall=True)
-    assert re.search(f'recall {percent}[.]', capsys.readouterr().out)
+@torch.no_grad()
+def test_the_accuracy_and_recall_of_the_datastore(stores, monkeypatch):
+    """Table 13 by a loop"""
+    model = with_memories('ext', stores)
+    split = SimpleNamespace(tokens=TOKENS.numpy(), offsets=[0, len(TOKENS)])
+    runs = [SimpleNamespace(name='a', model=model, split=split)]
+    shares = trime.datastore_accuracy(runs, None)['a']
+    for K in 1, 8:
+        model.inference = Inference(n_neighbors=K)
+        each = memories_of_each(model, TOKENS[:-1])
+        right = [w in [value for _, value, _ in ext]
+                 for (*_, ext), w in zip(each, TOKENS[1:])]
+        assert shares[f'top-{K}'] == pytest.approx(np.mean(right))
+
+    # one of two lists has fewer than 1,024 entries; what it lacks is right for no token
+    model.store.nprobe = 1
+    monkeypatch.setattr(model.store, 'text', torch.arange(2001).clamp(max=1))
+    split.tokens = 0 * split.tokens
+    shares = trime.datastore_accuracy(runs, None)['a']
+    assert shares['top-1024'] == 0 and shares['recall'] < 0.99
+
+
+def test_a_store_needs_twice_its_size_on_the_disk(build, monkeypatch):
+    monkeypatch.setattr(trime.shutil, 'disk_usage',
+                        lambda folder: SimpleNamespace(free=2 * 94 * (2 * C + 8) - 1))
+    assert 'free disk space' in one_line(build)
 
 
 # --------------------------------------------------------------------------------------------------
