@@ -12,7 +12,7 @@ from torch.distributed.run import parse_args
 
 import train, trime
 from helpers import batch_of, close, learn, log_p, one_line
-from trime import TRIME, Datastore, EvalConfig, Inference, TRIMEConfig, TrimeLoss
+from trime import TRIME, Datastore, EvalConfig, Inference, TRIMEConfig
 
 torch.set_num_threads(1)                            # the models are tiny
 V, T, B, C = 23, 8, 4, 16
@@ -157,25 +157,18 @@ def test_the_first_steps_are_without_memory(memory):
 
 
 def test_extreme_similarities():
-    """fp32 has neither e^200 nor e^-110: the match of query 0 is 110 nats below its maximum."""
-    f, query, key = torch.zeros(3, 3, C)
-    query[0, 0] = C ** 0.5
-    key[:2, 0] = torch.tensor([90.0, 200.0])
-    f.requires_grad_()
-    key.requires_grad_()
-    targets = torch.tensor([3, 1, -1])
-
-    mask = torch.zeros(3, 3, dtype=torch.bool)
-    mask[0, :2] = True
-    head, tail = torch.randn(V, C), mask[:, :1] * 0.0
-    results = TrimeLoss.apply(f, query, key, head, tail, targets.abs()[:, None], targets,
-                              lambda rows: (slice(3), mask))
-    results[0].backward()
-    loss, memory_prob, word_loss = (x.item() for x in results)
-    assert loss == pytest.approx((110 + math.log(V)) / 2)
-    assert memory_prob == pytest.approx(0.5)
-    assert word_loss == pytest.approx(math.log(V))
-    close(key.grad[:, 0], torch.tensor([-0.5, 0.5, 0]), 1e-6)
+    """fp32 has neither e^200 nor e^-110, by which similarities differ here."""
+    model = small('long')
+    model.blocks[-1].norm2.weight.data *= 12
+    batch = batch_of(random_tokens(B, T, vocab=5))
+    expected, memory_prob, _ = eq5(model, batch, 'long')
+    by_autograd, = torch.autograd.grad(expected, model.embedding.tables[0])
+    loss, log = model.float()(batch, 1.0)
+    gradient, = torch.autograd.grad(loss, model.embedding.tables[0])
+    assert loss > 50
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    close(log['memory_prob'].double(), memory_prob, 1e-4)
+    close(gradient.double(), by_autograd, 1e-3 * by_autograd.abs().max().item())
 
 
 @pytest.mark.parametrize('sizes', [{}, ADAPTIVE])
