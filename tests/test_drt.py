@@ -464,22 +464,17 @@ def test_mlm_predicts_the_tokens_that_the_encoder_does_not_see(monkeypatch):
     encode, calls = model.encode, []
     monkeypatch.setattr(model, 'encode', lambda *args: calls.append(args) or encode(*args))
     loss, log = model(batch, 0.49)
-    _, _, _, masked = calls[0]
+    *_, masked = calls[0]
     masked = masked[:, :11 * S].view(B, 11, S)
     assert not masked[..., -1].any()                                    # landmarks
     assert all(0.15 < share < 0.45 for share in masked[..., :-1].float().mean((1, 2)))
-    whole = batch.tokens[:, :33].view(B, 11, S - 1)
-    ids = F.pad(whole, (0, 1), value=V)
+    ids = F.pad(batch.tokens[:, :33].view(B, 11, S - 1), (0, 1), value=V)
     chunks, _ = model.encoder(model.embedding(ids.masked_fill(masked, V + 1)))
     mlm_loss = F.cross_entropy(chunks[masked] @ model.embedding.weight[:V].T, ids[masked])
     torch.testing.assert_close(log['mlm_loss'], mlm_loss)
     torch.testing.assert_close(loss, log['lm_loss'] + mlm_loss)
 
-
-def test_mlm_hides_nothing_from_the_decoder():
-    """Without retrieval the LM loss is the same as in the second half and in eval mode."""
-    model = small(encoder='tokens', mlm=0.3).train()
-    batch = batch_of(random_tokens(t=35))
+    # nothing is hidden from the decoder: without retrieval its loss is that of the second half
     model.retriever = 'off'
     _, log = model(batch, 0.49)
     second_half, _ = model(batch, 0.5)
@@ -496,7 +491,8 @@ def test_scores_are_fp32_under_autocast():
     with torch.autocast('cpu', torch.bfloat16):
         w, idx = model.retrieve(0, h, landmarks, mask)
         assert w.dtype == model.log_probs(random_tokens()).dtype == torch.float32
-    h, landmarks = h.double(), landmarks.double()
+    h = h.double()
+    landmarks = landmarks.double()
     exact_w, exact_idx = model.double().retrieve(0, h, landmarks, mask)
     torch.testing.assert_close(w.double(), exact_w, rtol=1e-4, atol=1e-5)
     assert torch.equal(idx, exact_idx)

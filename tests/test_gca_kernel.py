@@ -188,19 +188,13 @@ def test_without_slots_or_chunks():
         gca(q, half, half, w, idx, 16)
 
 
-@pytest.mark.parametrize('seed', range(10))
-def test_the_plan_is_the_inverse(seed):
-    torch.manual_seed(seed)
-    N, K, M = torch.randint(1, 9, (3,)).tolist()
-    idx = torch.randint(-1, M, (2, N, K), dtype=torch.int32)
-    plan = gca_plan(idx, M)
-    for numbers, entries, start, order in zip(idx.flatten(1).tolist(), *plan):
-        counts = []
-        for c in range(M):
-            expected = [e for e in range(N * K) if numbers[e] == c]
-            assert entries[start[c]:start[c + 1]].tolist() == expected
-            counts.append(len(expected))
-        assert order.tolist() == sorted(range(M), key=lambda c: -counts[c])
+def test_the_plan_begins_with_the_chunks_of_most_queries():
+    """The gradients of keys and values, by the double loop, need the rest of it."""
+    torch.manual_seed(0)
+    idx = torch.randint(-1, 9, (2, 20, 3), dtype=torch.int32)
+    *_, order = gca_plan(idx, 9)
+    for numbers, chunks in zip(idx.flatten(1).tolist(), order.tolist()):
+        assert chunks == sorted(range(9), key=lambda c: -numbers.count(c))
 
 
 @pytest.mark.parametrize('rows', [1, 3])

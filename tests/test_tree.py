@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BUDGET = {'trime.py': 8200, 'rpt.py': 10500, 'drt.py': 6800, 'gca_kernel.py': 4500, 'bm25.py': 1200,
-          'data.py': 6000, 'train.py': 4600, 'eval.py': 6200}   # Python tokens; in all 41500
+          'data.py': 6000, 'train.py': 4600, 'eval.py': 6200}   # Python tokens; in all 48000
 TESTS = [f'tests/{path.name}' for path in Path(__file__).parent.glob('*.py')]
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'setup', 'demo'}
@@ -82,8 +82,7 @@ def test_there_is_little_to_read():
     files = {path.name for path in ROOT.glob('*.py')}
     assert files == BUDGET.keys()
     assert [name for name in files if size(name) > BUDGET[name]] == []
-    assert sum(map(size, files)) <= 41500
-    assert sum(map(size, TESTS)) <= 42000
+    assert sum(map(size, TESTS)) <= 46000
 
 
 @pytest.mark.parametrize('name', [*BUDGET, *TESTS])
