@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pytest import approx, mark
 
 import data, train
 import eval as evaluation
@@ -144,7 +145,7 @@ def test_the_table_of_a_text(run):
     for row, (way, strength) in zip(result['rows'], WAYS.items(), strict=True):
         assert (row['run'], row['way'], row['trained on']) == ('a', way, 1234)
         loss = -np.concatenate(log_p_by_hand(strength)).mean()
-        assert row['loss'] == pytest.approx(loss, rel=1e-5)
+        assert row['loss'] == approx(loss, rel=1e-5)
 
 
 def test_the_metrics_by_hand():
@@ -153,13 +154,13 @@ def test_the_metrics_by_hand():
     log_p_off = [np.array([-2.0, -4.0]), np.array([-3.0])]
     row = evaluation.metrics(log_p, log_p_off, SimpleNamespace(n_bytes=4, n_words=3))
     assert row['loss'] == 2
-    assert row['ppl'] == row['word ppl'] == pytest.approx(math.e ** 2)
-    assert row['bits/byte'] == pytest.approx(1.5 / math.log(2))
+    assert row['ppl'] == row['word ppl'] == approx(math.e ** 2)
+    assert row['bits/byte'] == approx(1.5 / math.log(2))
     assert row['gain over off'] == 1
-    assert row['±'] == pytest.approx(math.sqrt(2 / 1 * (1 + 1)) / 3)
+    assert row['±'] == approx(math.sqrt(2 / 1 * (1 + 1)) / 3)
 
 
-@pytest.mark.parametrize('tokenizer, n_bytes', [('bytes', 2 + 4 + 2), ('word', 0 + 3 + 3)])
+@mark.parametrize('tokenizer, n_bytes', [('bytes', 2 + 4 + 2), ('word', 0 + 3 + 3)])
 def test_bits_per_byte_are_of_the_bytes_that_are_scored(run, tokenizer, n_bytes):
     """A first token is half of é, or a word; an unknown word counts as none."""
     write_splits(Path('short'), ['éa bb cc', 'd'], ['éa', 'bb cc', 'x d'])
@@ -167,7 +168,7 @@ def test_bits_per_byte_are_of_the_bytes_that_are_scored(run, tokenizer, n_bytes)
     result = evaluate('c --task table')
     row = result['rows'][0]
     nats = row['loss'] * result['scored']
-    assert row['bits/byte'] == pytest.approx(nats / math.log(2) / n_bytes)
+    assert row['bits/byte'] == approx(nats / math.log(2) / n_bytes)
 
 
 def test_a_short_document(run, capsys):
@@ -243,7 +244,7 @@ def test_what_is_no_checkpoint_is_one_line(run):
         assert one_line(evaluation.load, path) == f'no such run: {path}'
 
 
-@pytest.mark.parametrize('flags, words', [
+@mark.parametrize('flags, words', [
     ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'niah, count'),
     ('a --split test', 'split test'), ('a --task examples --prompt x', 'two tokens'),
     ('a --json no/x', 'no/x'), ('a --html texts', 'texts'), ('a --json pipe', 'pipe'),
@@ -271,7 +272,7 @@ def test_files_are_written_after_the_work_or_not_at_all(run, monkeypatch):
     assert os.listdir() == files and Path('out.json').read_text() == 'earlier'
 
 
-@pytest.mark.parametrize('error, words', [
+@mark.parametrize('error, words', [
     (RuntimeError('unexpected pos 704 vs 598'), 'disk full'),               # torch's
     (RuntimeError('write error in x: 1 != 2 (No space)'), 'disk full'),     # faiss's
     (MemoryError(), 'out of memory'), (OSError('No space left'), 'No space')])
@@ -294,7 +295,7 @@ def test_examples_are_where_the_gain_is_largest(run):
     x, d = result[0], order[0]
     gains, text = gains[d], TEXTS[d] + '<|endoftext|>'
     t = gains.argmax()
-    assert x['gain'] == pytest.approx(gains[t], abs=1e-4)
+    assert x['gain'] == approx(gains[t], abs=1e-4)
     assert (x['token'], x['before']) == (t + 1, text[:t + 1][-32:])
     assert text[t + 1:].startswith(x['text']) and len(x['text']) >= 13
     assert x['retrieved'] == [
@@ -303,7 +304,7 @@ def test_examples_are_where_the_gain_is_largest(run):
         dict(weight=0.25, start=2, end=6, ago=None, text='data')]
 
 
-@pytest.mark.parametrize('name, prompt, shown', [
+@mark.parametrize('name, prompt, shown', [
     ('a', 'some tex', "before    'some tex'\n\n"),
     ('a', 100 * 'x', f" '{100 * 'x'}'"), ('a', 'y' + 100 * 'x', f" …'{100 * 'x'}'"),
     ('c', 'some tex', " 'some te' -> 'x'"), ('c', 'some tex', " 'dat' -> 'a'"),
@@ -337,25 +338,21 @@ def test_the_data_of_a_page(run):
     assert (page['run'], page['chunk'], page['tokenizer']['name']) == ('a', 31, 'bytes')
     assert page['tokens'] == [*TEXTS[d].encode(), 256]
     for losses, x in zip(page['losses'], (off, on), strict=True):
-        assert losses == pytest.approx(-x[d], abs=1e-3)
+        assert losses == approx(-x[d], abs=1e-3)
     assert len(page['traces']) == len(page['tokens']) // 31
     first, second = page['traces'][0][0]
     assert first == [0.75, 0, 32, []]
     assert second == [0.25, 2, 6, [*b'data']]               # of another text
 
 
-def test_a_page_reads_its_text_once(run):
-    run('c/best.pt', chunk=1)
-    page, = page_of('c', '--prompt', HOSTILE)
-    assert len(page['traces']) == len(page['tokens']) - 1           # for each token
-    assert BIGRAM.made[-1].read_tokens == len(page['tokens']) - 1
-
-
-def test_a_page_of_groups(run):
-    run('c</script>/best.pt', groups=2)                     # a name that could end the script
+def test_a_page_of_groups_and_tokens(run):
+    """Its text is read once."""
+    run('c</script>/best.pt', groups=2, chunk=1)            # a name that could end the script
     _, page = page_of('a c</script>', '--prompt', HOSTILE)
     assert page['run'] == 'c</script>'
-    assert [reads[0][0] for reads in page['traces'][0]] == [0.75, 0.5]
+    n_read = BIGRAM.made[-1].read_tokens
+    assert len(page['traces']) == n_read == len(page['tokens']) - 1         # for each token
+    assert [reads[0][0] for reads in page['traces'][5]] == [0.75, 0.5]
 
 
 def test_a_page_shows_the_beginning_of_a_long_document(run, monkeypatch):
@@ -381,8 +378,8 @@ add(document.body, 'output', JSON.stringify(
 </script>'''
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason='there is no Chromium')
+@mark.slow
+@mark.skipif(CHROMIUM is None, reason='there is no Chromium')
 def test_the_page_in_a_browser(run):
     run('c/best.pt', chunk=1)
     page_of('a c', '--prompt', HOSTILE)
@@ -451,11 +448,11 @@ def test_generate_draws_from_the_probabilities(model):
     assert generate(model, temperature=0) == 400 * 'a'
     for temperature, n_a in ((1.0, 160), (0.5, 213)):                       # p^(1/temperature)
         text = generate(model, temperature=temperature)
-        assert text.count('a') == pytest.approx(n_a, abs=40)                # four sigma
+        assert text.count('a') == approx(n_a, abs=40)                # four sigma
     assert generate(model, seed=1) == generate(model, seed=1) != generate(model, seed=2)
 
 
-@pytest.mark.parametrize('top_k, top_p, kept', [
+@mark.parametrize('top_k, top_p, kept', [
     (0, 0.0, 'a'), (0, 0.69, 'ab'), (0, 0.75, 'abc'),
     (3, 1.0, 'abc'), (3, 0.45, 'ab')])
 def test_generate_draws_from_the_likeliest(model, top_k, top_p, kept):
@@ -472,10 +469,10 @@ def test_generate_reads_the_prompt_and_ends(model):
     assert generate(model, '', 1, temperature=0) == 'a' and model.streamed[-1][2] == [256]
 
 
-@pytest.mark.parametrize('text, share', [
+@mark.parametrize('text, share', [
     (b'abcdefgh' * 2, 1 / 9), (b'abcdefgh', 0), (b'abc', 0)])
 def test_the_share_of_repeated_8_grams(text, share):
-    assert evaluation.repeated(text) == pytest.approx(share)
+    assert evaluation.repeated(text) == approx(share)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -496,7 +493,7 @@ def test_the_plot_has_the_losses_by_position(run, drawn):
         start, stop, *_ = line.get_xdata()
         losses = -np.concatenate([x[start - 1:stop - 1] for x in log_p_by_hand(strength)])
         assert start == 64 and len(losses) >= 1000
-        assert line.get_ydata()[0] == pytest.approx(losses.mean(), rel=1e-5)
+        assert line.get_ydata()[0] == approx(losses.mean(), rel=1e-5)
 
 
 def test_the_plot_has_smooth_training_losses(run, drawn, capsys):
@@ -508,7 +505,7 @@ def test_the_plot_has_smooth_training_losses(run, drawn, capsys):
     assert 'a/log.jsonl: 6 damaged lines' in capsys.readouterr().err
     line, = drawn[0].axes[1].lines
     assert line.get_xdata()[-1] == 0.6                              # millions
-    assert line.get_ydata() == pytest.approx(np.arange(7.5, 60))    # means over 2 of steps 7 to 60
+    assert line.get_ydata() == approx(np.arange(7.5, 60))    # means over 2 of steps 7 to 60
 
 
 # --------------------------------------------------------------------------------------------------
@@ -564,7 +561,7 @@ class Copier(BIGRAM):
         return F.one_hot(torch.tensor([ids]), 257).float().log(), None
 
 
-@pytest.mark.parametrize('limit, right', [
+@mark.parametrize('limit, right', [
     (None, [1, 1, 1]), (31, [1, 0, 0])])
 def test_needles_of_a_model_that_copies(run, monkeypatch, drawn, limit, right):
     monkeypatch.setattr(sys.modules[__name__], 'BIGRAM', Copier)
@@ -574,7 +571,7 @@ def test_needles_of_a_model_that_copies(run, monkeypatch, drawn, limit, right):
     for row in rows:
         assert row['needles'] == 30
         assert [row['0%'], row['50%'], row['100%']] == right
-        assert row['right'] == pytest.approx(sum(right) / 3)
+        assert row['right'] == approx(sum(right) / 3)
     heat_map = drawn[0].axes[0]
     assert heat_map.images[0].get_array().tolist() == [right, right]
     assert [x.get_text() for x in heat_map.get_yticklabels()] == ['a, 512', 'a, 1k']
@@ -650,13 +647,13 @@ def weights(tmp_path, monkeypatch, request):
     return 'copy.pt --data . --task'
 
 
-@pytest.mark.parametrize('weights', ['trime', 'rpt', 'drt'], indirect=True)
+@mark.parametrize('weights', ['trime', 'rpt', 'drt'], indirect=True)
 def test_the_trained_weights_gain_by_what_they_read(weights):
     on, shuffled, _ = evaluate(f'{weights} table')['rows']
     assert on['gain over off'] > 0.06 and on['loss'] < shuffled['loss'] - 0.02
 
 
-@pytest.mark.parametrize('weights', ['drt-niah'], indirect=True)
+@mark.parametrize('weights', ['drt-niah'], indirect=True)
 def test_the_trained_weights_find_needles(weights):
     rows = evaluate(f'{weights} niah --lengths 4k')
     assert rows[0]['needles'] == 50 and rows[0]['right'] > 0.9

@@ -1,10 +1,12 @@
 """The training loop: resuming, any number of processes, what a user can get wrong."""
-import contextlib, dataclasses, importlib, json, math, os, random, signal, subprocess, sys, time
+import contextlib, dataclasses, importlib, json, math, os, random, re, signal, subprocess, sys, time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.run import parse_args
 from torch.utils._pytree import tree_leaves
+from pytest import approx, mark
 
 import data, eval, train, trime
 from helpers import COMMON, FLAGS, batch_of, close, flags, log_p, one_line, write_splits
@@ -106,7 +108,7 @@ def at_step(step, *actions, out='run'):
     return before('learning_rate', lambda done, c: (done + 1, c.out) == (step, out), *actions)
 
 
-@pytest.mark.parametrize('model', FLAGS)
+@mark.parametrize('model', FLAGS)
 def test_an_interrupted_run_equals_another_one(here, capsys, model):
     launch('--out straight', model)
     with at_step(3, interrupt):
@@ -176,6 +178,7 @@ def test_an_interrupted_reference(here, capsys):
     screen = capsys.readouterr().out
     assert 'min left in this stage' in screen and 'finished: python eval.py run\n' in screen
     assert 'eval.py run-reference' not in screen
+    assert re.search(r'ndcg 0\.\d+ \| ranked \d+ \|', screen)
 
 
 def test_kill_9(here):
@@ -204,7 +207,7 @@ def test_a_folder_has_one_run_at_a_time(here):
     assert not Path('run').exists()
 
 
-@pytest.mark.parametrize('stop', [3, 99])
+@mark.parametrize('stop', [3, 99])
 def test_more_steps(here, capsys, stop):
     """A run of 6 steps, stopped at step 3 or finished, then --max-steps 9: the batches are those
     of 9 steps. Without a rate and memory, losses depend on nothing else."""
@@ -219,14 +222,14 @@ def test_more_steps(here, capsys, stop):
     assert Path('run/log.jsonl').read_text().startswith(log)
 
     for x, y in zip(log_of('run'), log_of('straight'), strict=True):
-        assert x['loss'] == pytest.approx(y['loss'])
+        assert x['loss'] == approx(y['loss'])
         assert (x['step'], x['tokens']) == (y['step'], y['tokens'])
         assert x['lr'] == y['lr'] or x['step'] <= 6
     assert 'run has 9 steps; a larger' in one_line(launch, more + '8 --out run')
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize('model', FLAGS)
+@mark.dist
+@mark.parametrize('model', FLAGS)
 def test_two_processes_take_the_same_steps_as_one(here, model):
     """Two micro-batches, of one process or one of each of two: only the order of sums differs."""
     launch('--out one', model)
@@ -237,7 +240,7 @@ def test_two_processes_take_the_same_steps_as_one(here, model):
     for x, y in zip(weights, weights_2, strict=True):
         close(x, y, atol=1e-6)
     for x, y in zip(log, log_2, strict=True):
-        assert x == pytest.approx(y, rel=1e-4)
+        assert x == approx(y, rel=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -250,7 +253,7 @@ def test_a_run_learns(here, capsys):
     assert [x['step'] for x in log if 'val_loss' in x] == [20, 40, 60]
     assert log[-1]['val_loss'] < log[0]['loss'] - 1
     cosine = [0.0055 + 0.0045 * math.cos(math.pi * s / 57) for s in range(57)]     # to a tenth
-    assert [x['lr'] for x in log] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01] + cosine)
+    assert [x['lr'] for x in log] == approx([0.01 / 3, 0.02 / 3, 0.01] + cosine)
     screen = capsys.readouterr().out
     assert f'step     60/60 | loss {log[-1]["loss"]:.4f} | memory_prob ' in screen
     assert 'settings other than the defaults: vocab_size=257 block_size=16 ' in screen
@@ -264,18 +267,11 @@ def test_a_run_learns(here, capsys):
     assert (last['step'], last['tokens'], last['model_name']) == (60, 60 * 64, 'trime')
 
 
-@pytest.mark.parametrize('more', ['', '--no-bm25'])
+@mark.parametrize('more', ['', '--no-bm25'])
 def test_ext_has_no_best(here, more):
     """It is validated with another memory."""
     launch(f'--memory ext {more}')
     assert [path.name for path in Path('out/trime').glob('*.pt')] == ['ckpt.pt']
-
-
-def test_counts_are_printed_without_decimals(capsys):
-    entry = dict(step=5, loss=10.5, ndcg=0.41237, ranked=42.0, lr=1e-3, tokens_per_s=12345.6)
-    train.show(entry, 600, '1.2 min left')
-    assert capsys.readouterr().out == ('step      5/600 | loss 10.5000 | ndcg 0.4124 | ranked 42 | '
-                                       '12,346 tokens/s | 1.2 min left\n')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -315,7 +311,7 @@ def test_names_of_a_path(here, monkeypatch):
 BROKEN = {'config.json': [b'[]', b'\xff', b'{"torn', b''], 'ckpt.pt': [b'', b'torn', b'PK']}
 
 
-@pytest.mark.parametrize('name', BROKEN)
+@mark.parametrize('name', BROKEN)
 def test_a_broken_file_of_a_run(here, name):
     launch('--out run')
     for content in BROKEN[name]:
@@ -325,7 +321,7 @@ def test_a_broken_file_of_a_run(here, name):
         assert contents('run') == before
 
 
-@pytest.mark.parametrize('training', [True, False])
+@mark.parametrize('training', [True, False])
 def test_a_loss_that_is_not_finite(here, monkeypatch, training):
     """In training or in validation from step 4 on. The checkpoint of step 2 remains."""
     forward = trime.TRIME.forward
@@ -360,7 +356,7 @@ def test_a_full_disk(here, monkeypatch):
     assert same('run', 'straight')
 
 
-@pytest.mark.parametrize('B, hint, error', [
+@mark.parametrize('B, hint, error', [
     (4, '--micro-batch 2', torch.OutOfMemoryError('Tried to allocate 9 GiB')),
     (1, '--block-size 8', RuntimeError("can't allocate memory")),
     (4, '--micro-batch 2', MemoryError('Unable to allocate 9 GiB'))])
@@ -377,8 +373,9 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
     assert "kernel='triton' cannot run" in one_line(launch, '--kernel triton', 'drt')
 
 
-@pytest.mark.parametrize('more, message', [
-    ('--learning-rate 1', 'nearest is --'), ('--memory lokal', 'lokal'), ('--model gpt', 'drt'),
+@mark.parametrize('more, message', [
+    ('--learning-rate 1', 'nearest is --'), ('--m 2', 'no flag here'),
+    ('--memory lokal', 'lokal'), ('--model gpt', 'drt'),
     ('--lr -1', '--lr -1.0 is not a number from 0 on'), ('--lr nan', 'nan'),
     ('--seed 1.5', '1.5'), (f'--seed {2 ** 64}', 'from 0 on'),
     ('--model drt --groups -1', '--groups -1 is not a number from 0 on'),
@@ -394,7 +391,12 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
     ('--cutoffs 0', 'cutoffs'), ('--cutoffs 9,5', 'rise'), ('--cutoffs 5,', 'rise'),
     ('--dropout 1.5', 'at most 1'),
     ('--model rpt --window 96', 'window'), ('--model rpt --n-candidates 1', 'n_candidates'),
-    ('--model rpt --n-cca 2 --n-layer 2', 'n_cca')])
+    ('--model rpt --n-cca 2 --n-layer 2', 'n_cca'),
+    ('--model rpt --reference x --retriever lex', 'sem'), ('--model drt --n-head 3', 'n_head'),
+    ('--model drt --n-layer 1', 'n_layer'), ('--model drt --groups 4', 'groups'),
+    ('--model drt --chunk-size 1', 'chunk_size'), ('--model drt --slope 0', 'slope'),
+    ('--model drt --mlm 1.5', 'mlm'), ('--model drt --block-size 62', 'block_size'),
+    ('--model drt --encoder tokens --n-encoder 0 --no-compare-means', 'landmarks are equal')])
 def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, message):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     assert message in one_line(run, [*COMMON, *more.split()])
@@ -403,7 +405,7 @@ def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, messag
 
 # --------------------------------------------------------------------------------------------------
 # flags
-@pytest.mark.parametrize('model', FLAGS)
+@mark.parametrize('model', FLAGS)
 def test_every_preset_is_a_command_line(model):
     for preset, values in importlib.import_module(model).PRESETS.items():
         _, *configs = train.parse(['--model', model, '--preset', preset, '--seed', '3'])
@@ -413,14 +415,16 @@ def test_every_preset_is_a_command_line(model):
         assert settings['tokens_per_step'] % micro_batch == 0
 
 
-@pytest.mark.parametrize('model', FLAGS)
+@mark.parametrize('model', FLAGS)
 def test_help_has_every_field_its_comment_and_default(capsys, model):
     with pytest.raises(SystemExit):
         train.parse(['--model', model, '--help'])
     screen = capsys.readouterr().out
     _, *configs = train.parse(['--model', model])
     for name in vars(configs[0]) | vars(configs[1]):
-        assert '--' + name.replace('_', '-') in screen
+        flag = ['--' + name.replace('_', '-'), '2']
+        assert flag[0] in screen
+        assert parse_args(['train.py', *flag]).training_script_args == flag     # not torchrun's
     screen = ' '.join(screen.split())
     assert 'peak rate; width 256: 4e-3; AdamW: 2e-3; after --init: 1e-3 (default: 0.008)' in screen
 
@@ -435,9 +439,10 @@ def first(here):
     return f'{run_of_first} --init first/ckpt.pt --max-steps 1 --out second'.split()
 
 
-def test_init_starts_from_weights_and_their_tokenizer(first):
+def test_init_starts_from_weights_and_their_tokenizer(first, capsys):
     """And from the settings of the model, except those on the command line."""
-    run([*first, '--lr', '1e-12', '--eta', '0.2'])
+    argv = [*first, '--lr', '1e-12', '--eta', '0.2']
+    run(argv)
     before = load('first/ckpt.pt')
     after = load('second/ckpt.pt')
     assert before['tokenizer'] == after['tokenizer'] and after['tokens'] == 280 * 7
@@ -446,15 +451,13 @@ def test_init_starts_from_weights_and_their_tokenizer(first):
     for name, x in before['model'].items():
         assert torch.allclose(x, after['model'][name], atol=1e-6) == (name != 'idf')
 
-
-def test_a_run_that_began_with_init_needs_the_file_no_longer(first, capsys):
-    run(first)
+    # a run that has begun needs the file no longer
     Path('first/ckpt.pt').unlink()
-    run(first)
+    run(argv)
     assert 'step 1 of 1' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('more, message', [
+@mark.parametrize('more, message', [
     ('--n-embd 32', "ckpt.pt has weights for other settings: {'n_embd': 16}"),
     ('--tokenizer bytes', "{'vocab_size': 294}"), ('--model trime', '--model rpt'),
     ('--init other.txt', 'other.txt is not a checkpoint')])
@@ -462,7 +465,7 @@ def test_init_names_what_does_not_fit(first, more, message):
     assert message in one_line(run, [*first, *more.split()])
 
 
-@pytest.mark.parametrize('model', FLAGS)
+@mark.parametrize('model', FLAGS)
 def test_init_from_the_weights_in_assets(here, model):
     """With the flags of README only"""
     path = FILE.parent / 'assets' / f'{model}.pt'
@@ -523,10 +526,10 @@ def test_validation_is_fixed_and_complete(here):
     text = torch.from_numpy(val.tokens[:].astype('int64'))
     segments = [text[i:i + 17] for i in range(0, n, 16)]
     total = sum(log_p(model, segment).sum().item() for segment in segments)
-    assert loss == pytest.approx(-total / n, rel=1e-5)
+    assert loss == approx(-total / n, rel=1e-5)
 
 
-@pytest.mark.parametrize('shape', [(8, 8), (5, 40), (40, 5), (1, 12)])
+@mark.parametrize('shape', [(8, 8), (5, 40), (40, 5), (1, 12)])
 def test_orthogonalize_makes_singular_values_equal(shape):
     """The singular vectors stay; the values, here from 0.1 to 1, come to between 0.6 and 1.3."""
     torch.manual_seed(0)
@@ -566,7 +569,7 @@ def initial():
     return model, data.Batches(corpus.train, 'segments', 16, 2, seed=1)
 
 
-@pytest.mark.parametrize('optimizer', ['muon', 'adamw'])
+@mark.parametrize('optimizer', ['muon', 'adamw'])
 def test_a_step_by_hand(here, optimizer):
     """The mean gradient of two micro-batches, a norm of at most grad_clip, decay, lr."""
     more = f'--optimizer {optimizer} --seed 1 --dropout 0 --max-steps 1 '
@@ -577,7 +580,7 @@ def test_a_step_by_hand(here, optimizer):
         loss, _ = model(batches[g], 0.0)
         (loss / 2).backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-    assert log_of('out/trime')[0]['grad_norm'] == pytest.approx(norm.item(), rel=1e-4)
+    assert log_of('out/trime')[0]['grad_norm'] == approx(norm.item(), rel=1e-4)
 
     for name, p in model.named_parameters():
         g = p.grad * 0.01 / (norm + 1e-6)
@@ -593,7 +596,7 @@ def test_each_step_has_other_micro_batches(here):
     launch('--seed 1 --dropout 0 --max-steps 3 --lr 1e-12')
     model, batches = initial()
     losses = [model(batches[g], 2 / 3)[0].item() for g in (4, 5)]
-    assert log_of('out/trime')[2]['loss'] == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert log_of('out/trime')[2]['loss'] == approx(sum(losses) / 2, rel=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -612,7 +615,7 @@ PAPERS = [
     ('drt --preset 124m --groups 0 --n-layer 14', 137.71, 'documents')]
 
 
-@pytest.mark.parametrize('command, millions, kind', PAPERS)
+@mark.parametrize('command, millions, kind', PAPERS)
 def test_models_have_the_papers_sizes(command, millions, kind):
     """TRIME, Table 9: 7M, 150M, 247M, 38M (with biases). RPT, Table 2: RPT 242M, RETRO 236M,
     Transformer-XL 202M, with two more layers 228M. DRT, Table 1: DRT 133M and its encoder 14M, base
@@ -620,12 +623,12 @@ def test_models_have_the_papers_sizes(command, millions, kind):
     with torch.device('meta'):
         model = make(['--model', *command.split()])
     n_weights = sum(p.numel() for p in model.parameters())
-    assert n_weights / 1e6 == pytest.approx(millions, abs=0.006)
+    assert n_weights / 1e6 == approx(millions, abs=0.006)
     module = sys.modules[type(model).__module__]
     assert module.batches(model.config)['kind'] == kind
 
 
-@pytest.mark.parametrize('model, baseline', [
+@mark.parametrize('model, baseline', [
     ('rpt', '--retriever bm25'), ('rpt', '--retriever none'), ('drt', '--groups 0')])
 def test_a_model_begins_as_its_baseline(model, baseline):
     """Weights are seeded by name, so what the two share is equal."""
@@ -635,7 +638,7 @@ def test_a_model_begins_as_its_baseline(model, baseline):
     assert not weights['lower.0.mlp.fc.weight'].equal(weights['upper.0.mlp.fc.weight'])
 
 
-@pytest.mark.parametrize('model, more', [('trime', ''), ('rpt', '--retriever none'), ('drt', '')])
+@mark.parametrize('model, more', [('trime', ''), ('rpt', '--retriever none'), ('drt', '')])
 def test_draws_are_of_the_batchs_seed_and_of_training_only(model, more):
     """Dropout, in DRT Gumbel noise"""
     lm = make(flags(model, more), vocab_size=257)
@@ -658,8 +661,8 @@ SETTINGS = [*(('trime', f'--memory {x}') for x in ('none', 'local', 'long', 'ext
             ('drt', '--encoder tokens')]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('model, more', SETTINGS)
+@mark.slow
+@mark.parametrize('model, more', SETTINGS)
 def test_every_model_compiles(here, model, more):
     """torch.compile, on a CPU here: an error in it would end each run on a GPU."""
     torch.compiler.reset()              # what is compiled, and counted, is of this run only
@@ -680,9 +683,9 @@ ON_A_GPU = [
     ('rpt', '--teacher always --reference-steps 2')]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize('dtype, error', [('fp32', 1e-3), ('bf16', 2e-2)])
-@pytest.mark.parametrize('model, more', ON_A_GPU)
+@mark.gpu
+@mark.parametrize('dtype, error', [('fp32', 1e-3), ('bf16', 2e-2)])
+@mark.parametrize('model, more', ON_A_GPU)
 def test_on_a_gpu(here, capsys, model, more, dtype, error):
     """Five compiled steps have the losses of a CPU in fp32. The run resumes; its model streams."""
     texts = [' '.join(random.Random(i).choices(WORDS, k=600)) for i in range(60)]
@@ -694,7 +697,7 @@ def test_on_a_gpu(here, capsys, model, more, dtype, error):
         run([*argv, *on_gpu.split()])
     losses = [x['loss'] for x in log_of('cpu')]
     entries = log_of('gpu')
-    assert [x['loss'] for x in entries[:5]] == pytest.approx(losses, abs=error)
+    assert [x['loss'] for x in entries[:5]] == approx(losses, abs=error)
     assert [x['step'] for x in entries] == [1, 2, 3, 4, 5, 6]
     assert all(0 <= x.get('mfu', 0) < 1 and x['gb'] > 0 for x in entries)
 
@@ -707,8 +710,8 @@ def test_on_a_gpu(here, capsys, model, more, dtype, error):
     assert float(capsys.readouterr().out.split()[-1]) > 0       # of its own time
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('model, more', [
+@mark.slow
+@mark.parametrize('model, more', [
     ('trime', '--memory none'), ('trime', '--memory local'), ('trime', '--memory long'),
     ('trime', '--memory ext'), ('drt', ''), ('rpt', ''), ('rpt', '--retriever bm25')])
 def test_random_tokens_cannot_be_predicted(here, model, more):
