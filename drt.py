@@ -22,6 +22,7 @@ Where the paper is in this file
     §3.3           inference from a bounded state           DRT.stream, DRT.read
     §3.3           memory offloading                        DRT.store
     §4.1.2         a sliding window, ALiBi                  SelfAttention
+    Table 1 to 3   Landmark Attention, compared             LandmarkAttention
     §4.4, Table 4  retrieval from a corpus                  DRT.prepare_eval
     App. A.5       random retrieval                         random_queries
 
@@ -100,7 +101,7 @@ class DRTConfig:
         if self.chunk_size < 2 or self.slope < 2 ** -8 or self.mlm > 1:
             raise ValueError('chunk_size must be 2 or more, slope 2^-8 or more, mlm at most 1')
         if self.landmark:
-            self.window = 2 ** 62                               # all positions are kept
+            self.window = 1_000_000_000                         # all positions are kept
         if self.groups == 0:                                    # the base LM retrieves nothing
             return
         if n_upper == 0 or n_upper % self.groups:
@@ -538,13 +539,12 @@ class DRT(nn.Module):
         s = state.unfinished.size(1) if state else 0
         n_tokens = self.config.chunk_size - 1                           # of a chunk
         end = s + x.size(1)
-        n_landmarks = end // n_tokens
 
         # s zeros stand for the unfinished chunk's tokens before x, others fill the last chunk. Both
         # are cut off
         chunks = F.pad(x, (s, -end % n_tokens)).unflatten(1, (-1, n_tokens))
         chunks = F.pad(chunks, (0, 1), value=value)                     # (B, chunks, S)
-        return chunks.flatten(1)[:, s:end + n_landmarks]
+        return chunks.flatten(1)[:, s:end + end // n_tokens]            # with the landmarks
 
     def retrieve(self, g, x, l_k, mask):
         """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r (§3.2: + noise),
@@ -596,9 +596,9 @@ class DRT(nn.Module):
         if self.offload:
             # the file is unlinked at once: the system frees it together with the tensor
             with tempfile.NamedTemporaryFile(dir=self.offload) as file:
-                torch.save(kv, file)
-                file.flush()
-                kv = torch.load(file.name, map_location='cpu', mmap=True)
+                kv.cpu().numpy().tofile(file)
+                kv = torch.from_file(file.name, True, kv.numel(),
+                                     dtype=kv.dtype).view_as(kv)
         return list(kv.unbind(2))
 
     def add_chunks(self, x, state, stored):
