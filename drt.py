@@ -853,7 +853,7 @@ class LandmarkAttention(SelfAttention):
         r = r.masked_fill(chunk > i // S, MASKED)
         r = r.masked_fill(chunk == i // S, math.inf)
 
-        # which chunks are read. In the first layer landmarks are alike: of ties, the latest
+        # which chunks are read; of equal scores, as of chunks that recur, the latest
         if not self.training:
             n = 1 + self.config.n_neighbors
             chunk = (256 * r).round().argsort(stable=True)[..., -n:]    # (B, H, L, n)
