@@ -573,7 +573,7 @@ class DRT(nn.Module):
             h = h + F.rms_norm(l_k[:, M - N:] - mean, mean.shape[2:], eps=1e-6)
 
         # scores, with K columns or more
-        r = product(h, l_k.mT) / h.size(-1) ** 0.5                      # (B, N, M)
+        r = product(h, l_k.mT) / h.size(2) ** 0.5                       # (B, N, M)
         r = F.pad(r.masked_fill(~mask, MASKED), (0, K), value=MASKED)
         order = r
         if self.training and self.config.gumbel:                        # noise: -log Exp(1)
@@ -840,7 +840,7 @@ class LandmarkAttention(SelfAttention):
     a training sequence is long count as so far (§3.2). All keys and values are kept."""
     def attend(self, q, k, v, block, window, slopes):
         S = self.config.chunk_size
-        q = q.transpose(1, 2) / q.size(-1) ** 0.5                       # (B, H, L, D)
+        q = q.transpose(1, 2) / q.size(3) ** 0.5                        # (B, H, L, D)
         positions = torch.arange(k.size(1), device=q.device)
         i = positions[-q.size(2):, None]                                # (L, 1)
 
@@ -871,8 +871,8 @@ class LandmarkAttention(SelfAttention):
 
         # one softmax of landmarks and of tokens in its chunk: log Σ exp z is the score of a chunk
         r = torch.where(r < math.inf, r, z.logsumexp(4))
-        w = r.softmax(3)[..., None] * z.softmax(4)
-        return torch.einsum('bhinj, bhinjd -> bihd', w, v)              # (B, L, H, D)
+        o = torch.einsum('bhinj, bhinjd -> bhind', z.softmax(4), v)     # of each chunk
+        return torch.einsum('bhin, bhind -> bihd', r.softmax(3), o)     # (B, L, H, D)
 
 
 # --------------------------------------------------------------------------------------------------
