@@ -22,6 +22,7 @@ Where the paper is in this file
     §3.3           inference from a bounded state           DRT.stream, DRT.read
     §3.3           memory offloading                        DRT.store
     §4.1.2         a sliding window, ALiBi                  SelfAttention
+    Table 1 to 3   Landmark Attention, compared             LandmarkAttention
     §4.4, Table 4  retrieval from a corpus                  DRT.prepare_eval
     App. A.5       random retrieval                         random_queries
 
@@ -100,7 +101,7 @@ class DRTConfig:
         if self.chunk_size < 2 or self.slope < 2 ** -8 or self.mlm > 1:
             raise ValueError('chunk_size must be 2 or more, slope 2^-8 or more, mlm at most 1')
         if self.landmark:
-            self.window = 2 ** 62                               # all positions are kept
+            self.window = 1_000_000_000                         # all positions are kept
         if self.groups == 0:                                    # the base LM retrieves nothing
             return
         if n_upper == 0 or n_upper % self.groups:
@@ -538,13 +539,12 @@ class DRT(nn.Module):
         s = state.unfinished.size(1) if state else 0
         n_tokens = self.config.chunk_size - 1                           # of a chunk
         end = s + x.size(1)
-        n_landmarks = end // n_tokens
 
         # s zeros stand for the unfinished chunk's tokens before x, others fill the last chunk. Both
         # are cut off
         chunks = F.pad(x, (s, -end % n_tokens)).unflatten(1, (-1, n_tokens))
         chunks = F.pad(chunks, (0, 1), value=value)                     # (B, chunks, S)
-        return chunks.flatten(1)[:, s:end + n_landmarks]
+        return chunks.flatten(1)[:, s:end + end // n_tokens]            # with the landmarks
 
     def retrieve(self, g, x, l_k, mask):
         """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r (§3.2: + noise),
@@ -573,7 +573,7 @@ class DRT(nn.Module):
             h = h + F.rms_norm(l_k[:, M - N:] - mean, mean.shape[2:], eps=1e-6)
 
         # scores, with K columns or more
-        r = product(h, l_k.mT) / h.size(-1) ** 0.5                      # (B, N, M)
+        r = product(h, l_k.mT) / h.size(2) ** 0.5                       # (B, N, M)
         r = F.pad(r.masked_fill(~mask, MASKED), (0, K), value=MASKED)
         order = r
         if self.training and self.config.gumbel:                        # noise: -log Exp(1)
@@ -596,9 +596,9 @@ class DRT(nn.Module):
         if self.offload:
             # the file is unlinked at once: the system frees it together with the tensor
             with tempfile.NamedTemporaryFile(dir=self.offload) as file:
-                torch.save(kv, file)
-                file.flush()
-                kv = torch.load(file.name, map_location='cpu', mmap=True)
+                kv.cpu().numpy().tofile(file)
+                kv = torch.from_file(file.name, True, kv.numel(),
+                                     dtype=kv.dtype).view_as(kv)
         return list(kv.unbind(2))
 
     def add_chunks(self, x, state, stored):
@@ -840,7 +840,7 @@ class LandmarkAttention(SelfAttention):
     a training sequence is long count as so far (§3.2). All keys and values are kept."""
     def attend(self, q, k, v, block, window, slopes):
         S = self.config.chunk_size
-        q = q.transpose(1, 2) / q.size(-1) ** 0.5                       # (B, H, L, D)
+        q = q.transpose(1, 2) / q.size(3) ** 0.5                        # (B, H, L, D)
         positions = torch.arange(k.size(1), device=q.device)
         i = positions[-q.size(2):, None]                                # (L, 1)
 
@@ -853,7 +853,7 @@ class LandmarkAttention(SelfAttention):
         r = r.masked_fill(chunk > i // S, MASKED)
         r = r.masked_fill(chunk == i // S, math.inf)
 
-        # which chunks are read. In the first layer landmarks are alike: of ties, the latest
+        # which chunks are read; of equal scores, as of chunks that recur, the latest
         if not self.training:
             n = 1 + self.config.n_neighbors
             chunk = (256 * r).round().argsort(stable=True)[..., -n:]    # (B, H, L, n)
@@ -871,8 +871,8 @@ class LandmarkAttention(SelfAttention):
 
         # one softmax of landmarks and of tokens in its chunk: log Σ exp z is the score of a chunk
         r = torch.where(r < math.inf, r, z.logsumexp(4))
-        w = r.softmax(3)[..., None] * z.softmax(4)
-        return torch.einsum('bhinj, bhinjd -> bihd', w, v)              # (B, L, H, D)
+        o = torch.einsum('bhinj, bhinjd -> bhind', z.softmax(4), v)     # of each chunk
+        return torch.einsum('bhin, bhind -> bihd', r.softmax(3), o)     # (B, L, H, D)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -603,10 +603,12 @@ def training_speed(runs, device):
 
 
 def n_bytes(state):
-    """The memory of all tensors in nested tuples and lists"""
+    """The memory of all tensors in nested tuples and lists, but for those in mapped files"""
     if isinstance(state, tuple | list):
         return sum(map(n_bytes, state))
-    return getattr(state, 'nbytes', 0)
+    if isinstance(state, torch.Tensor) and not state.untyped_storage().filename:
+        return state.nbytes
+    return 0
 
 
 def speed(runs, args):
