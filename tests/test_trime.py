@@ -582,10 +582,9 @@ def test_the_accuracy_and_recall_of_the_datastore(stores, monkeypatch):
                  for (*_, ext), w in zip(each, TOKENS[1:])]
         assert shares[f'top-{K}'] == pytest.approx(np.mean(right))
 
-    # one of two lists has fewer than 1,024 entries; what it lacks is right for no token
+    # one of two lists has fewer than 1,024 entries; those that it lacks are right for no token
     model.store.nprobe = 1
-    monkeypatch.setattr(model.store, 'text', torch.arange(2001).clamp(max=1))
-    split.tokens = 0 * split.tokens
+    monkeypatch.setattr(model.store, 'text', V * torch.arange(2001))
     shares = trime.datastore_accuracy(runs, None)['a']
     assert shares['top-1024'] == 0 and shares['recall'] < 0.99
 
