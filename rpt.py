@@ -950,7 +950,7 @@ class RecurrentLayer(nn.Module):
         beginning of a text -> y (B, t, C), the past of the next piece"""
         gate, z = self.inputs(self.norm(x)).mT.chunk(2, 1)                  # 2 x (B, R, t)
         if past is None:
-            past = torch.zeros_like(z[..., :2]), torch.zeros_like(z[..., :1])
+            past = z.new_zeros(*z.shape[:2], 3).split((2, 1), 2)
         z = torch.cat([past[0], z], 2)                                      # (B, R, 2 + t)
         u = self.conv(z)                                                    # (B, R, t)
 
