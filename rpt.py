@@ -1331,10 +1331,33 @@ def ranking_measures(s_q, s_t):
     return {name: x[n_positives > 0].mean().item() for name, x in measures.items()}
 
 
+def target_losses(model, texts, chosen):
+    """Nats per token of the targets of chunks 0 to N - 2 of texts (n, N m), of which each has
+    retrieved `chosen` (n, N, K) -> (n, N - 1)"""
+    m, K = model.config.chunk_size, model.config.n_neighbors
+    model.config.n_neighbors = chosen.size(2)
+    nats = []
+    for tokens, neighbors in zip(texts.split(1), chosen.split(1)):
+        f, _, _ = model.encode(tokens, teacher=neighbors)
+        logits = model.logits(f[:, m - 1:-1])                               # (1, N m - m, V)
+        nats.append(F.cross_entropy(logits.mT, tokens[:, m:], reduction='none'))
+    model.config.n_neighbors = K
+    return in_chunks(torch.cat(nats), m).mean(2)
+
+
+def print_row(name, row):
+    print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in row.items()))
+
+
 @torch.no_grad()
 def ranks(runs, args):
     """Table 3: are the chunks that help ranked first? By chance, recency, BM25 and each run but the
-    last, which is the reference LM; its s_t is positive if a chunk helps."""
+    last, which is the reference LM; its s_t is positive if a chunk helps.
+
+    Table 2, Figures 4 and 6: the loss of each run when it reads the first K chunks of a ranking, of
+    its s_q, of another run's (Table 4) or of s_t (the oracle); for K = 2, what reading them gains
+    where a positive is among them, and elsewhere; the different ids that the first one shares with
+    the chunk and its target. Figure 5: the best s_t of the first k by BM25, as in training"""
     *rankers, reference = runs
     config = runs[0].model.config
     m = config.chunk_size
@@ -1373,7 +1396,38 @@ def ranks(runs, args):
     for name, s_q in rankings.items():
         s_q = s_q.to(s_t).where(mask, -math.inf)
         result[name] = ranking_measures(s_q, s_t)
-        print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
+        print_row(name, result[name])
+
+    # of chunks that may retrieve and have a target
+    rows = slice(window_chunks, N - 1)
+    chosen = top((tf + tf.roll(-1, 1)) @ keys.mT, mask, 20)[:, rows]
+    best = s_t[:, rows].gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, -math.inf)
+    best = best.cummax(2).values.mean((0, 1))                               # (20,)
+    result['best by BM25'] = {f'of {k}': best[k - 1].item() for k in (1, 2, 5, 20)}
+    print_row('best by BM25', result['best by BM25'])
+
+    # the losses of each run with the chunks of each ranking
+    terms = tf.clamp(max=1)
+    shared = terms @ terms.mT                                               # (n, N, N)
+    rankings['oracle'] = s_t
+    for run in rankers:
+        nothing = texts.new_full((len(texts), N, 2), -1)
+        off = target_losses(run.model, texts, nothing)[:, rows]
+        for name, s_q in rankings.items():
+            row = {}
+            for K in 4, 3, 2:
+                chosen = top(s_q.to(s_t), mask, K)
+                nats = target_losses(run.model, texts, chosen)[:, rows]
+                row[f'loss {K}'] = nats.mean().item()
+            index = chosen.clamp(min=0)
+            has_positive = (s_t.gather(2, index).where(chosen >= 0, 0) > 0).any(2)[:, rows]
+            gain = off - nats
+            row['gain with positive'] = gain[has_positive].mean().item()
+            row['without'] = gain[~has_positive].mean().item()
+            for key, x in ('shares', shared), ('with target', shared.roll(-1, 1)):
+                row[key] = x.gather(2, index)[:, rows, 0].mean().item()
+            result[f'{run.name} reads {name}'] = row
+            print_row(f'{run.name} reads {name}', row)
     return result
 
 
