@@ -24,7 +24,8 @@ Where the paper is in this file (its equations have no numbers)
     §3.4     sliding-window attention                   SelfAttention
     §3.4     inference                                  RPT.encode, RPT.stream
     §5       Transformer-XL, RETRO, RPT-Lex             --retriever none, bm25, lex
-    Table 3  are the chunks that help ranked first?     ranks
+    §5       Griffin, Block-Recurrent Transformer       --memory lru, state
+    §5       Tables 2 to 4, Figures 4 to 6              ranks
 
 Letters in the shape comments
     B sequences    T tokens (t of a piece)    C width    H heads    D head size    V vocabulary
@@ -85,10 +86,8 @@ class RPTConfig:
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper; tiny: 4, as m is half)
     n_cca: int = 0                # last layers that cross-attend; 0: upper half (paper: 5; tiny: 1)
     retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # RPT-Sem, RPT-Lex; RETRO; none (§5)
-    memory: Literal['none', 'lru', 'state', 'knn'] = 'none'     # compared systems: retriever none
-    n_states: int = 128           # state: vectors (ours; paper: 512)
-    memory_size: int = 32_768     # knn: tokens before the window that are kept (paper)
-    n_nearest: int = 32           # knn: keys that a head attends to (ours; official code: 128)
+    memory: Literal['none', 'lru', 'state'] = 'none'    # no retriever: Griffin, Block-Recurrent
+    n_states: int = 128           # of memory state: vectors (ours; its paper: 512)
     shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
     eta: float = 0.1              # lower bound of the gate, η (paper)
@@ -104,7 +103,7 @@ class RPTConfig:
     def __post_init__(self):
         check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd window '
                              'chunk_size n_neighbors n_candidates score_every reference_steps '
-                             'n_states memory_size n_nearest')
+                             'n_states')
         if self.n_embd % (2 * self.n_head):
             raise ValueError('n_embd: a multiple of 2 n_head')
         if self.n_cca > self.n_layer - self.n_layer // 2:
@@ -115,9 +114,8 @@ class RPTConfig:
             raise ValueError('n_candidates: at least n_neighbors')
         if self.block_size < self.window + 2 * self.chunk_size and self.retriever != 'none':
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
-        if self.memory != 'none' and self.retriever != 'none':
-            raise ValueError('a memory is for retriever none')
         if self.memory != 'none':
+            self.retriever = 'none'
             self.chunk_size = self.window // 2          # its streams are cut between blocks
         if self.reference and self.retriever != 'sem':
             raise ValueError('a reference is for retriever sem')
@@ -138,7 +136,7 @@ PRESETS = {
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
                   chunk_size=64, n_cca=5, tokens_per_step=131_072, max_steps=500_000, lr=5e-4,
                   optimizer='adamw', warmup=0.01, weight_decay=0.01, eval_every=1000,
-                  shift_values=False, n_states=512, n_nearest=128, reference_steps=50_000,
+                  shift_values=False, n_states=512, reference_steps=50_000,
                   reference_cache=0.0),
 }
 
@@ -355,11 +353,6 @@ class SelfAttention(nn.Module):
     def forward(self, x, past):
         """x (B, t, C), past: keys and values (B, P, 2, H, D) of the P tokens before, None at the
         beginning of a text -> (B, t, C), the past of the next piece"""
-        y, _, kv = self.attend(x, past)
-        return self.proj(y.flatten(2)), self.kept(kv)
-
-    def attend(self, x, past):
-        """-> y, q (B, t, H, D) and the keys and values (B, P + t, 2, H, D), not rotated"""
         qkv = self.qkv(x).unflatten(2, (3, self.n_head, -1))            # (B, t, 3, H, D)
         q, kv = qkv[:, :, 0], qkv[:, :, 1:]
         if past is not None:
@@ -369,13 +362,13 @@ class SelfAttention(nn.Module):
         # RoPE, so attend has no slopes. Position 0 is the first key, another one in the next piece:
         # `past` is not rotated
         P = k.size(1) - x.size(1)
-        return attend(rotate(q, P), rotate(k), v, self.block, 2 * self.block), q, kv
+        y = attend(rotate(q, P), rotate(k), v, self.block, 2 * self.block)  # (B, t, H, D)
 
-    def kept(self, kv):
-        """What the next piece needs: the unfinished block and the one before, up to the last whole
-        chunk, as it encodes the unfinished chunk again"""
-        end = kv.size(1) // self.m * self.m
-        return kv[:, max(0, end // self.block - 1) * self.block:end]
+        # the next piece needs the unfinished block and the one before, up to the last whole chunk:
+        # it encodes the unfinished chunk again
+        end = k.size(1) // self.m * self.m
+        start = max(0, end // self.block - 1) * self.block
+        return self.proj(y.flatten(2)), kv[:, start:end]
 
 
 class Attention(nn.Module):
@@ -680,8 +673,7 @@ class RPT(nn.Module):
 
         # the decoder
         self.config = config
-        has_memory = n_cca or config.memory != 'none'
-        self.way = 'on' if has_memory else 'off'                            # see ways
+        self.way = 'on' if n_cca else 'off'                                 # see ways
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)     # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(n_lower))
         self.upper = nn.ModuleList(Block(config, i >= n_upper - n_cca) for i in range(n_upper))
@@ -806,8 +798,8 @@ class RPT(nn.Module):
         cca_inputs = s_q = None
         if doc is None:
             doc = torch.zeros_like(tokens)
-        if self.config.memory != 'none' and self.way != 'off':
-            cca_inputs = doc                                            # see compared systems
+        if self.config.memory != 'none':
+            cca_inputs = F.pad(doc.diff() != 0, (1, 0))                 # see compared systems
         elif self.way != 'off':
             chunk_doc = doc_of_chunks(doc, m)                               # (B, N)
             if end > 0:
@@ -886,11 +878,7 @@ class RPT(nn.Module):
 
     def ways(self):
         """What eval.py compares: {name: attributes of the model to set}"""
-        if self.config.memory in ('lru', 'state'):
-            return {'off': {}}                          # they retrieve nothing
         names = 'on shuffled off' if self.neighbor_encoder else 'off'
-        if self.config.memory == 'knn':
-            names = 'on off'
         return {name: {'way': name} for name in names.split()}
 
     def trace(self, tokens, t, state=None):
@@ -908,10 +896,11 @@ class RPT(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# compared systems: --retriever none --memory lru, state, knn
-# Layers of the upper half are replaced, or added to it. In place of cross-attention's inputs they
-# get doc (B, t), the documents of the tokens: a memory crosses none of their boundaries, while
-# self-attention does. A piece of a stream begins with a block, so its last block is encoded again
+# compared systems: --memory lru, state
+# A layer of the upper half is replaced, or layers are added to it. In place of cross-attention's
+# inputs they get `begins` (B, t), True: the token begins another document. A memory is of one
+# document; self-attention and the convolution are not. A chunk is half a window, a block of
+# self-attention: pieces of a stream begin with a block
 def scan(a, b):
     """h_t = a_t h_{t-1} + b_t with h_{-1} = 0, in log2 T steps: after n = 1, 2, 4, ... b_t has the
     terms of the last n tokens, and a_t is the product of theirs. a, b (..., T) -> (..., T)"""
@@ -931,21 +920,20 @@ class RecurrentLayer(nn.Module):
         a_t = exp(-8 r_t softplus(Λ)),   r_t = σ(W_r u_t + b_r),   i_t = σ(W_i u_t + b_i)
 
     W_r and W_i are block-diagonal. As in RPT's Table 2, h has 2C channels, conv 3 tokens. Where
-    r_t = 1, a_t is 0.9 to 0.999 at first. a_t is 0 where a document begins."""
+    r_t = 1, a_t is 0.9 to 0.999 at first, log(1 - a_t) evenly spaced (paper: a_t uniform)."""
     def __init__(self, config):
         super().__init__()
         C, R = config.n_embd, 2 * config.n_embd
-        self.block = config.window // 2
+        self.m = config.chunk_size
         self.norm = RMSNorm(C)
         self.inputs = nn.Linear(C, 2 * R)                                   # W_y, W_u
         self.conv = nn.Conv1d(R, R, 3, groups=R)
         self.gates = nn.Conv1d(R, 2 * R, 1, groups=config.n_head)           # of r and i in turn
-        a = torch.linspace(0.9, 0.999, R)[:, None]
-        self.decay = nn.Parameter((a ** (-1 / 8) - 1).log()[None])          # Λ (1, R, 1)
+        self.decay = nn.Parameter(torch.linspace(-4.3, -9, R))              # Λ
         self.proj = nn.Linear(R, C)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, past, doc):
+    def forward(self, x, past, begins):
         """x (B, t, C), past: the last two inputs of conv (B, R, 2) and h (B, R, 1), None at the
         beginning of a text -> y (B, t, C), the past of the next piece"""
         gate, z = self.inputs(self.norm(x)).mT.chunk(2, 1)                  # 2 x (B, R, t)
@@ -955,134 +943,80 @@ class RecurrentLayer(nn.Module):
         u = self.conv(z)                                                    # (B, R, t)
 
         # in fp32, with a clamp, as the derivative of sqrt at 0 is infinite
-        r, i = fp32(self.gates(u)).sigmoid().unflatten(1, (-1, 2)).unbind(2)
-        a = torch.exp(-8 * r * F.softplus(self.decay))
+        gates = fp32(self.gates(u)).sigmoid()                               # (B, 2R, t)
+        r, i = gates.unflatten(1, (-1, 2)).unbind(2)                        # 2 x (B, R, t)
+        a = torch.exp(-8 * r * F.softplus(self.decay)[:, None])
         b = (1 - a * a).clamp(min=1e-6).sqrt() * i * u
-        begins = F.pad(doc[:, 1:] != doc[:, :-1], (1, 0))                   # (B, t)
+
+        # a document does not continue h; the sum begins with h of the past
         a = a.masked_fill(begins[:, None], 0)
-
-        # the sum begins with h of the past
-        h = scan(F.pad(a, (1, 0)), torch.cat([past[1], b], 2))              # (B, R, 1 + t)
+        b = torch.cat([past[1], b], 2)
+        h = scan(F.pad(a, (1, 0)), b)                                       # (B, R, 1 + t)
         y = self.proj((F.gelu(gate) * h[..., 1:]).mT)
-        end = x.size(1) // self.block * self.block
-        return x + self.dropout(y), (z[..., end:end + 2], h[..., end:end + 1])
+        end = x.size(1) // self.m * self.m
+        past = z[..., end:end + 2], h[..., end:end + 1]
+        return x + self.dropout(y), past
 
 
-class StateAttention(SelfAttention):
+class StateBlock(Block):
     """Block-Recurrent Transformer (Hutchins et al. 2022, §3; configuration skip, gate fixed). The
     tokens of a block attend to the window and, apart from it, to the states s. Then s becomes
 
         g s + (1 - g) (W [s attends to s, s attends to the tokens of the block] + b)
 
-    g = σ of a parameter. Of the tokens, keys and values are the window's, without positions. Learned
-    vectors are the states' positions. Blocks are of half a window (paper: of a window)."""
+    g = σ of a parameter. In a block in which a document begins and after it, s is the initial one.
+    Ours: blocks of half a window (paper: a window); the states begin as the vectors that tell them
+    apart; keys and values of tokens, for s, are not the window's."""
     def __init__(self, config):
         super().__init__(config)
         C = config.n_embd
-        self.initial = nn.Parameter(0.1 * torch.randn(1, config.n_states, C))
-        self.positions = nn.Parameter(torch.randn(1, config.n_states, C))
+        self.initial = nn.Parameter(torch.randn(1, config.n_states, C))
         self.norm = RMSNorm(C)
-        self.of_states = nn.Linear(C, 4 * C, bias=False)                    # keys, values, queries
-        self.query = nn.Linear(C, C, bias=False)                            # of tokens
-        self.proj = nn.Linear(2 * C, C, bias=False)
-        self.mix = nn.Linear(2 * C, C)                                      # W, b
+        self.states = nn.Linear(C, 4 * C, bias=False)       # keys, values, queries for both
+        self.tokens = nn.Linear(C, 3 * C, bias=False)       # keys, values, queries for s
+        self.state_proj = nn.Linear(C, C, bias=False)
+        self.mix = nn.Linear(2 * C, C)                      # W, b
         self.gate = nn.Parameter(torch.randn(C))
 
-    def forward(self, x, past, doc):
-        """As SelfAttention; past also has s (B, n_states, C)."""
-        past, s = past or (None, self.initial.expand(len(x), -1, -1))
-        y, _, kv = self.attend(x, past)
-        t = x.size(1)
-        tokens = kv[:, -t:]
-        query = self.query(x).unflatten(2, (self.n_head, -1))               # (B, t, H, D)
-        parts = []
-        for start in range(0, t, self.block):
-            # s is of the document of the block's first token
-            rows = slice(start, start + self.block)
-            if start > 0:
-                remains = doc[:, start] == doc[:, start - self.block]
-                s = s.where(remains[:, None, None], self.initial)
-            z = self.of_states(self.norm(s) + self.positions)
-            k, v, q, q_tokens = z.unflatten(2, (4, self.n_head, -1)).unbind(2)
-            same = doc[:, rows] == doc[:, start, None]                      # (B, block)
-            part = softmax_attention(query[:, rows], k, v)
-            parts.append(part.where(same[..., None, None], 0))
+    def forward(self, x, past, begins):
+        """As Block; past also has s (B, n_states, C)."""
+        past, s = past or (None, self.initial)
+        H, block = self.attention.n_head, self.attention.block
+        z = self.norm1(x)
+        y, past = self.attention(z, past)
+        of_tokens = self.tokens(z).unflatten(2, (3, H, -1))                 # (B, t, 3, H, D)
+        reads = []
+        for z, begin in zip(of_tokens.split(block, 1), begins.split(block, 1)):
+            # the tokens attend to the states
+            continues = ~begin.any(1)[:, None, None]                        # (B, 1, 1)
+            s = s.where(continues, self.initial)
+            of_states = self.states(self.norm(s) + self.initial)            # (B, n_states, 4C)
+            k, v, q, q_tokens = of_states.unflatten(2, (4, H, -1)).unbind(2)
+            k_tokens, v_tokens, q_states = z.unbind(2)                      # (B, block, H, D)
+            reads.append(softmax_attention(q_states, k, v))
 
-            # after a whole block
-            if rows.stop <= t:
-                k_tokens, v_tokens = tokens[:, rows].unbind(2)
-                z = [softmax_attention(q, k, v), softmax_attention(q_tokens, k_tokens, v_tokens)]
-                z = self.mix(torch.cat(z, 3).flatten(2))                    # (B, n_states, C)
+            # a whole block updates the states
+            if z.size(1) == block:
+                of_tokens = softmax_attention(q_tokens, k_tokens, v_tokens)
+                of_states = softmax_attention(q, k, v)
+                z = self.mix(torch.cat([of_states, of_tokens], 3).flatten(2))
                 g = self.gate.sigmoid()
-                s = g * s + (1 - g) * fp32(z)
-        y = torch.cat([y, torch.cat(parts, 1)], 3)                          # (B, t, H, 2D)
-        return self.proj(y.flatten(2)), (self.kept(kv), s)
+                s = g * s + (1 - g) * z
+                s = s.where(continues, self.initial)
 
-
-class NearestAttention(SelfAttention):
-    """Memorizing Transformer (Wu et al. 2022, §3): each head also attends to the K keys, of those
-    that have left the window, which are most similar to its query. No gradient reaches them.
-
-        y = (1 - g) y_window + g softmax(β cos(q, k)) v,   g = σ of a parameter of the head"""
-    def __init__(self, config):
-        super().__init__(config)
-        self.size = config.memory_size // self.block * self.block
-        self.K = config.n_nearest
-        self.shift = int(config.shift_values)
-        self.gate = nn.Parameter(torch.zeros(config.n_head))
-        self.scale = nn.Parameter(torch.full((config.n_head,), 10.0))       # β
-
-    def nearest(self, q, k, v, mask):
-        """q (B, t, H, D), k, v (B, s, H, D), mask (B, 1, t, s) -> the sum of values (B, t, H, D)"""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        scores = product(F.normalize(q, dim=3), F.normalize(k, dim=3).mT)   # (B, H, t, s)
-        scores = torch.where(mask, scores * self.scale[:, None, None], -1e9)
-        least = scores.topk(min(self.K, k.size(2))).values[..., -1:]        # of the K
-        p = scores.masked_fill(scores < least, -math.inf).softmax(3)
-        return (p.type_as(v) @ v).transpose(1, 2)
-
-    def forward(self, x, past, doc):
-        """As SelfAttention; past has memory_size tokens more. doc None: without memory"""
-        t, b = x.size(1), self.block
-        if past is None:
-            past = x.new_zeros(len(x), 0, 2, self.n_head, x.size(2) // self.n_head)
-        y, q, kv = self.attend(x, past[:, -b:])
-        kv = torch.cat([past, kv[:, -t:]], 1)                               # (B, s, 2, H, D)
-        s = kv.size(1)
-        if doc is not None:
-            # the keys of the last memory_size tokens before the window, of the same document
-            j = torch.arange(s, device=x.device)
-            start = (j[-t:, None] // b - 1) * b                             # (t, 1), of the window
-            mask = (j < start) & (j >= start - self.size)
-            mask = mask & (F.pad(doc, (s - t, 0))[:, None] == doc[..., None])   # (B, t, s)
-            k, v = kv.detach().unbind(2)
-            memory = self.nearest(q, k, v.roll(-self.shift, 1), mask[:, None])
-            g = self.gate.sigmoid()[:, None] * mask.any(2)[..., None, None]     # (B, t, H, 1)
-            y = ((1 - g) * y + g * memory).type_as(y)
-        end = s // b * b
-        return self.proj(y.flatten(2)), kv[:, max(0, end - b - self.size):end]
-
-
-class MemoryBlock(Block):
-    """A layer whose attention has a memory"""
-    def forward(self, x, past, doc=None):
-        y, past = self.attention(self.norm1(x), past, doc)
+        y = y + self.state_proj(torch.cat(reads, 1).flatten(2))
         x = x + self.dropout(y)
-        return x + self.dropout(self.mlp(self.norm2(x))), past
+        return x + self.dropout(self.mlp(self.norm2(x))), (past, s)
 
 
 def add_memory(upper, config):
-    """Griffin: a recurrent layer after each that would cross-attend. Others: attention with memory
-    after two thirds of the layers (Wu et al.: in the ninth of twelve)."""
-    if config.memory == 'lru':
-        for _ in range(config.n_cca or len(upper)):
-            upper.append(RecurrentLayer(config))
-        return
-    block = MemoryBlock(config)
-    block.attention = NearestAttention(config)
+    """Griffin: as many recurrent layers as would cross-attend come last. Block-Recurrent: a layer
+    in the middle of the upper half is recurrent (its paper: the tenth of twelve)."""
     if config.memory == 'state':
-        block.attention = StateAttention(config)
-    upper[2 * config.n_layer // 3 - config.n_layer // 2] = block
+        upper[len(upper) // 2] = StateBlock(config)
+    else:
+        n = config.n_cca or len(upper)
+        upper.extend(RecurrentLayer(config) for _ in range(n))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1318,7 +1252,7 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
 # --------------------------------------------------------------------------------------------------
 # evaluation
 def ranking_measures(s_q, s_t):
-    """Of the order by s_q (n, N, N): {name: mean over the chunks with positives, s_t > 0}"""
+    """Of the order by s_q (n, N, N): {name: (n, N), nan: the chunk has no positive, s_t > 0}"""
     rank = rank_of(s_q)                                                     # (n, N, N)
     positive = s_t > 0
     n_positives = positive.sum(2)                                           # (n, N)
@@ -1328,7 +1262,7 @@ def ranking_measures(s_q, s_t):
     measures = {'precision@2': (positive & (rank < 2)).sum(2) / 2,          # (n, N) each
                 'recall@10': (positive & (rank < 10)).sum(2) / n_positives,
                 'ndcg@20': torch.cat(ndcg)}
-    return {name: x[n_positives > 0].mean().item() for name, x in measures.items()}
+    return {name: x.where(n_positives > 0, math.nan) for name, x in measures.items()}
 
 
 def target_losses(model, texts, chosen):
@@ -1338,15 +1272,17 @@ def target_losses(model, texts, chosen):
     model.config.n_neighbors = chosen.size(2)
     nats = []
     for tokens, neighbors in zip(texts.split(1), chosen.split(1)):
-        f, _, _ = model.encode(tokens, teacher=neighbors)
+        f = model.encode(tokens, teacher=neighbors)[0]
         logits = model.logits(f[:, m - 1:-1])                               # (1, N m - m, V)
         nats.append(F.cross_entropy(logits.mT, tokens[:, m:], reduction='none'))
     model.config.n_neighbors = K
     return in_chunks(torch.cat(nats), m).mean(2)
 
 
-def print_row(name, row):
-    print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in row.items()))
+def report(result, name, row, rows):
+    """Prints and stores means over these chunks, of a row {column: (n, N), nan: not counted}."""
+    result[name] = {key: x[:, rows].nanmean().item() for key, x in row.items()}
+    print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
 
 
 @torch.no_grad()
@@ -1392,42 +1328,40 @@ def ranks(runs, args):
     for run in rankers:
         rankings[run.name] = run.model.encode(texts)[2]                     # (n, N, N)
 
-    result = {}
-    for name, s_q in rankings.items():
-        s_q = s_q.to(s_t).where(mask, -math.inf)
-        result[name] = ranking_measures(s_q, s_t)
-        print_row(name, result[name])
-
     # of chunks that may retrieve and have a target
     rows = slice(window_chunks, N - 1)
-    chosen = top((tf + tf.roll(-1, 1)) @ keys.mT, mask, 20)[:, rows]
-    best = s_t[:, rows].gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, -math.inf)
-    best = best.cummax(2).values.mean((0, 1))                               # (20,)
-    result['best by BM25'] = {f'of {k}': best[k - 1].item() for k in (1, 2, 5, 20)}
-    print_row('best by BM25', result['best by BM25'])
+    result = {}
+    rankings = {name: s_q.to(s_t).where(mask, -math.inf) for name, s_q in rankings.items()}
+    for name, s_q in rankings.items():
+        report(result, name, ranking_measures(s_q, s_t), rows)
 
-    # the losses of each run with the chunks of each ranking
+    # the best of the first k by BM25
+    oracle = s_t.where(mask, -math.inf)
+    scores = (tf + tf.roll(-1, 1)) @ keys.mT                                # (n, N, N)
+    rank = rank_of(scores.where(mask, -math.inf))
+    best = {f'of {k}': oracle.where(rank < k, -math.inf).amax(2) for k in (1, 2, 5, 20)}
+    report(result, 'best s_t', best, rows)
+
+    # the losses of each run with the first chunks of each ranking
     terms = tf.clamp(max=1)
     shared = terms @ terms.mT                                               # (n, N, N)
-    rankings['oracle'] = s_t
+    rankings['oracle'] = oracle
+    nothing = top(s_t, mask[-1], 1)                                         # -1
     for run in rankers:
-        nothing = texts.new_full((len(texts), N, 2), -1)
-        off = target_losses(run.model, texts, nothing)[:, rows]
+        off = target_losses(run.model, texts, nothing)
         for name, s_q in rankings.items():
-            row = {}
-            for K in 4, 3, 2:
-                chosen = top(s_q.to(s_t), mask, K)
-                nats = target_losses(run.model, texts, chosen)[:, rows]
-                row[f'loss {K}'] = nats.mean().item()
-            index = chosen.clamp(min=0)
-            has_positive = (s_t.gather(2, index).where(chosen >= 0, 0) > 0).any(2)[:, rows]
-            gain = off - nats
-            row['gain with positive'] = gain[has_positive].mean().item()
-            row['without'] = gain[~has_positive].mean().item()
+            chosen = top(s_q, mask, 4)
+            row = {f'loss {K}': target_losses(run.model, texts, chosen[..., :K])
+                   for K in (2, 3, 4)}
+            rank = rank_of(s_q)                                             # (n, N, N)
+            positive = (rank < 2) & (s_q > -math.inf) & (s_t > 0)
+            has_positive = positive.any(2)[:, :-1]
+            gain = off - row['loss 2']                                      # (n, N - 1)
+            row['gain with positive'] = gain.where(has_positive, math.nan)
+            row['without'] = gain.where(~has_positive, math.nan)
             for key, x in ('shares', shared), ('with target', shared.roll(-1, 1)):
-                row[key] = x.gather(2, index)[:, rows, 0].mean().item()
-            result[f'{run.name} reads {name}'] = row
-            print_row(f'{run.name} reads {name}', row)
+                row[key] = x.where(rank < 1, 0).sum(2)
+            report(result, f'{run.name} reads {name}', row, rows)
     return result
 
 
