@@ -923,7 +923,8 @@ class RecurrentLayer(nn.Module):
     r_t = 1, a_t is 0.9 to 0.999 at first, log(1 - a_t) evenly spaced (paper: a_t uniform)."""
     def __init__(self, config):
         super().__init__()
-        C, R = config.n_embd, 2 * config.n_embd
+        C = config.n_embd
+        R = 2 * C
         self.m = config.chunk_size
         self.norm = RMSNorm(C)
         self.inputs = nn.Linear(C, 2 * R)                                   # W_y, W_u
@@ -945,13 +946,13 @@ class RecurrentLayer(nn.Module):
         # in fp32, with a clamp, as the derivative of sqrt at 0 is infinite
         gates = fp32(self.gates(u)).sigmoid()                               # (B, 2R, t)
         r, i = gates.unflatten(1, (-1, 2)).unbind(2)                        # 2 x (B, R, t)
-        a = torch.exp(-8 * r * F.softplus(self.decay)[:, None])
+        decay = F.softplus(self.decay)[:, None]                             # (R, 1)
+        a = torch.exp(-8 * r * decay)
         b = (1 - a * a).clamp(min=1e-6).sqrt() * i * u
 
         # a document does not continue h; the sum begins with h of the past
-        a = a.masked_fill(begins[:, None], 0)
-        b = torch.cat([past[1], b], 2)
-        h = scan(F.pad(a, (1, 0)), b)                                       # (B, R, 1 + t)
+        a = F.pad(a.masked_fill(begins[:, None], 0), (1, 0))
+        h = scan(a, torch.cat([past[1], b], 2))                             # (B, R, 1 + t)
         y = self.proj((F.gelu(gate) * h[..., 1:]).mT)
         end = x.size(1) // self.m * self.m
         past = z[..., end:end + 2], h[..., end:end + 1]
@@ -1262,7 +1263,8 @@ def ranking_measures(s_q, s_t):
     measures = {'precision@2': (positive & (rank < 2)).sum(2) / 2,          # (n, N) each
                 'recall@10': (positive & (rank < 10)).sum(2) / n_positives,
                 'ndcg@20': torch.cat(ndcg)}
-    return {name: x.where(n_positives > 0, math.nan) for name, x in measures.items()}
+    return {name: x.where(n_positives > 0, math.nan)
+            for name, x in measures.items()}
 
 
 def target_losses(model, texts, chosen):
@@ -1281,7 +1283,8 @@ def target_losses(model, texts, chosen):
 
 def report(result, name, row, rows):
     """Prints and stores means over these chunks, of a row {column: (n, N), nan: not counted}."""
-    result[name] = {key: x[:, rows].nanmean().item() for key, x in row.items()}
+    result[name] = {key: x[:, rows].nanmean().item()
+                    for key, x in row.items()}
     print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
 
 
@@ -1298,7 +1301,8 @@ def ranks(runs, args):
     config = runs[0].model.config
     m = config.chunk_size
     N = config.block_size // m
-    texts = torch.cat([in_chunks(x[None], N * m)[0] for x in runs[0].documents])
+    texts = torch.cat([in_chunks(x[None], N * m)[0]
+                       for x in runs[0].documents])
 
     # the last run must be able to score what each of the others retrieves
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
@@ -1331,7 +1335,8 @@ def ranks(runs, args):
     # of chunks that may retrieve and have a target
     rows = slice(window_chunks, N - 1)
     result = {}
-    rankings = {name: s_q.to(s_t).where(mask, -math.inf) for name, s_q in rankings.items()}
+    rankings = {name: s_q.to(s_t).where(mask, -math.inf)
+                for name, s_q in rankings.items()}
     for name, s_q in rankings.items():
         report(result, name, ranking_measures(s_q, s_t), rows)
 
@@ -1339,16 +1344,16 @@ def ranks(runs, args):
     oracle = s_t.where(mask, -math.inf)
     scores = (tf + tf.roll(-1, 1)) @ keys.mT                                # (n, N, N)
     rank = rank_of(scores.where(mask, -math.inf))
-    best = {f'of {k}': oracle.where(rank < k, -math.inf).amax(2) for k in (1, 2, 5, 20)}
+    best = {f'of {k}': oracle.where(rank < k, -math.inf).amax(2)
+            for k in (1, 2, 5, 20)}
     report(result, 'best s_t', best, rows)
 
     # the losses of each run with the first chunks of each ranking
     terms = tf.clamp(max=1)
     shared = terms @ terms.mT                                               # (n, N, N)
     rankings['oracle'] = oracle
-    nothing = top(s_t, mask[-1], 1)                                         # -1
     for run in rankers:
-        off = target_losses(run.model, texts, nothing)
+        off = target_losses(run.model, texts, top(s_t, mask[-1], 1))        # they read nothing
         for name, s_q in rankings.items():
             chosen = top(s_q, mask, 4)
             row = {f'loss {K}': target_losses(run.model, texts, chosen[..., :K])
