@@ -873,7 +873,8 @@ class RPT(nn.Module):
     def read(self, tokens, state=None):
         """The new state of stream(tokens, state), without predictions"""
         for piece in tokens.split(self.PIECE, 1):
-            state = self.encode(piece, state=state)[1]
+            if piece.numel():
+                state = self.encode(piece, state=state)[1]
         return state
 
     def ways(self):
@@ -946,8 +947,7 @@ class RecurrentLayer(nn.Module):
         # in fp32, with a clamp, as the derivative of sqrt at 0 is infinite
         gates = fp32(self.gates(u)).sigmoid()                               # (B, 2R, t)
         r, i = gates.unflatten(1, (-1, 2)).unbind(2)                        # 2 x (B, R, t)
-        decay = F.softplus(self.decay)[:, None]                             # (R, 1)
-        a = torch.exp(-8 * r * decay)
+        a = torch.exp(-8 * r * F.softplus(self.decay)[:, None])
         b = (1 - a * a).clamp(min=1e-6).sqrt() * i * u
 
         # a document does not continue h; the sum begins with h of the past
@@ -955,8 +955,7 @@ class RecurrentLayer(nn.Module):
         h = scan(a, torch.cat([past[1], b], 2))                             # (B, R, 1 + t)
         y = self.proj((F.gelu(gate) * h[..., 1:]).mT)
         end = x.size(1) // self.m * self.m
-        past = z[..., end:end + 2], h[..., end:end + 1]
-        return x + self.dropout(y), past
+        return x + self.dropout(y), (z[..., end:end + 2], h[..., end:end + 1])
 
 
 class StateBlock(Block):
@@ -987,7 +986,8 @@ class StateBlock(Block):
         y, past = self.attention(z, past)
         of_tokens = self.tokens(z).unflatten(2, (3, H, -1))                 # (B, t, 3, H, D)
         reads = []
-        for z, begin in zip(of_tokens.split(block, 1), begins.split(block, 1)):
+        for z, begin in zip(of_tokens.split(block, 1),
+                            begins.split(block, 1)):
             # the tokens attend to the states
             continues = ~begin.any(1)[:, None, None]                        # (B, 1, 1)
             s = s.where(continues, self.initial)
@@ -999,8 +999,8 @@ class StateBlock(Block):
             # a whole block updates the states
             if z.size(1) == block:
                 of_tokens = softmax_attention(q_tokens, k_tokens, v_tokens)
-                of_states = softmax_attention(q, k, v)
-                z = self.mix(torch.cat([of_states, of_tokens], 3).flatten(2))
+                z = torch.cat([softmax_attention(q, k, v), of_tokens], 3)
+                z = self.mix(z.flatten(2))                                  # (B, n_states, C)
                 g = self.gate.sigmoid()
                 s = g * s + (1 - g) * z
                 s = s.where(continues, self.initial)
@@ -1016,8 +1016,8 @@ def add_memory(upper, config):
     if config.memory == 'state':
         upper[len(upper) // 2] = StateBlock(config)
     else:
-        n = config.n_cca or len(upper)
-        upper.extend(RecurrentLayer(config) for _ in range(n))
+        upper.extend(RecurrentLayer(config)
+                     for _ in range(config.n_cca or len(upper)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1273,10 +1273,12 @@ def target_losses(model, texts, chosen):
     m, K = model.config.chunk_size, model.config.n_neighbors
     model.config.n_neighbors = chosen.size(2)
     nats = []
-    for tokens, neighbors in zip(texts.split(1), chosen.split(1)):
+    for tokens, neighbors in zip(texts.split(1),
+                                 chosen.split(1)):
         f = model.encode(tokens, teacher=neighbors)[0]
         logits = model.logits(f[:, m - 1:-1])                               # (1, N m - m, V)
-        nats.append(F.cross_entropy(logits.mT, tokens[:, m:], reduction='none'))
+        nats.append(F.cross_entropy(logits.mT, tokens[:, m:],
+                                    reduction='none'))
     model.config.n_neighbors = K
     return in_chunks(torch.cat(nats), m).mean(2)
 
@@ -1353,17 +1355,18 @@ def ranks(runs, args):
     shared = terms @ terms.mT                                               # (n, N, N)
     rankings['oracle'] = oracle
     for run in rankers:
-        off = target_losses(run.model, texts, top(s_t, mask[-1], 1))        # they read nothing
+        off = target_losses(run.model, texts,
+                            top(s_t, mask[-1], 1))                          # they read nothing
         for name, s_q in rankings.items():
             chosen = top(s_q, mask, 4)
             row = {f'loss {K}': target_losses(run.model, texts, chosen[..., :K])
                    for K in (2, 3, 4)}
             rank = rank_of(s_q)                                             # (n, N, N)
             positive = (rank < 2) & (s_q > -math.inf) & (s_t > 0)
-            has_positive = positive.any(2)[:, :-1]
-            gain = off - row['loss 2']                                      # (n, N - 1)
-            row['gain with positive'] = gain.where(has_positive, math.nan)
-            row['without'] = gain.where(~has_positive, math.nan)
+            missed = ~positive.any(2)[:, :-1]                               # (n, N - 1)
+            gain = off - row['loss 2']
+            row['gain with positive'] = gain.masked_fill(missed, math.nan)
+            row['without'] = gain.where(missed, math.nan)
             for key, x in ('shares', shared), ('with target', shared.roll(-1, 1)):
                 row[key] = x.where(rank < 1, 0).sum(2)
             report(result, f'{run.name} reads {name}', row, rows)
