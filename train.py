@@ -279,7 +279,7 @@ def optimizers_of(model, config):
         group = others
         if p.dim() < 2:
             group = vectors
-        elif config.optimizer == 'muon' and not name.startswith('embedding'):
+        elif config.optimizer == 'muon' and p.dim() == 2 and not name.startswith('embedding'):
             group = matrices
         group.append(p)
 

@@ -765,3 +765,95 @@ def test_retrieval_is_learned():
         nll[way] = model(batch, 1)[0].item()
     assert nll['on'] < 0.3
     assert min(nll['off'], nll['shuffled']) > 2.3                       # at random: ln 16 = 2.77
+
+
+# --------------------------------------------------------------------------------------------------
+# compared systems
+def griffin_by_loops(layer, x, begins):
+    """De et al. 2024, token by token: x (t, C) -> (t, C)"""
+    gate, inputs = layer.inputs(norm(layer.norm, x)).chunk(2, 1)        # 2 x (t, R)
+    inputs = F.pad(inputs, (0, 0, 2, 0)).T                              # (R, 2 + t)
+    h, states = 0, []
+    for t in range(len(x)):
+        u = layer.conv(inputs[:, t:t + 3])                              # (R, 1)
+        r, i = layer.gates(u).sigmoid().view(-1, 2).unbind(1)
+        a = (1 + layer.decay.exp()) ** (-8 * r)
+        if begins[t]:
+            h = 0
+        h = a * h + (1 - a ** 2).sqrt() * i * u[:, 0]
+        states.append(h)
+    return x + layer.proj(F.gelu(gate) * torch.stack(states))
+
+
+def states_by_loops(layer, x, begins):
+    """Hutchins et al. 2022, block by block: x (t, C) -> (t, C)"""
+    def attend(*qkv):                                                   # 3 x (n, H, D)
+        return rpt.softmax_attention(*(z[None] for z in qkv))[0]
+    H, block = layer.attention.n_head, layer.attention.block
+    tokens = layer.tokens(norm(layer.norm1, x))
+    k, v, q = tokens.unflatten(1, (3, H, -1)).unbind(1)
+    initial = s = layer.initial[0]
+    reads, g = [], layer.gate.sigmoid()
+    for start in range(0, len(x), block):
+        rows = slice(start, start + block)
+        if any(begins[rows]):
+            s = initial
+        states = layer.states(norm(layer.norm, s) + initial)
+        k_s, v_s, q_s, q_t = states.unflatten(1, (4, H, -1)).unbind(1)
+        reads.append(attend(q[rows], k_s, v_s).flatten(1))
+        both = [attend(q_s, k_s, v_s), attend(q_t, k[rows], v[rows])]
+        z = layer.mix(torch.cat(both, 2).flatten(1))
+        s = g * s + (1 - g) * z
+        if any(begins[rows]):
+            s = initial
+    y = self_attention(layer, x, 2 * block) + layer.state_proj(torch.cat(reads))
+    return x + y + mlp(layer, x + y)
+
+
+@pytest.mark.parametrize('memory, by_loops, millions', [
+    ('lru', griffin_by_loops, 239.3), ('state', states_by_loops, 213.5)])
+def test_memories(memory, by_loops, millions):
+    """A layer by its definition; streams; no future; Table 2: Griffin 240M, Block-Recurrent 212M"""
+    more = dict(memory=memory, n_states=3)
+    test_streaming_equals_the_full_pass(more)
+    test_the_future_is_invisible(more)
+    test_parameter_counts_of_the_paper(dict(memory=memory), millions)
+    model = small(**more)
+    layer = model.upper[-1]
+    tokens = tokens_of(b=1)
+    x = model.embedding(tokens)
+    begins = torch.arange(T) % 9 == 8
+    y, _ = layer(x, None, begins[None])
+    close(y[0], by_loops(layer, x[0], begins))
+
+    difference = model.encode(tokens)[0] - model.encode(tokens, docs_of(8, 36))[0]
+    assert difference[0].any(1).nonzero()[0] == 8                       # from here on
+
+
+def test_ranks_reports_losses(n=20):
+    """Of a run with the chunks it retrieves, for the targets of chunks WINDOW to n - 2"""
+    tokens = tokens_of(5, n * CHUNK, 1)
+    chunks = tokens.view(n, CHUNK)
+    run = run_of('x', tokens[0], block_size=n * CHUNK)
+    reference = run_of('r', tokens[0], retriever='none', window=4 * CHUNK)
+    result = rpt.TASKS['ranks']([run, reference], SimpleNamespace(seed=0))
+    model = run.model
+    mask = torch.ones(n, n).bool().tril(-WINDOW)
+    mask[-1] = False
+    s_t = target_scores(reference.model, chunks, mask)
+    i = torch.arange(WINDOW, n - 1)
+    chosen = model.encode(tokens)[1].memory.chosen[0, WINDOW:][i]
+    nats = {}
+    for way in ('off', 'on'):
+        model.way = way
+        log_p = model.log_probs(tokens)[0, START:-1]
+        log_p = log_p.gather(1, tokens[0, START + 1:, None])
+        nats[way] = -log_p.view(-1, CHUNK).mean(1)
+    gain = nats['off'] - nats['on']
+    helps = (s_t[i[:, None], chosen] > 0).any(1)                        # none is -1: the last chunk
+    ids = F.one_hot(chunks, V).amax(1)                   # (n, V)
+    first = ids[chosen[:, 0]]
+    wanted = [nats['on'], gain[helps], gain[~helps], (ids[i] * first).sum(1)]
+    wanted = [x.double().mean().item() for x in wanted]
+    row = list(result['x reads x'].values())
+    assert row[:1] + row[3:6] == pytest.approx(wanted)
