@@ -82,7 +82,7 @@ class DRTConfig:
     n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
     next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
-    landmark: bool = False      # with groups 0: Landmark Attention, for a short block_size
+    landmark: bool = False      # with groups 0: Landmark Attention; scores of (B, H, L, L)
     encoder: Literal['lower', 'tokens'] = 'lower'   # encodes lower layers' output, or embeddings
     n_encoder: int = 1          # layers of the chunk encoder; 0: none, w/o enc (official code: 2)
     compare_means: bool = True  # l_k: mean of C_k; the query compares means, see retrieve (ours)
@@ -101,6 +101,8 @@ class DRTConfig:
         if self.chunk_size < 2 or self.slope < 2 ** -8 or self.mlm > 1:
             raise ValueError('chunk_size must be 2 or more, slope 2^-8 or more, mlm at most 1')
         if self.landmark:
+            if self.groups:
+                raise ValueError('landmark is for groups 0')
             self.window = 1_000_000_000                         # all positions are kept
         if self.groups == 0:                                    # the base LM retrieves nothing
             return
@@ -175,7 +177,7 @@ def output_product(a, b):
         return product(a, b)
     a = a.bfloat16()
     b = b.bfloat16()
-    if torch.__version__ < (2, 8):
+    if torch.__version__ < (2, 8) or torch.version.hip:
         return (a @ b).float()                                          # logits are rounded, too
     return torch.mm(a, b, out_dtype=torch.float32)
 
@@ -862,8 +864,8 @@ class LandmarkAttention(SelfAttention):
         # scores z of their tokens (B, H, L, n, S - 1)
         j = S * chunk[..., None] + torch.arange(S - 1, device=q.device)
         age = i[..., None] - j
-        b = torch.arange(len(q))[:, None, None, None, None]
-        h = torch.arange(q.size(1))[:, None, None, None]
+        b = torch.arange(len(q), device=q.device)[:, None, None, None, None]
+        h = torch.arange(q.size(1), device=q.device)[:, None, None, None]
         k, v = (x[b, j.clamp(max=x.size(1) - 1), h] for x in (k, v))    # (..., n, S - 1, D)
         z = torch.einsum('bhid, bhinjd -> bhinj', q, k)
         z = z - slopes[..., None] * age

@@ -282,7 +282,7 @@ def frequency(runs, args):
     for run, way in score([(run, way) for run in runs for way in run.ways]):
         # of each scored token: its frequency, its loss
         count = np.bincount(run.split.tokens)                               # (V,)
-        n = np.concatenate([count[tokens[1:].cpu()] for tokens in run.documents])
+        n = np.concatenate([count[tokens[1:].cpu().numpy()] for tokens in run.documents])
         losses = -np.concatenate(run.scores[way])
 
         # the perplexities
@@ -741,7 +741,7 @@ def main(argv):
         tasks.update(getattr(runs[0].module, 'TASKS', {}))
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have '
-                     f'{", ".join(tasks).strip(", ")}; ranks is for runs of RPT alone')
+                     f'{", ".join(tasks).strip(", ")}; datastore is for TRIME alone, ranks for RPT')
 
     # the work
     args.device = train.hardware(args.device)

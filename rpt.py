@@ -178,7 +178,7 @@ def output_product(a, b):
         return product(a, b)
     a = a.bfloat16()
     b = b.bfloat16()
-    if torch.__version__ < (2, 8):
+    if torch.__version__ < (2, 8) or torch.version.hip:
         return (a @ b).float()                                          # logits are rounded, too
     return torch.mm(a, b, out_dtype=torch.float32)
 
@@ -1167,7 +1167,7 @@ def read_scores(path, N):
         assert s_t.shape == (N, N) and s_t.dtype == np.float32 and np.isfinite(s_t).all()
         return torch.from_numpy(s_t)
     except Exception:                                   # a broken file can raise anything
-        print(f'{path} is broken: its scores are computed again')
+        print(f'{path} does not have {N} x {N} scores: they are computed again')
 
 
 # data.Batch, s_t (B, N, N), and `ranked`, the number of chunks with a positive in a micro-batch:

@@ -51,7 +51,7 @@ Where this differs from the paper, and why
     $ python trime.py                       a demo of ten seconds
     $ python train.py --model trime
 """
-import hashlib, inspect, json, math, random, re, shutil
+import hashlib, inspect, json, math, os, random, re, shutil
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -193,7 +193,7 @@ def output_product(a, b):
         return product(a, b)
     a = a.bfloat16()
     b = b.bfloat16()
-    if torch.__version__ < (2, 8):
+    if torch.__version__ < (2, 8) or torch.version.hip:
         return (a @ b).float()                                          # logits are rounded, too
     return torch.mm(a, b, out_dtype=torch.float32)
 
@@ -622,7 +622,7 @@ def open_index(folder, about):
     SystemExit if it depends on another thing than `about`"""
     import faiss
     file = folder / 'about.json'
-    if not file.exists():                                           # it is written last
+    if not file.exists():
         return None
     try:
         saved = json.loads(file.read_text())
@@ -654,12 +654,15 @@ class Datastore:
         self.nprobe = nprobe
         self.index = open_index(folder, about)
         if self.index is None:
+            # in a folder of this process: no half of a store is left, nor mixed with another one
+            temporary = folder.with_name(f'{folder.name}.{os.getpid()}.tmp')
             try:
-                self.build(folder, model, progress)
-                (folder / 'about.json').write_text(json.dumps(about))
-            except BaseException:       # a full disk, Ctrl-C: no half of a store is left
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
+                self.build(temporary, model, progress)
+                (temporary / 'about.json').write_text(json.dumps(about))
+                shutil.rmtree(folder, ignore_errors=True)           # a damaged one
+                temporary.rename(folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
             self.index = open_index(folder, about)
 
         # what a search returns, times factor / sqrt(C), is the similarity, see Inference
@@ -1111,9 +1114,11 @@ def datastore_accuracy(runs, args):
         # recall, for each 32nd of the first 8,192 tokens; a search of all lists is exact
         windows = model.windows(model.on_device(run.split.tokens[None, :8192]))
         query = torch.cat([g[0, ::32] for _, g, _ in windows])                  # (Q, C)
-        sim, _ = store.search(query, 1024)
-        store.nprobe = 0
-        best, _ = store.search(query, 1024)
+        K = min(1024, store.index.ntotal)
+        sim, _ = store.search(query, K)
+        nprobe, store.nprobe = store.nprobe, 0
+        best, _ = store.search(query, K)
+        store.nprobe = nprobe
         shares['recall'] = (sim >= best[:, -1:]).float().mean().item()
         print(f'{run.name:24}', *(f'{name} {x:.2%}' for name, x in shares.items()))
     return result

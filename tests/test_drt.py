@@ -626,4 +626,3 @@ def test_what_must_hold_of_landmark_attention(tmp_path, monkeypatch):
     test_streaming_equals_one_pass(LANDMARK, [1] * 120, tmp_path)
     test_stream_after_read_equals_one_pass(LANDMARK, monkeypatch)
     test_a_chunk_that_recurs_is_a_tie(LANDMARK, 3)
-    test_the_preset_has_the_papers_size(LANDMARK, 123.6)

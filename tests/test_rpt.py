@@ -667,7 +667,7 @@ def test_broken_scores_are_computed_again(count, tmp_path, capsys):
     np.save(paths[2], wanted[2][1:])
     np.save(paths[3], wanted[3].astype('int32'))
     assert count(retriever='lex') == 4
-    assert capsys.readouterr().out.count('is broken') == 4
+    assert capsys.readouterr().out.count('computed again') == 4
     assert all(np.array_equal(np.load(path), x) for path, x in zip(paths, wanted))
 
 
@@ -810,14 +810,13 @@ def states_by_loops(layer, x, begins):
     return x + y + mlp(layer, x + y)
 
 
-@pytest.mark.parametrize('memory, by_loops, millions', [
-    ('lru', griffin_by_loops, 239.3), ('state', states_by_loops, 213.5)])
-def test_memories(memory, by_loops, millions):
-    """A layer by its definition; streams; no future; Table 2: Griffin 240M, Block-Recurrent 212M"""
+@pytest.mark.parametrize('memory, by_loops', [
+    ('lru', griffin_by_loops), ('state', states_by_loops)])
+def test_memories(memory, by_loops):
+    """A layer by its definition; streams; no future"""
     more = dict(memory=memory, n_states=3)
     test_streaming_equals_the_full_pass(more)
     test_the_future_is_invisible(more)
-    test_parameter_counts_of_the_paper(dict(memory=memory), millions)
     model = small(**more)
     layer = model.upper[-1]
     tokens = tokens_of(b=1)
@@ -844,7 +843,7 @@ def test_ranks_reports_losses(n=20):
     i = torch.arange(WINDOW, n - 1)
     chosen = model.encode(tokens)[1].memory.chosen[0, WINDOW:][i]
     nats = {}
-    for way in ('off', 'on'):
+    for way in 'off', 'on':
         model.way = way
         log_p = model.log_probs(tokens)[0, START:-1]
         log_p = log_p.gather(1, tokens[0, START + 1:, None])
@@ -853,7 +852,6 @@ def test_ranks_reports_losses(n=20):
     helps = (s_t[i[:, None], chosen] > 0).any(1)                        # none is -1: the last chunk
     ids = F.one_hot(chunks, V).amax(1)                   # (n, V)
     first = ids[chosen[:, 0]]
-    wanted = [nats['on'], gain[helps], gain[~helps], (ids[i] * first).sum(1)]
+    wanted = [gain[helps], gain[~helps], (ids[i] * first).sum(1)]
     wanted = [x.double().mean().item() for x in wanted]
-    row = list(result['x reads x'].values())
-    assert row[:1] + row[3:6] == pytest.approx(wanted)
+    assert list(result['x reads x'].values())[3:6] == pytest.approx(wanted)

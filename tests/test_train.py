@@ -610,16 +610,20 @@ PAPERS = [
     ('rpt --preset paper --vocab-size 50277 --retriever bm25', 236.07, 'documents'),
     ('rpt --preset paper --vocab-size 50277 --retriever none', 202.50, 'documents'),
     ('rpt --preset paper --vocab-size 50277 --retriever none --n-layer 14', 227.67, 'documents'),
+    ('rpt --preset paper --vocab-size 50277 --retriever none --memory lru', 239.31, 'documents'),
+    ('rpt --preset paper --vocab-size 50277 --retriever none --memory state', 213.52, 'documents'),
     ('drt --preset 124m', 145.98, 'documents'),
     ('drt --preset 124m --groups 0', 123.55, 'documents'),
+    ('drt --preset 124m --groups 0 --landmark', 123.55, 'documents'),
     ('drt --preset 124m --groups 0 --n-layer 14', 137.71, 'documents')]
 
 
 @mark.parametrize('command, millions, kind', PAPERS)
 def test_models_have_the_papers_sizes(command, millions, kind):
     """TRIME, Table 9: 7M, 150M, 247M, 38M (with biases). RPT, Table 2: RPT 242M, RETRO 236M,
-    Transformer-XL 202M, with two more layers 228M. DRT, Table 1: DRT 133M and its encoder 14M, base
-    LM 124M, with two more layers 138M. Then the kind of batches"""
+    Transformer-XL 202M, with two more layers 228M, Griffin 240M, Block-Recurrent 212M. DRT, Table
+    1: DRT 133M and its encoder 14M, base LM 124M, with two more layers 138M, and its landmarks.
+    Then the kind of batches"""
     with torch.device('meta'):
         model = make(['--model', *command.split()])
     n_weights = sum(p.numel() for p in model.parameters())
