@@ -733,7 +733,8 @@ def main(argv):
     for module in modules:
         if hasattr(module, 'EvalConfig'):
             train.add_flags(parser, module.EvalConfig)
-    args = train.parse_flags(parser, argv[len(runs):] if runs else ['--help'])
+    flags = argv[len(runs):] if runs else ['--help']
+    args = train.parse_flags(parser, flags)
 
     # the task: of eval.py, or of a model, for its runs alone
     tasks = dict(TASKS)

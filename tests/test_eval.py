@@ -179,7 +179,7 @@ def test_perplexity_by_frequency(run, monkeypatch):
     scored = [w for text in TEXTS for w in [*text.encode()[1:], 256]]
     log_p = np.concatenate(log_p_by_hand(1.0))
     losses = [-x for w, x in zip(scored, log_p) if n(w) <= 3]
-    assert row['a'] == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
+    assert row['a'] == approx(math.exp(np.mean(losses)), rel=1e-4)
     assert [row['n a'], row['b']] == [len(losses), None]
 
 
@@ -308,7 +308,7 @@ def test_examples_are_where_the_gain_is_largest(run):
     gains, text = gains[d], TEXTS[d] + '<|endoftext|>'
     t = gains.argmax()
     start = max(0, t - 150)
-    assert x['gain'] == pytest.approx(gains[t], abs=1e-4)
+    assert x['gain'] == approx(gains[t], abs=1e-4)
     assert (x['token'], x['before']) == (t + 1, text[:t + 1][-32:])
     assert text[t + 1:].startswith(x['next']) and len(x['next']) >= 13
     first, second = x['retrieved']

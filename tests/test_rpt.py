@@ -800,8 +800,10 @@ def states_by_loops(layer, x, begins):
             s = initial
         states = layer.states(norm(layer.norm, s) + initial)
         k_s, v_s, q_s, q_t = states.unflatten(1, (4, H, -1)).unbind(1)
-        reads.append(attend(q[rows], k_s, v_s).flatten(1))
-        both = [attend(q_s, k_s, v_s), attend(q_t, k[rows], v[rows])]
+        read = attend(q[rows], k_s, v_s)
+        reads.append(read.flatten(1))
+        of_states = attend(q_s, k_s, v_s)
+        both = [of_states, attend(q_t, k[rows], v[rows])]
         z = layer.mix(torch.cat(both, 2).flatten(1))
         s = g * s + (1 - g) * z
         if any(begins[rows]):
@@ -810,7 +812,7 @@ def states_by_loops(layer, x, begins):
     return x + y + mlp(layer, x + y)
 
 
-@pytest.mark.parametrize('memory, by_loops', [
+@mark.parametrize('memory, by_loops', [
     ('lru', griffin_by_loops), ('state', states_by_loops)])
 def test_memories(memory, by_loops):
     """A layer by its definition; streams; no future"""
@@ -825,7 +827,8 @@ def test_memories(memory, by_loops):
     y, _ = layer(x, None, begins[None])
     close(y[0], by_loops(layer, x[0], begins))
 
-    difference = model.encode(tokens)[0] - model.encode(tokens, docs_of(8, 36))[0]
+    f, *_ = model.encode(tokens)
+    difference = f - model.encode(tokens, docs_of(8, 36))[0]
     assert difference[0].any(1).nonzero()[0] == 8                       # from here on
 
 
@@ -852,6 +855,7 @@ def test_ranks_reports_losses(n=20):
     helps = (s_t[i[:, None], chosen] > 0).any(1)                        # none is -1: the last chunk
     ids = F.one_hot(chunks, V).amax(1)                   # (n, V)
     first = ids[chosen[:, 0]]
-    wanted = [gain[helps], gain[~helps], (ids[i] * first).sum(1)]
-    wanted = [x.double().mean().item() for x in wanted]
-    assert list(result['x reads x'].values())[3:6] == pytest.approx(wanted)
+    shared = (ids[i] * first).sum(1).double()
+    wanted = [x.mean().item() for x in (gain[helps], gain[~helps], shared)]
+    _, _, _, *facts = result['x reads x'].values()
+    assert facts[:3] == approx(wanted)

@@ -580,7 +580,7 @@ def test_the_accuracy_and_recall_of_the_datastore(stores, monkeypatch):
         each = memories_of_each(model, TOKENS[:-1])
         right = [w in [value for _, value, _ in ext]
                  for (*_, ext), w in zip(each, TOKENS[1:])]
-        assert shares[f'top-{K}'] == pytest.approx(np.mean(right))
+        assert shares[f'top-{K}'] == approx(np.mean(right))
 
     # one of two lists has fewer than 1,024 entries; those that it lacks are right for no token
     model.store.nprobe = 1
