@@ -575,7 +575,7 @@ class DRT(nn.Module):
             h = h + F.rms_norm(l_k[:, M - N:] - mean, mean.shape[2:], eps=1e-6)
 
         # scores, with K columns or more
-        r = product(h, l_k.mT) / h.size(2) ** 0.5                       # (B, N, M)
+        r = product(h, l_k.mT) / h.size(-1) ** 0.5                      # (B, N, M)
         r = F.pad(r.masked_fill(~mask, MASKED), (0, K), value=MASKED)
         order = r
         if self.training and self.config.gumbel:                        # noise: -log Exp(1)

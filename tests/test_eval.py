@@ -257,7 +257,7 @@ def test_what_is_no_checkpoint_is_one_line(run):
 
 
 @mark.parametrize('flags, words', [
-    ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'niah, count'),
+    ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'frequency, count'),
     ('a --split test', 'split test'), ('a --task examples --prompt x', 'two tokens'),
     ('a --json a/best.pt/x', 'pt/x'), ('a --html texts', 'texts'), ('a --json pipe', 'pipe'),
     ('a --task niah --lengths 1kk', '1kk'), ('a --task niah --lengths 999999999m', '256m'),

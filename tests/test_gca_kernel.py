@@ -189,15 +189,6 @@ def test_without_slots_or_chunks():
         gca(q, half, half, w, idx, 16)
 
 
-def test_the_plan_begins_with_the_chunks_of_most_queries():
-    """The gradients of keys and values, by the double loop, need the rest of it."""
-    torch.manual_seed(0)
-    idx = torch.randint(-1, 9, (2, 20, 3), dtype=torch.int32)
-    *_, order = gca_plan(idx, 9)
-    for numbers, chunks in zip(idx.flatten(1).tolist(), order.tolist()):
-        assert chunks == sorted(range(9), key=lambda c: -numbers.count(c))
-
-
 @mark.parametrize('rows', [1, 3])
 def test_blocks_bound_the_memory(rows, monkeypatch):
     """Blocks of chunks of queries give the same numbers, and save no scores for backward."""

@@ -659,14 +659,13 @@ def test_draws_are_of_the_batchs_seed_and_of_training_only(model, more):
 
 # --------------------------------------------------------------------------------------------------
 # longer checks
-SETTINGS = [*(('trime', f'--memory {x}') for x in ('none', 'local', 'long', 'ext')),
-            *(('rpt', f'--retriever {x}') for x in ('sem', 'lex', 'bm25', 'none')),
-            *(('drt', f'--n-layer 4 --encoder lower --groups {x}') for x in (0, 1, 2)),
-            ('drt', '--encoder tokens')]
+SETTINGS = {'trime': ('memory', 'none local long ext'), 'rpt': ('retriever', 'sem lex bm25 none'),
+            'drt': ('n-layer 4 --groups', '0 1 2')}
 
 
 @mark.slow
-@mark.parametrize('model, more', SETTINGS)
+@mark.parametrize('model, more', [
+    (model, f'--{name} {x}') for model, (name, xs) in SETTINGS.items() for x in xs.split()])
 def test_every_model_compiles(here, model, more):
     """torch.compile, on a CPU here: an error in it would end each run on a GPU."""
     torch.compiler.reset()              # what is compiled, and counted, is of this run only
@@ -706,11 +705,12 @@ def test_on_a_gpu(here, capsys, model, more, dtype, error):
     assert all(0 <= x.get('mfu', 0) < 1 and x['gb'] > 0 for x in entries)
 
     tokens = torch.randint(200, (1, 150), device='cuda')
-    lm = importlib.import_module('eval').load('gpu')[0].cuda()
+    evaluation = importlib.import_module('eval')
+    lm = evaluation.load('gpu')[0].cuda()
     first, state = lm.stream(tokens[:, :70])
     rest, _ = lm.stream(tokens[:, 70:], state)
     close(torch.cat([first, rest], 1), lm.log_probs(tokens), atol=1e-3)
-    importlib.import_module('eval').main('gpu gpu --task speed --lengths 1k'.split())
+    evaluation.main('gpu gpu --task speed --lengths 1k'.split())
     assert float(capsys.readouterr().out.split()[-1]) > 0       # of its own time
 
 
@@ -732,7 +732,6 @@ def test_imports():
     its threads remain. Idle threads sleep."""
     script = ('import os, sys, train, trime, rpt, drt; print(*map(os.environ.get, sys.argv[1:]), '
               '{"faiss", "triton", "torch._dynamo", "torch.distributed.nn"} & set(sys.modules))')
-    names = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'
-    command = ['env', '-u', names[0], '-u', names[1], sys.executable, '-c', script, *names]
-    screen = subprocess.run(command, capture_output=True, text=True, cwd=FILE.parent).stdout
+    command = [sys.executable, '-c', script, 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT']
+    screen = subprocess.check_output(command, env={}, text=True, cwd=FILE.parent)
     assert screen == "PASSIVE 1000 {'torch.distributed.nn'}\n"
