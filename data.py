@@ -564,13 +564,13 @@ def prepare(folder, path, files, code, tokenizer, vocab_size):
 
 
 def open_corpus(folder):
-    """The Corpus in a folder, or None if there is none; a damaged one is deleted."""
+    """The Corpus in a folder, or None if there is none; a damaged one gets another name."""
     if folder.exists():
         try:
             return Corpus(folder)
         except Exception as error:
             print(f'{folder} is damaged ({error!r:.99}) and prepared again', file=sys.stderr)
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.rename(f'{folder}-damaged-{time.time_ns()}')
 
 
 def corpus_folder(root, name, files, tokenizer, vocab_size):

@@ -22,6 +22,7 @@ Where the paper is in this file
     §3.3           inference from a bounded state           DRT.stream, DRT.read
     §3.3           memory offloading                        DRT.store
     §4.1.2         a sliding window, ALiBi                  SelfAttention
+    Table 1 to 3   Landmark Attention, compared             LandmarkAttention
     §4.4, Table 4  retrieval from a corpus                  DRT.prepare_eval
     App. A.5       random retrieval                         random_queries
 
@@ -81,6 +82,7 @@ class DRTConfig:
     n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
     next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
+    landmark: bool = False      # with groups 0: Landmark Attention; scores of (B, H, L, L)
     encoder: Literal['lower', 'tokens'] = 'lower'   # encodes lower layers' output, or embeddings
     n_encoder: int = 1          # layers of the chunk encoder; 0: none, w/o enc (official code: 2)
     compare_means: bool = True  # l_k: mean of C_k; the query compares means, see retrieve (ours)
@@ -98,6 +100,10 @@ class DRTConfig:
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
         if self.chunk_size < 2 or self.slope < 2 ** -8 or self.mlm > 1:
             raise ValueError('chunk_size must be 2 or more, slope 2^-8 or more, mlm at most 1')
+        if self.landmark:
+            if self.groups:
+                raise ValueError('landmark is for groups 0')
+            self.window = 1_000_000_000                         # all positions are kept
         if self.groups == 0:                                    # the base LM retrieves nothing
             return
         if n_upper == 0 or n_upper % self.groups:
@@ -171,7 +177,7 @@ def output_product(a, b):
         return product(a, b)
     a = a.bfloat16()
     b = b.bfloat16()
-    if torch.__version__ < (2, 8):
+    if torch.__version__ < (2, 8) or torch.version.hip:
         return (a @ b).float()                                          # logits are rounded, too
     return torch.mm(a, b, out_dtype=torch.float32)
 
@@ -335,23 +341,25 @@ def cross_entropy(f, E, targets):
 # what is new in DRT
 class SelfAttention(nn.Module):
     """Causal attention over a sliding window, with ALiBi (Press et al. 2022) for positions."""
+    attend = staticmethod(attend)       # LandmarkAttention has another one
+
     def __init__(self, config):
         super().__init__()
-        C, self.n_head = config.n_embd, config.n_head
-        self.window, self.slope = config.window, config.slope
+        C, self.config = config.n_embd, config
         self.qkv = nn.Linear(C, 3 * C, bias=False)
         self.proj = nn.Linear(C, C, bias=False)
 
     def forward(self, x, past):
         """x (B, L, C), past: keys and values (B, P, H, D) of the positions before, or None
         -> (B, L, C), keys and values of the last W positions"""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)     # (B, L, H, D) each
+        H, W = self.config.n_head, self.config.window
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).unbind(2)       # (B, L, H, D) each
         if past is not None:
             k, v = (torch.cat(pair, 1) for pair in zip(past, (k, v)))   # (B, P + L, H, D)
-        exponents = torch.linspace(math.log2(self.slope), -8, self.n_head, device=x.device)
+        exponents = torch.linspace(math.log2(self.config.slope), -8, H, device=x.device)
         slopes = exponents.exp2().view(1, -1, 1, 1)                     # (1, H, 1, 1)
-        y = attend(q, k, v, self.window, self.window, slopes)           # (B, L, H, D)
-        return self.proj(y.flatten(2)), (k[:, -self.window:], v[:, -self.window:])
+        y = self.attend(q, k, v, W, W, slopes)                          # (B, L, H, D)
+        return self.proj(y.flatten(2)), (k[:, -W:], v[:, -W:])
 
 
 class GroupedCrossAttention(nn.Module):
@@ -388,8 +396,9 @@ class Block(nn.Module):
     """A pre-norm Transformer layer; those of the upper half have grouped cross-attention."""
     def __init__(self, config, retrieves=False):
         super().__init__()
+        attention = LandmarkAttention if config.landmark else SelfAttention
         self.norm1 = RMSNorm(config.n_embd)
-        self.attention = SelfAttention(config)
+        self.attention = attention(config)
         self.norm2 = RMSNorm(config.n_embd)
         self.mlp = MLP(config)
         self.gca = GroupedCrossAttention(config) if retrieves else None
@@ -480,7 +489,7 @@ class DRT(nn.Module):
 
         # ids after those of the tokenizer: the landmark; for MLM the mask
         n_ids = config.vocab_size
-        if retrieves:
+        if retrieves or config.landmark:
             n_ids += 2 if config.encoder == 'tokens' else 1
         self.embedding = nn.Embedding(n_ids, C)                         # also the output embedding
         self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - n_upper))
@@ -527,18 +536,17 @@ class DRT(nn.Module):
         """§3.1: inserts `value` after every S - 1 tokens, at positions S - 1, 2S - 1, ... of a
         text. x (B, T), which continues the text of state -> (B, L). The base LM has no landmarks.
         """
-        if self.config.groups == 0:
+        if self.config.groups == 0 and not self.config.landmark:
             return x
         s = state.unfinished.size(1) if state else 0
         n_tokens = self.config.chunk_size - 1                           # of a chunk
         end = s + x.size(1)
-        n_landmarks = end // n_tokens
 
         # s zeros stand for the unfinished chunk's tokens before x, others fill the last chunk. Both
         # are cut off
         chunks = F.pad(x, (s, -end % n_tokens)).unflatten(1, (-1, n_tokens))
         chunks = F.pad(chunks, (0, 1), value=value)                     # (B, chunks, S)
-        return chunks.flatten(1)[:, s:end + n_landmarks]
+        return chunks.flatten(1)[:, s:end + end // n_tokens]            # with the landmarks
 
     def retrieve(self, g, x, l_k, mask):
         """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r (§3.2: + noise),
@@ -590,9 +598,9 @@ class DRT(nn.Module):
         if self.offload:
             # the file is unlinked at once: the system frees it together with the tensor
             with tempfile.NamedTemporaryFile(dir=self.offload) as file:
-                torch.save(kv, file)
-                file.flush()
-                kv = torch.load(file.name, map_location='cpu', mmap=True)
+                kv.cpu().numpy().tofile(file)
+                kv = torch.from_file(file.name, True, kv.numel(),
+                                     dtype=kv.dtype).view_as(kv)
         return list(kv.unbind(2))
 
     def add_chunks(self, x, state, stored):
@@ -666,13 +674,12 @@ class DRT(nn.Module):
 
         # the chunks that end here; a stream stores them
         if self.config.groups > 0:
-            if self.config.encoder == 'lower':
-                y = x
-            elif masked is None:
-                y = self.embedding(ids)
-            else:
-                y = self.embedding(ids.masked_fill(masked, self.config.vocab_size + 1))
+            if masked is not None:
+                ids = ids.masked_fill(masked, self.config.vocab_size + 1)
+            y = x if self.config.encoder == 'lower' else self.embedding(ids)
             chunks, unfinished, landmarks, kv = self.add_chunks(y, state, stored=docs is None)
+        else:
+            unfinished = x.new_zeros(B, (start + L) % S, 0)             # for its length
         if not upper:
             return None, None, State(past, unfinished, landmarks, kv, chosen)
 
@@ -819,6 +826,55 @@ class DRT(nn.Module):
         for piece in progress(tokens.split(16 * self.PIECE), 'reading the corpus'):
             state = self.read(piece[None], state)
         self.corpus = tokens, state
+
+
+# --------------------------------------------------------------------------------------------------
+# compared systems
+class LandmarkAttention(SelfAttention):
+    """Landmark Attention (Mohtashami & Jaggi, NeurIPS 2023, §3): one softmax over the tokens of a
+    position's chunk, up to it, and the landmarks of earlier chunks. The weight w_k of a landmark is
+    that of its chunk, whose tokens have a softmax of their own:
+
+        o = Σ_{j in its chunk} w_j v_j + Σ_k w_k Σ_{j in chunk k} softmax_j(q k_j / sqrt(D)) v_j
+
+    k: in training, on short texts, all earlier chunks; else the K of largest scores, of each
+    position and head. Scores have ALiBi (paper: rotary embeddings); landmarks that are farther than
+    a training sequence is long count as so far (§3.2). All keys and values are kept."""
+    def attend(self, q, k, v, block, window, slopes):
+        S = self.config.chunk_size
+        q = q.transpose(1, 2) / q.size(3) ** 0.5                        # (B, H, L, D)
+        positions = torch.arange(k.size(1), device=q.device)
+        i = positions[-q.size(2):, None]                                # (L, 1)
+
+        # scores r of landmarks: infinite for the position's chunk, which need not have one yet
+        landmarks = k[:, S - 1::S].transpose(1, 2)
+        landmarks = F.pad(landmarks, (0, 0, 0, 1))                      # (B, H, M, D)
+        chunk = torch.arange(landmarks.size(2), device=q.device)        # (M,)
+        age = (i - S * chunk - S + 1).clamp(max=self.config.block_size)
+        r = product(q, landmarks.mT) - slopes * age                     # (B, H, L, M)
+        r = r.masked_fill(chunk > i // S, MASKED)
+        r = r.masked_fill(chunk == i // S, math.inf)
+
+        # which chunks are read; of equal scores, as of chunks that recur, the latest
+        if not self.training:
+            n = 1 + self.config.n_neighbors
+            chunk = (256 * r).round().argsort(stable=True)[..., -n:]    # (B, H, L, n)
+            r = r.gather(3, chunk)
+
+        # scores z of their tokens (B, H, L, n, S - 1)
+        j = S * chunk[..., None] + torch.arange(S - 1, device=q.device)
+        age = i[..., None] - j
+        b = torch.arange(len(q), device=q.device)[:, None, None, None, None]
+        h = torch.arange(q.size(1), device=q.device)[:, None, None, None]
+        k, v = (x[b, j.clamp(max=x.size(1) - 1), h] for x in (k, v))    # (..., n, S - 1, D)
+        z = torch.einsum('bhid, bhinjd -> bhinj', q, k)
+        z = z - slopes[..., None] * age
+        z = z.masked_fill(age < 0, MASKED)
+
+        # one softmax of landmarks and of tokens in its chunk: log Σ exp z is the score of a chunk
+        r = torch.where(r < math.inf, r, z.logsumexp(4))
+        o = torch.einsum('bhinj, bhinjd -> bhind', z.softmax(4), v)     # of each chunk
+        return torch.einsum('bhin, bhind -> bihd', r.softmax(3), o)     # (B, L, H, D)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ import data
 
 # columns of the table: losses of tokens up to these positions in their document
 POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': sys.maxsize}
+# columns of Table 14 of TRIME: tokens that occur at most so often, but not in the column before
+FREQUENCIES = {'<=10': 10, '10-100': 100, '100-1k': 1000, '1k-10k': 10_000, '>10k': sys.maxsize}
 UNITS = {'k': 1024, 'm': 1024 ** 2}
 PAGE_TOKENS = 8192              # tokens of a document that a page shows, at most
 
@@ -62,7 +64,7 @@ def output(text):
 
 @dataclass
 class EvalConfig:
-    task: str = ''              # table, examples, generate, niah, speed; rpt: ranks; '': a report
+    task: str = ''  # a report, table, examples, generate, niah, speed, frequency, datastore, ranks
     data: train.source = ''     # another corpus than the one of training
     retrieve_from: train.source = ''    # trime, drt: retrieve from the train split of this corpus
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
@@ -271,6 +273,28 @@ def table(runs, args):
             'trained on': run.checkpoint['tokens'],
             **metrics(run.scores[way], run.scores['off'], run.scored)})
     return dict(text, rows=rows)
+
+
+def frequency(runs, args):
+    """Prints perplexities by frequency (TRIME, Table 14): a token is in the column of the number of
+    times that it occurs in the split; n is how many tokens are scored there. -> the rows"""
+    rows = []
+    for run, way in score([(run, way) for run in runs for way in run.ways]):
+        # of each scored token: its frequency, its loss
+        count = np.bincount(run.split.tokens)                               # (V,)
+        n = np.concatenate([count[tokens[1:].cpu().numpy()] for tokens in run.documents])
+        losses = -np.concatenate(run.scores[way])
+
+        # the perplexities
+        row = {'run': run.name, 'way': way, 'all': np.exp(losses.mean())}
+        low = 0
+        for name, high in FREQUENCIES.items():
+            part = losses[(n > low) & (n <= high)]
+            row[name] = np.exp(part.mean()) if len(part) else None
+            row[f'n {name}'] = len(part)
+            low = high
+        add_row(rows, row)
+    return rows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -579,10 +603,12 @@ def training_speed(runs, device):
 
 
 def n_bytes(state):
-    """The memory of all tensors in nested tuples and lists"""
+    """The memory of all tensors in nested tuples and lists, but for those in mapped files"""
     if isinstance(state, tuple | list):
         return sum(map(n_bytes, state))
-    return getattr(state, 'nbytes', 0)
+    if isinstance(state, torch.Tensor) and not state.untyped_storage().filename:
+        return state.nbytes
+    return 0
 
 
 def speed(runs, args):
@@ -689,7 +715,7 @@ def report(runs, args):
 
 
 TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples,
-         'speed': speed, 'niah': niah}
+         'speed': speed, 'niah': niah, 'frequency': frequency}
 
 
 @torch.no_grad()
@@ -707,7 +733,8 @@ def main(argv):
     for module in modules:
         if hasattr(module, 'EvalConfig'):
             train.add_flags(parser, module.EvalConfig)
-    args = train.parse_flags(parser, argv[len(runs):] if runs else ['--help'])
+    flags = argv[len(runs):] if runs else ['--help']
+    args = train.parse_flags(parser, flags)
 
     # the task: of eval.py, or of a model, for its runs alone
     tasks = dict(TASKS)
@@ -715,7 +742,7 @@ def main(argv):
         tasks.update(getattr(runs[0].module, 'TASKS', {}))
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have '
-                     f'{", ".join(tasks).strip(", ")}; ranks is for runs of RPT alone')
+                     f'{", ".join(tasks).strip(", ")}; datastore is for TRIME alone, ranks for RPT')
 
     # the work
     args.device = train.hardware(args.device)

@@ -24,7 +24,8 @@ Where the paper is in this file (its equations have no numbers)
     §3.4     sliding-window attention                   SelfAttention
     §3.4     inference                                  RPT.encode, RPT.stream
     §5       Transformer-XL, RETRO, RPT-Lex             --retriever none, bm25, lex
-    Table 3  are the chunks that help ranked first?     ranks
+    §5       Griffin, Block-Recurrent Transformer       --memory lru, state
+    §5       Tables 2 to 4, Figures 4 to 6              ranks
 
 Letters in the shape comments
     B sequences    T tokens (t of a piece)    C width    H heads    D head size    V vocabulary
@@ -85,6 +86,8 @@ class RPTConfig:
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper; tiny: 4, as m is half)
     n_cca: int = 0                # last layers that cross-attend; 0: upper half (paper: 5; tiny: 1)
     retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # RPT-Sem, RPT-Lex; RETRO; none (§5)
+    memory: Literal['none', 'lru', 'state'] = 'none'    # no retriever: Griffin, Block-Recurrent
+    n_states: int = 128           # of memory state: vectors (ours; its paper: 512)
     shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
     eta: float = 0.1              # lower bound of the gate, η (paper)
@@ -99,7 +102,8 @@ class RPTConfig:
 
     def __post_init__(self):
         check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd window '
-                             'chunk_size n_neighbors n_candidates score_every reference_steps')
+                             'chunk_size n_neighbors n_candidates score_every reference_steps '
+                             'n_states')
         if self.n_embd % (2 * self.n_head):
             raise ValueError('n_embd: a multiple of 2 n_head')
         if self.n_cca > self.n_layer - self.n_layer // 2:
@@ -110,6 +114,9 @@ class RPTConfig:
             raise ValueError('n_candidates: at least n_neighbors')
         if self.block_size < self.window + 2 * self.chunk_size and self.retriever != 'none':
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
+        if self.memory != 'none':
+            self.retriever = 'none'
+            self.chunk_size = self.window // 2          # its streams are cut between blocks
         if self.reference and self.retriever != 'sem':
             raise ValueError('a reference is for retriever sem')
         if max(self.dropout, self.eta, self.reference_cache) >= 1:
@@ -129,7 +136,8 @@ PRESETS = {
                   micro_batch=1, n_layer=12, n_head=8, n_embd=1024, dropout=0.05, window=2048,
                   chunk_size=64, n_cca=5, tokens_per_step=131_072, max_steps=500_000, lr=5e-4,
                   optimizer='adamw', warmup=0.01, weight_decay=0.01, eval_every=1000,
-                  shift_values=False, reference_steps=50_000, reference_cache=0.0),
+                  shift_values=False, n_states=512, reference_steps=50_000,
+                  reference_cache=0.0),
 }
 
 
@@ -170,7 +178,7 @@ def output_product(a, b):
         return product(a, b)
     a = a.bfloat16()
     b = b.bfloat16()
-    if torch.__version__ < (2, 8):
+    if torch.__version__ < (2, 8) or torch.version.hip:
         return (a @ b).float()                                          # logits are rounded, too
     return torch.mm(a, b, out_dtype=torch.float32)
 
@@ -670,6 +678,9 @@ class RPT(nn.Module):
         self.lower = nn.ModuleList(Block(config) for _ in range(n_lower))
         self.upper = nn.ModuleList(Block(config, i >= n_upper - n_cca) for i in range(n_upper))
 
+        if config.memory != 'none':
+            add_memory(self.upper, config)                                  # compared systems
+
         # retrieval: learned, by BM25 with the idf of the corpus, or none
         self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
         self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
@@ -705,7 +716,7 @@ class RPT(nn.Module):
             zeros(slots).long() - 1,                    # chosen: none
             zeros(*slots, 2 * m, C),                    # neighbors
             zeros(slots))                               # gates
-        return State([None] * config.n_layer, tokens[:, :0], memory)
+        return State([None] * len(self.lower + self.upper), tokens[:, :0], memory)
 
     def retrieve(self, x, tokens, doc, teacher, memory):
         """§3.1, for N whole chunks: x (B, t, C) of the lower layers, tokens (B, t), doc (B, N) of
@@ -785,9 +796,11 @@ class RPT(nn.Module):
         # each whole chunk retrieves; the tokens after it attend to its neighbors
         end = tokens.size(1) // m * m                                   # of the whole chunks
         cca_inputs = s_q = None
-        if self.way != 'off':
-            if doc is None:
-                doc = torch.zeros_like(tokens)
+        if doc is None:
+            doc = torch.zeros_like(tokens)
+        if self.config.memory != 'none':
+            cca_inputs = F.pad(doc.diff() != 0, (1, 0))                 # see compared systems
+        elif self.way != 'off':
             chunk_doc = doc_of_chunks(doc, m)                               # (B, N)
             if end > 0:
                 memory, s_q = self.retrieve(x, tokens, chunk_doc, teacher, memory)
@@ -860,7 +873,8 @@ class RPT(nn.Module):
     def read(self, tokens, state=None):
         """The new state of stream(tokens, state), without predictions"""
         for piece in tokens.split(self.PIECE, 1):
-            state = self.encode(piece, state=state)[1]
+            if piece.numel():
+                state = self.encode(piece, state=state)[1]
         return state
 
     def ways(self):
@@ -880,6 +894,130 @@ class RPT(nn.Module):
         pairs = zip(memory.gates[0, -1].tolist(), memory.chosen[0, -1].tolist())
         retrieved = [(gate, tokens, j * m, (j + 2) * m) for gate, j in pairs if j >= 0]
         return sorted(retrieved, key=lambda item: -item[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# compared systems: --memory lru, state
+# A layer of the upper half is replaced, or layers are added to it. In place of cross-attention's
+# inputs they get `begins` (B, t), True: the token begins another document. A memory is of one
+# document; self-attention and the convolution are not. A chunk is half a window, a block of
+# self-attention: pieces of a stream begin with a block
+def scan(a, b):
+    """h_t = a_t h_{t-1} + b_t with h_{-1} = 0, in log2 T steps: after n = 1, 2, 4, ... b_t has the
+    terms of the last n tokens, and a_t is the product of theirs. a, b (..., T) -> (..., T)"""
+    n = 1
+    while n < b.size(-1):
+        b = b + a * F.pad(b, (n, -n))
+        a = a * F.pad(a, (n, -n))
+        n *= 2
+    return b
+
+
+class RecurrentLayer(nn.Module):
+    """Griffin's recurrent block (De et al. 2024, §2.3, §2.4). With z = norm(x), u = conv(W_u z):
+
+        y   = x + W (gelu(W_y z) h)
+        h_t = a_t h_{t-1} + sqrt(1 - a_t²) i_t u_t
+        a_t = exp(-8 r_t softplus(Λ)),   r_t = σ(W_r u_t + b_r),   i_t = σ(W_i u_t + b_i)
+
+    W_r and W_i are block-diagonal. As in RPT's Table 2, h has 2C channels, conv 3 tokens. Where
+    r_t = 1, a_t is 0.9 to 0.999 at first, log(1 - a_t) evenly spaced (paper: a_t uniform)."""
+    def __init__(self, config):
+        super().__init__()
+        C = config.n_embd
+        R = 2 * C
+        self.m = config.chunk_size
+        self.norm = RMSNorm(C)
+        self.inputs = nn.Linear(C, 2 * R)                                   # W_y, W_u
+        self.conv = nn.Conv1d(R, R, 3, groups=R)
+        self.gates = nn.Conv1d(R, 2 * R, 1, groups=config.n_head)           # of r and i in turn
+        self.decay = nn.Parameter(torch.linspace(-4.3, -9, R))              # Λ
+        self.proj = nn.Linear(R, C)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, past, begins):
+        """x (B, t, C), past: the last two inputs of conv (B, R, 2) and h (B, R, 1), None at the
+        beginning of a text -> y (B, t, C), the past of the next piece"""
+        gate, z = self.inputs(self.norm(x)).mT.chunk(2, 1)                  # 2 x (B, R, t)
+        if past is None:
+            past = z.new_zeros(*z.shape[:2], 3).split((2, 1), 2)
+        z = torch.cat([past[0], z], 2)                                      # (B, R, 2 + t)
+        u = self.conv(z)                                                    # (B, R, t)
+
+        # in fp32, with a clamp, as the derivative of sqrt at 0 is infinite
+        gates = fp32(self.gates(u)).sigmoid()                               # (B, 2R, t)
+        r, i = gates.unflatten(1, (-1, 2)).unbind(2)                        # 2 x (B, R, t)
+        a = torch.exp(-8 * r * F.softplus(self.decay)[:, None])
+        b = (1 - a * a).clamp(min=1e-6).sqrt() * i * u
+
+        # a document does not continue h; the sum begins with h of the past
+        a = F.pad(a.masked_fill(begins[:, None], 0), (1, 0))
+        h = scan(a, torch.cat([past[1], b], 2))                             # (B, R, 1 + t)
+        y = self.proj((F.gelu(gate) * h[..., 1:]).mT)
+        end = x.size(1) // self.m * self.m
+        return x + self.dropout(y), (z[..., end:end + 2], h[..., end:end + 1])
+
+
+class StateBlock(Block):
+    """Block-Recurrent Transformer (Hutchins et al. 2022, §3; configuration skip, gate fixed). The
+    tokens of a block attend to the window and, apart from it, to the states s. Then s becomes
+
+        g s + (1 - g) (W [s attends to s, s attends to the tokens of the block] + b)
+
+    g = σ of a parameter. In a block in which a document begins and after it, s is the initial one.
+    Ours: blocks of half a window (paper: a window); the states begin as the vectors that tell them
+    apart; keys and values of tokens, for s, are not the window's."""
+    def __init__(self, config):
+        super().__init__(config)
+        C = config.n_embd
+        self.initial = nn.Parameter(torch.randn(1, config.n_states, C))
+        self.norm = RMSNorm(C)
+        self.states = nn.Linear(C, 4 * C, bias=False)       # keys, values, queries for both
+        self.tokens = nn.Linear(C, 3 * C, bias=False)       # keys, values, queries for s
+        self.state_proj = nn.Linear(C, C, bias=False)
+        self.mix = nn.Linear(2 * C, C)                      # W, b
+        self.gate = nn.Parameter(torch.randn(C))
+
+    def forward(self, x, past, begins):
+        """As Block; past also has s (B, n_states, C)."""
+        past, s = past or (None, self.initial)
+        H, block = self.attention.n_head, self.attention.block
+        z = self.norm1(x)
+        y, past = self.attention(z, past)
+        of_tokens = self.tokens(z).unflatten(2, (3, H, -1))                 # (B, t, 3, H, D)
+        reads = []
+        for z, begin in zip(of_tokens.split(block, 1),
+                            begins.split(block, 1)):
+            # the tokens attend to the states
+            continues = ~begin.any(1)[:, None, None]                        # (B, 1, 1)
+            s = s.where(continues, self.initial)
+            of_states = self.states(self.norm(s) + self.initial)            # (B, n_states, 4C)
+            k, v, q, q_tokens = of_states.unflatten(2, (4, H, -1)).unbind(2)
+            k_tokens, v_tokens, q_states = z.unbind(2)                      # (B, block, H, D)
+            reads.append(softmax_attention(q_states, k, v))
+
+            # a whole block updates the states
+            if z.size(1) == block:
+                of_tokens = softmax_attention(q_tokens, k_tokens, v_tokens)
+                z = torch.cat([softmax_attention(q, k, v), of_tokens], 3)
+                z = self.mix(z.flatten(2))                                  # (B, n_states, C)
+                g = self.gate.sigmoid()
+                s = g * s + (1 - g) * z
+                s = s.where(continues, self.initial)
+
+        y = y + self.state_proj(torch.cat(reads, 1).flatten(2))
+        x = x + self.dropout(y)
+        return x + self.dropout(self.mlp(self.norm2(x))), (past, s)
+
+
+def add_memory(upper, config):
+    """Griffin: as many recurrent layers as would cross-attend come last. Block-Recurrent: a layer
+    in the middle of the upper half is recurrent (its paper: the tenth of twelve)."""
+    if config.memory == 'state':
+        upper[len(upper) // 2] = StateBlock(config)
+    else:
+        upper.extend(RecurrentLayer(config)
+                     for _ in range(config.n_cca or len(upper)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1029,7 +1167,7 @@ def read_scores(path, N):
         assert s_t.shape == (N, N) and s_t.dtype == np.float32 and np.isfinite(s_t).all()
         return torch.from_numpy(s_t)
     except Exception:                                   # a broken file can raise anything
-        print(f'{path} is broken: its scores are computed again')
+        print(f'{path} does not have {N} x {N} scores: they are computed again')
 
 
 # data.Batch, s_t (B, N, N), and `ranked`, the number of chunks with a positive in a micro-batch:
@@ -1115,7 +1253,7 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
 # --------------------------------------------------------------------------------------------------
 # evaluation
 def ranking_measures(s_q, s_t):
-    """Of the order by s_q (n, N, N): {name: mean over the chunks with positives, s_t > 0}"""
+    """Of the order by s_q (n, N, N): {name: (n, N), nan: the chunk has no positive, s_t > 0}"""
     rank = rank_of(s_q)                                                     # (n, N, N)
     positive = s_t > 0
     n_positives = positive.sum(2)                                           # (n, N)
@@ -1125,18 +1263,48 @@ def ranking_measures(s_q, s_t):
     measures = {'precision@2': (positive & (rank < 2)).sum(2) / 2,          # (n, N) each
                 'recall@10': (positive & (rank < 10)).sum(2) / n_positives,
                 'ndcg@20': torch.cat(ndcg)}
-    return {name: x[n_positives > 0].mean().item() for name, x in measures.items()}
+    return {name: x.where(n_positives > 0, math.nan)
+            for name, x in measures.items()}
+
+
+def target_losses(model, texts, chosen):
+    """Nats per token of the targets of chunks 0 to N - 2 of texts (n, N m), of which each has
+    retrieved `chosen` (n, N, K) -> (n, N - 1)"""
+    m, K = model.config.chunk_size, model.config.n_neighbors
+    model.config.n_neighbors = chosen.size(2)
+    nats = []
+    for tokens, neighbors in zip(texts.split(1),
+                                 chosen.split(1)):
+        f = model.encode(tokens, teacher=neighbors)[0]
+        logits = model.logits(f[:, m - 1:-1])                               # (1, N m - m, V)
+        nats.append(F.cross_entropy(logits.mT, tokens[:, m:],
+                                    reduction='none'))
+    model.config.n_neighbors = K
+    return in_chunks(torch.cat(nats), m).mean(2)
+
+
+def report(result, name, row, rows):
+    """Prints and stores means over these chunks, of a row {column: (n, N), nan: not counted}."""
+    result[name] = {key: x[:, rows].nanmean().item()
+                    for key, x in row.items()}
+    print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
 
 
 @torch.no_grad()
 def ranks(runs, args):
     """Table 3: are the chunks that help ranked first? By chance, recency, BM25 and each run but the
-    last, which is the reference LM; its s_t is positive if a chunk helps."""
+    last, which is the reference LM; its s_t is positive if a chunk helps.
+
+    Table 2, Figures 4 and 6: the loss of each run when it reads the first K chunks of a ranking, of
+    its s_q, of another run's (Table 4) or of s_t (the oracle); for K = 2, what reading them gains
+    where a positive is among them, and elsewhere; the different ids that the first one shares with
+    the chunk and its target. Figure 5: the best s_t of the first k by BM25, as in training"""
     *rankers, reference = runs
     config = runs[0].model.config
     m = config.chunk_size
     N = config.block_size // m
-    texts = torch.cat([in_chunks(x[None], N * m)[0] for x in runs[0].documents])
+    texts = torch.cat([in_chunks(x[None], N * m)[0]
+                       for x in runs[0].documents])
 
     # the last run must be able to score what each of the others retrieves
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
@@ -1166,11 +1334,42 @@ def ranks(runs, args):
     for run in rankers:
         rankings[run.name] = run.model.encode(texts)[2]                     # (n, N, N)
 
+    # of chunks that may retrieve and have a target
+    rows = slice(window_chunks, N - 1)
     result = {}
+    rankings = {name: s_q.to(s_t).where(mask, -math.inf)
+                for name, s_q in rankings.items()}
     for name, s_q in rankings.items():
-        s_q = s_q.to(s_t).where(mask, -math.inf)
-        result[name] = ranking_measures(s_q, s_t)
-        print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
+        report(result, name, ranking_measures(s_q, s_t), rows)
+
+    # the best of the first k by BM25
+    oracle = s_t.where(mask, -math.inf)
+    scores = (tf + tf.roll(-1, 1)) @ keys.mT                                # (n, N, N)
+    rank = rank_of(scores.where(mask, -math.inf))
+    best = {f'of {k}': oracle.where(rank < k, -math.inf).amax(2)
+            for k in (1, 2, 5, 20)}
+    report(result, 'best s_t', best, rows)
+
+    # the losses of each run with the first chunks of each ranking
+    terms = tf.clamp(max=1)
+    shared = terms @ terms.mT                                               # (n, N, N)
+    rankings['oracle'] = oracle
+    for run in rankers:
+        off = target_losses(run.model, texts,
+                            top(s_t, mask[-1], 1))                          # they read nothing
+        for name, s_q in rankings.items():
+            chosen = top(s_q, mask, 4)
+            row = {f'loss {K}': target_losses(run.model, texts, chosen[..., :K])
+                   for K in (2, 3, 4)}
+            rank = rank_of(s_q)                                             # (n, N, N)
+            positive = (rank < 2) & (s_q > -math.inf) & (s_t > 0)
+            missed = ~positive.any(2)[:, :-1]                               # (n, N - 1)
+            gain = off - row['loss 2']
+            row['gain with positive'] = gain.masked_fill(missed, math.nan)
+            row['without'] = gain.where(missed, math.nan)
+            for key, x in ('shares', shared), ('with target', shared.roll(-1, 1)):
+                row[key] = x.where(rank < 1, 0).sum(2)
+            report(result, f'{run.name} reads {name}', row, rows)
     return result
 
 

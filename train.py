@@ -7,7 +7,7 @@ Trains any model of this repository: on a laptop's CPU, on one GPU, or on many u
 The folder of a run, out/<model> or --out, gets config.json, log.jsonl, best.pt (the weights with
 the lowest validation loss; not with TRIME's memory ext) and ckpt.pt, from which the same command
 resumes: on a CPU bit for bit as without interruption. More processes change the order of sums only.
-A folder with files but no ckpt.pt is left as it is, and one program at a time trains in a folder.
+A folder with other files but no ckpt.pt is left as it is. One program at a time trains in a folder.
 
 What train.py and eval.py use of a model file x.py, for B sequences of T or t tokens, V ids:
 
@@ -279,7 +279,7 @@ def optimizers_of(model, config):
         group = others
         if p.dim() < 2:
             group = vectors
-        elif config.optimizer == 'muon' and not name.startswith('embedding'):
+        elif config.optimizer == 'muon' and p.dim() == 2 and not name.startswith('embedding'):
             group = matrices
         group.append(p)
 
@@ -358,6 +358,7 @@ def read_checkpoint(path):
         Config = getattr(module, f'{name.upper()}Config')
         if 'm' in config and hasattr(Config, 'n_consecutive'):      # its name in old checkpoints
             config['n_consecutive'] = config.pop('m')
+        config = state['config'] = vars(Config()) | config          # newer fields: the defaults
 
         # the settings: a layer has weights, so there are not more layers than weights
         check_types(config, Config.__annotations__)
@@ -405,17 +406,19 @@ def locked(out):
     try:
         if fcntl:                                       # on Windows there is none, and no lock
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+            assert os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK))
+    except (BlockingIOError, FileNotFoundError, AssertionError):    # or its program has just ended
         raise SystemExit(f'{out} is in use by another program; try another --out')
     except OSError:                                     # of a file system without locks
         pass
 
     try:
-        for incomplete in out.glob('*.pt.*.tmp'):       # of a killed program
+        for incomplete in out.glob('*.*.tmp'):          # of a killed program
             incomplete.unlink(missing_ok=True)
         yield
     finally:
-        (out / LOCK).unlink(missing_ok=True)
+        if fcntl:                                       # Windows cannot remove an open file
+            (out / LOCK).unlink(missing_ok=True)
         file.close()
         for folder in made:
             with contextlib.suppress(OSError):          # it has files
@@ -553,6 +556,7 @@ def compile_layers(model, classes):
     machine code, so that many compile as quickly as one."""
     print('the first step compiles the layers, which can take minutes (--compile off)', flush=True)
     torch.compiler.reset()                              # a reference LM's are not needed any more
+    torch._dynamo.config.cache_size_limit = 64          # kinds of layers, lengths of --grow-context
     for layer in model.modules():
         if isinstance(layer, classes):
             layer.compile(dynamic=False)
@@ -629,7 +633,7 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
             minutes = (time.perf_counter() - began) / 60
             left = minutes / (step - first) * (max_steps - step)
             if done == first:
-                print(f'the first step took {60 * minutes:.1f} s')
+                print(f'the first step took {config.tokens_per_step / speed:.1f} s')
             if step == 10 and left > 5:
                 few = 4 * (max_steps - step) / left
                 print(f'{left:.0f} min left; with --max-steps {few:.0f} about 4')

@@ -25,6 +25,8 @@ Where the paper is in this file
     App. D                  overlapping windows                     TRIME.windows
     Table 1, 5              which memories a model has              memory_names
     Table 9                 the models                              PRESETS
+    Table 13                accuracy of the datastore               datastore_accuracy
+    Table 14                perplexity by frequency                 frequency in eval.py
 
 Letters of the shape comments and formulas
     B segments    T tokens per segment    C width    H heads    D width per head    V vocabulary
@@ -49,7 +51,7 @@ Where this differs from the paper, and why
     $ python trime.py                       a demo of ten seconds
     $ python train.py --model trime
 """
-import hashlib, inspect, json, math, random, re
+import hashlib, inspect, json, math, os, random, re, shutil
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -119,8 +121,7 @@ class EvalConfig:
     memory: Memories = ''       # trime: memories at test time; default: as paper Table 1 (or 5)
     long: int = 24_576          # trime: tokens of long memory, tuned up to this; 0: none
     stride: int = 0             # trime: tokens scored per window (0: as trained)
-    nprobe: int = 16            # trime: lists of the datastore to search, the more exact; 0: all
-    recall: bool = False        # trime: print the share of the best 1,024 entries that nprobe finds
+    nprobe: int = 16            # trime: lists of the datastore that a search reads; 0: all
 
 
 # Table 9 has sizes, stride and optimizer (lr of 247m: ours). n_head of 7m is App. F's. From the
@@ -192,7 +193,7 @@ def output_product(a, b):
         return product(a, b)
     a = a.bfloat16()
     b = b.bfloat16()
-    if torch.__version__ < (2, 8):
+    if torch.__version__ < (2, 8) or torch.version.hip:
         return (a @ b).float()                                          # logits are rounded, too
     return torch.mm(a, b, out_dtype=torch.float32)
 
@@ -260,7 +261,7 @@ class SelfAttention(nn.Module):
 
         # softmax(q kᵀ / sqrt(D) + mask) v, where query i has the position first + i
         mask = None
-        if first > 0 or by_formula:
+        if first or by_formula:
             mask = q.new_full((q.size(2), k.size(2)), -math.inf).triu(first + 1)    # (t, s)
         if by_formula:
             y = ((q / q.size(3) ** 0.5) @ k.mT + mask).softmax(3) @ v
@@ -595,7 +596,9 @@ def to_numpy(x):
 
 
 def trained_index(model, text):
-    """An empty faiss index, whose lists are made by k-means of some keys of text (1, n)"""
+    """An empty faiss index, an inverted file: k-means of some keys of text (1, n) makes centroids,
+    a key is in the list of its nearest centroid, and a search reads the lists of the nprobe
+    centroids that are nearest to the query."""
     import faiss
     n, T = text.size(1), model.config.block_size
     n_lists = min(n // 1000, 16_384) or 1
@@ -619,7 +622,7 @@ def open_index(folder, about):
     SystemExit if it depends on another thing than `about`"""
     import faiss
     file = folder / 'about.json'
-    if not file.exists():                                           # it is written last
+    if not file.exists():
         return None
     try:
         saved = json.loads(file.read_text())
@@ -645,14 +648,21 @@ class Datastore:
 
     def __init__(self, folder, model, text, about, progress, nprobe):
         """Opens the store of text (n + 1,) in folder; builds it if there is none or it is damaged.
-        about: what it depends on"""
+        about: what it depends on; nprobe: lists that a search reads, 0: all"""
         import faiss
         self.text = model.on_device(text)
         self.nprobe = nprobe
         self.index = open_index(folder, about)
         if self.index is None:
-            self.build(folder, model, progress)
-            (folder / 'about.json').write_text(json.dumps(about))
+            # in a folder of this process: no half of a store is left, nor mixed with another one
+            temporary = folder.with_name(f'{folder.name}.{os.getpid()}.tmp')
+            try:
+                self.build(temporary, model, progress)
+                (temporary / 'about.json').write_text(json.dumps(about))
+                shutil.rmtree(folder, ignore_errors=True)           # a damaged one
+                temporary.rename(folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
             self.index = open_index(folder, about)
 
         # what a search returns, times factor / sqrt(C), is the similarity, see Inference
@@ -664,7 +674,8 @@ class Datastore:
 
     @torch.no_grad()
     def build(self, folder, model, progress):
-        """Writes the index, keys.faiss, and what its lists have, keys.ivfdata."""
+        """Writes the index, keys.faiss, and what its lists have, keys.ivfdata. SystemExit if the
+        disk has no room for them"""
         import faiss
         from faiss.contrib.ondisk import merge_ondisk
         text = self.text[None, :-1]                                 # (1, n)
@@ -673,6 +684,8 @@ class Datastore:
         print(f'{folder}: {n:,} entries, {n * size / 1e9:.2f} GB on disk; to build it, twice that '
               f'and {min(n * size, self.SHARD) / 1e9:.2f} GB of memory')
         folder.mkdir(exist_ok=True)
+        if shutil.disk_usage(folder).free < 2 * n * size:
+            raise SystemExit(f'{folder} needs {2 * n * size / 1e9:.2f} GB of free disk space')
         index = trained_index(model, text)
 
         # keys are added; when the index has SHARD bytes, it is written to a file, then emptied
@@ -692,12 +705,10 @@ class Datastore:
         for shard in folder.glob('shard-*'):
             shard.unlink()
 
-    def search(self, query, K, nprobe=None):
+    def search(self, query, K):
         """The K most similar entries to queries (Q, C), best first: similarities, entries (Q, K);
-        MASKED and -1 where there are fewer. nprobe: lists to search, if not self.nprobe; 0: all"""
-        if nprobe is None:
-            nprobe = self.nprobe
-        self.index.nprobe = nprobe or self.index.nlist
+        MASKED and -1 where there are fewer, in nprobe lists (0: in all)"""
+        self.index.nprobe = self.nprobe or self.index.nlist
         sim, j = map(torch.from_numpy, self.index.search(to_numpy(query), K))
         sim = self.factor * sim / query.size(1) ** 0.5
         return sim.clamp(min=MASKED).to(query), j
@@ -947,16 +958,19 @@ class TRIME(nn.Module):
             if external.train is None:
                 raise SystemExit(f'{external.folder} has no split train for a datastore')
             inference.n_neighbors = 1024
-            folder = path.parent / f'datastore-{external.folder.name}'
-            self.store = Datastore(
-                folder, self, external.train.tokens, about, progress, args.nprobe)
-            if args.recall:
-                print(f'{folder}: recall {recall(self, split):.1%}')
+            self.store = Datastore(path.parent / f'datastore-{external.folder.name}', self,
+                                   external.train.tokens, about, progress, args.nprobe)
 
         # τ, λ, K and the tokens of long memory
         key = repr([VERSION, about, corpus.fingerprint, split.name, inference, args.nprobe])
         self.inference = tuned(self, split, inference, key, path, progress)
-        print(f'{path}: {self.inference}, tuned on {split.name}')
+
+        # on the screen there is no long memory if windows hold whole documents
+        shown = self.inference
+        lengths = np.diff(getattr(corpus, args.split).offsets)
+        if lengths.max() <= self.config.block_size:
+            shown = replace(shown, long=0)
+        print(f'{path}: {shown}, tuned on {split.name}')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -994,30 +1008,19 @@ def tuning_split(corpus, scored):
     return getattr(corpus, scored)
 
 
-def recall(model, split):
-    """The share of the 1,024 most similar entries that a search of nprobe lists returns"""
-    windows = model.windows(model.on_device(split.tokens[None, :8192]))
-    query = torch.cat([g[0, ::32] for _, g, _ in windows])
-    sim, _ = model.store.search(query, 1024)
-    best, _ = model.store.search(query, 1024, 0)
-    return (sim >= best[:, -1:]).float().mean()
-
-
 def tuned(model, split, inference, key, path, progress):
     """`inference` with the constants that tuned.json, in the folder of the checkpoint `path`, has
     for this key (all that they depend on), else with those of `tune`"""
     file = path.with_name('tuned.json')
-    known = {}
     try:
         known = json.loads(file.read_text())
         for constants in known.values():
             kinds = {name: type(x) for name, x in constants.items()}
             assert kinds == Inference.__annotations__
-    except FileNotFoundError:
-        pass
     except Exception as e:                                  # its shape can be any
-        print(f'{file} is damaged, so the constants are tuned again: {e!r:.200}')
         known = {}
+        if file.exists():
+            print(f'{file} is damaged, so the constants are tuned again: {e!r:.200}')
     if key not in known:
         known[key] = vars(tune(collect(model, split, inference, progress), inference))
         try:
@@ -1028,9 +1031,10 @@ def tuned(model, split, inference, key, path, progress):
 
 
 @torch.no_grad()
-def collect(model, split, inference, progress):
+def collect(model, split, inference, progress, n_queries=None):
     """What `tune` needs: for each window of the first 65,536 tokens, the arguments of
-    Inference.log_p for some of its tokens, about QUERIES in all; for all of a text with no more."""
+    Inference.log_p for some of its tokens, about n_queries in all (None: QUERIES); for all of a
+    text with no more."""
     model.inference = inference
 
     # documents, the last one cut
@@ -1044,13 +1048,15 @@ def collect(model, split, inference, progress):
         targets = tokens[1:, None]
         for f, g, state in model.windows(tokens[None, :-1]):
             new, targets = targets.tensor_split([f.size(1)])
-            queries = np.flatnonzero(rng.random(len(new)) < QUERIES / len(text))
-            if queries.size == 0:
+            queries = np.flatnonzero(rng.random(len(new)) < (n_queries or QUERIES) / len(text))
+            if not queries.size:
                 continue
             w = new[queries]                                                    # (Q, 1)
             logits, log_words = model.embedding.logits(f[0, queries])           # (Q, V)
             sim, value, local = model.memories(g, state, queries)               # (Q, M)
-            windows.append((logits.gather(1, w), log_words, sim, value == w, local))
+            # where a search returns fewer than K entries, the others are MASKED
+            windows.append((logits.gather(1, w), log_words,
+                            sim, (value == w) & (sim > MASKED), local))
     return windows
 
 
@@ -1083,6 +1089,42 @@ def tune(windows, inference):
             candidates = [replace(inference, **{name: value}) for value in values]
             inference = max([inference, *candidates], key=score)
     return inference
+
+
+def datastore_accuracy(runs, args):
+    """Table 13, for runs with --memory ext. top-K: the share of the queries for which one of the K
+    most similar entries has the next token w as value, x_j = w. The queries are about 16,384 of the
+    first 65,536 tokens of the split, the same ones for all runs; the standard error is at most
+    0.4%. recall: the share of the 1,024 most similar entries that the search returns.
+    -> {run: {'top-1': .., ..., 'recall': ..}}"""
+    quiet = lambda items, desc, size: items
+    result = {}
+    for run in runs:
+        model, store = run.model, run.model.store
+        if not store:
+            raise SystemExit(f'{run.name} has no datastore: --task datastore needs --memory ext')
+
+        # whether the entries, the most similar one first, have the next token as value
+        windows = collect(model, run.split, Inference(n_neighbors=1024), quiet, 16_384)
+        match = torch.cat([window[3] for window in windows])                    # (Q, 1024)
+        shares = result[run.name] = {}
+        for K in 1, 8, 64, 1024:
+            shares[f'top-{K}'] = match[:, :K].any(1).float().mean().item()
+
+        # recall, for each 32nd of the first 8,192 tokens; a search of all lists is exact
+        windows = model.windows(model.on_device(run.split.tokens[None, :8192]))
+        query = torch.cat([g[0, ::32] for _, g, _ in windows])                  # (Q, C)
+        K = min(1024, store.index.ntotal)
+        sim, _ = store.search(query, K)
+        nprobe, store.nprobe = store.nprobe, 0
+        best, _ = store.search(query, K)
+        store.nprobe = nprobe
+        shares['recall'] = (sim >= best[:, -1:]).float().mean().item()
+        print(f'{run.name:24}', *(f'{name} {x:.2%}' for name, x in shares.items()))
+    return result
+
+
+TASKS = {'datastore': datastore_accuracy}
 
 
 # --------------------------------------------------------------------------------------------------

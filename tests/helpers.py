@@ -121,3 +121,12 @@ def log_p(model, tokens):
     """log P of the tokens (n,) of a document but the first"""
     log_probs = model.log_probs(tokens[None, :-1])[0]
     return log_probs.gather(1, tokens[1:, None])[:, 0]
+
+
+def streamed(model, tokens, sizes):
+    """log P (B, T, V) of tokens in pieces of this size or these sizes, and the last state"""
+    state, parts = None, []
+    for piece in tokens.split(sizes, 1):
+        log_probs, state = model.stream(piece, state)
+        parts.append(log_probs)
+    return torch.cat(parts, 1), state

@@ -3,6 +3,7 @@ from math import inf
 
 import numpy as np
 import pytest
+from pytest import approx, mark
 
 import bm25
 from bm25 import BM25
@@ -17,9 +18,9 @@ def corpus(N, length, V, seed=0):
     return [rng.choice(V, n, p=p) for n in rng.integers(0, 2 * length, N)]
 
 
-@pytest.mark.parametrize('idf', [None, np.linspace(5, 0.1, 90)])
-@pytest.mark.parametrize('frequent', [0.0, 0.07, 1.0])
-@pytest.mark.parametrize('N, length, V', [(1, 5, 4), (7, 6, 12), (60, 30, 600)])
+@mark.parametrize('idf', [None, np.linspace(5, 0.1, 90)])
+@mark.parametrize('frequent', [0.0, 0.07, 1.0])
+@mark.parametrize('N, length, V', [(1, 5, 4), (7, 6, 12), (60, 30, 600)])
 def test_equals_the_formula(N, length, V, frequent, idf, monkeypatch):
     """All terms in the dense matrix, some or none; with the idf of another corpus; limits."""
     monkeypatch.setattr(bm25, 'FREQUENT', frequent)
@@ -40,7 +41,7 @@ def test_equals_the_formula(N, length, V, frequent, idf, monkeypatch):
         best = ranking(expected, 10)
         n = len(best)
         assert ids[i, :n].tolist() == best
-        assert scores[i, :n] == pytest.approx([expected[j] for j in best], rel=1e-6)
+        assert scores[i, :n] == approx([expected[j] for j in best], rel=1e-6)
         assert set(ids[i, n:]) <= {-1}
         assert set(scores[i, n:]) <= {-inf}
 
@@ -64,7 +65,7 @@ def test_equal_scores_are_in_order_of_id():
         assert np.allclose(scores, [expected[i] for i in ids])
 
 
-@pytest.mark.parametrize('ids', [[3, -1], [10 ** 10], [2 ** 64 - 1], [0.5]])
+@mark.parametrize('ids', [[3, -1], [10 ** 10], [2 ** 64 - 1], [0.5]])
 def test_what_is_no_token_id(ids):
     """In documents or in queries"""
     for call in (BM25([[0], [3, 3]]).search_many, BM25):
@@ -72,13 +73,13 @@ def test_what_is_no_token_id(ids):
             call([[0], ids], 1)
 
 
-@pytest.mark.parametrize('dtype', [np.uint8, np.uint64])
+@mark.parametrize('dtype', [np.uint8, np.uint64])
 def test_integers_of_every_type(dtype):
     array = np.array([1, 0, 1], dtype)
     assert BM25([array, array[:1]]).search(array, 2)[0].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize('docs', [[], [[], []], [[1], [2, 3]]])
+@mark.parametrize('docs', [[], [[], []], [[1], [2, 3]]])
 def test_nothing_to_find(docs):
     index = BM25(docs)
     ids, scores = index.search_many([[7, 8], []], 3)

