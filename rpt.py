@@ -1393,9 +1393,9 @@ def demo():
     f, state, s_q = model.encode(tokens[:, :-1])
     loss = cross_entropy(f, model.embedding.weight, tokens[:, 1:])
     print(f"""512 tokens in chunks             (B, N, m)        {tuple(in_chunks(tokens, 32).shape)}
-s_q of each chunk with each one  (B, N, N)        {tuple(s_q.shape)}
-a window of none, then neighbors (B, n, K, 2m, C) {tuple(state.memory.neighbors.shape)}
-their gates                      (B, n, K)        {tuple(state.memory.gates.shape)}
+scores s_q of all pairs          (B, N, N)        {tuple(s_q.shape)}
+neighbors: 4 empty slots, then N (B, n, K, 2m, C) {tuple(state.memory.neighbors.shape)}
+their gates, 0.1 or more         (B, n, K)        {tuple(state.memory.gates.shape)}
 states that predict              (B, T, C)        {tuple(f.shape)}
 loss of the 512 next tokens                       {loss:.3f}
 To predict what follows {tokenizer.decode(ids[480:-1])!r:.70}, it reads:""")
