@@ -986,7 +986,8 @@ class StateBlock(Block):
         y, past = self.attention(z, past)
         of_tokens = self.tokens(z).unflatten(2, (3, H, -1))                 # (B, t, 3, H, D)
         reads = []
-        for of_block, begin in zip(of_tokens.split(block, 1), begins.split(block, 1)):
+        blocks = zip(of_tokens.split(block, 1), begins.split(block, 1))
+        for of_block, begin in blocks:
             # the tokens attend to the states
             continues = ~begin.any(1)[:, None, None]                        # (B, 1, 1)
             s = s.where(continues, self.initial)
@@ -999,7 +1000,8 @@ class StateBlock(Block):
             if of_block.size(1) == block:
                 from_states = softmax_attention(q, k, v)                    # (B, n_states, H, D)
                 from_tokens = softmax_attention(q_tokens, k_tokens, v_tokens)
-                new = self.mix(torch.cat([from_states, from_tokens], 3).flatten(2))
+                both = torch.cat([from_states, from_tokens], 3).flatten(2)  # (B, n_states, 2C)
+                new = self.mix(both)
                 g = self.gate.sigmoid()
                 s = g * s + (1 - g) * new                                   # (B, n_states, C)
                 s = s.where(continues, self.initial)
