@@ -986,23 +986,24 @@ class StateBlock(Block):
         y, past = self.attention(z, past)
         of_tokens = self.tokens(z).unflatten(2, (3, H, -1))                 # (B, t, 3, H, D)
         reads = []
-        for z, begin in zip(of_tokens.split(block, 1),
-                            begins.split(block, 1)):
+        blocks = zip(of_tokens.split(block, 1), begins.split(block, 1))
+        for of_block, begin in blocks:
             # the tokens attend to the states
             continues = ~begin.any(1)[:, None, None]                        # (B, 1, 1)
             s = s.where(continues, self.initial)
             of_states = self.states(self.norm(s) + self.initial)            # (B, n_states, 4C)
             k, v, q, q_tokens = of_states.unflatten(2, (4, H, -1)).unbind(2)
-            k_tokens, v_tokens, q_states = z.unbind(2)                      # (B, block, H, D)
+            k_tokens, v_tokens, q_states = of_block.unbind(2)               # (B, block, H, D)
             reads.append(softmax_attention(q_states, k, v))
 
             # a whole block updates the states
-            if z.size(1) == block:
-                of_tokens = softmax_attention(q_tokens, k_tokens, v_tokens)
-                z = torch.cat([softmax_attention(q, k, v), of_tokens], 3)
-                z = self.mix(z.flatten(2))                                  # (B, n_states, C)
+            if of_block.size(1) == block:
+                from_states = softmax_attention(q, k, v)                    # (B, n_states, H, D)
+                from_tokens = softmax_attention(q_tokens, k_tokens, v_tokens)
+                both = torch.cat([from_states, from_tokens], 3).flatten(2)  # (B, n_states, 2C)
+                new = self.mix(both)
                 g = self.gate.sigmoid()
-                s = g * s + (1 - g) * z
+                s = g * s + (1 - g) * new                                   # (B, n_states, C)
                 s = s.where(continues, self.initial)
 
         y = y + self.state_proj(torch.cat(reads, 1).flatten(2))
@@ -1016,8 +1017,8 @@ def add_memory(upper, config):
     if config.memory == 'state':
         upper[len(upper) // 2] = StateBlock(config)
     else:
-        upper.extend(RecurrentLayer(config)
-                     for _ in range(config.n_cca or len(upper)))
+        n = config.n_cca or len(upper)
+        upper.extend(RecurrentLayer(config) for _ in range(n))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1393,9 +1394,9 @@ def demo():
     f, state, s_q = model.encode(tokens[:, :-1])
     loss = cross_entropy(f, model.embedding.weight, tokens[:, 1:])
     print(f"""512 tokens in chunks             (B, N, m)        {tuple(in_chunks(tokens, 32).shape)}
-s_q of each chunk with each one  (B, N, N)        {tuple(s_q.shape)}
-a window of none, then neighbors (B, n, K, 2m, C) {tuple(state.memory.neighbors.shape)}
-their gates                      (B, n, K)        {tuple(state.memory.gates.shape)}
+scores s_q of all pairs          (B, N, N)        {tuple(s_q.shape)}
+neighbors: 4 empty slots, then N (B, n, K, 2m, C) {tuple(state.memory.neighbors.shape)}
+their gates, 0.1 or more         (B, n, K)        {tuple(state.memory.gates.shape)}
 states that predict              (B, T, C)        {tuple(f.shape)}
 loss of the 512 next tokens                       {loss:.3f}
 To predict what follows {tokenizer.decode(ids[480:-1])!r:.70}, it reads:""")

@@ -1043,7 +1043,7 @@ def collect(model, split, inference, progress, n_queries=None):
 
     # the queries are random, as each n-th token could be the first of a document, without memory
     rng = np.random.default_rng(0)
-    for ids in progress(documents, 'tuning, once for this text', size=len):
+    for ids in progress(documents, 'tokens read to tune, once for a text', size=len):
         tokens = model.on_device(ids)
         targets = tokens[1:, None]
         for f, g, state in model.windows(tokens[None, :-1]):
