@@ -618,7 +618,7 @@ def trained_index(model, text):
 
 
 def open_index(folder, about):
-    """The index in folder; None if there is none or, with a line that says so, a file is damaged.
+    """The index in folder; None if there is none or, with a message, if a file is damaged.
     SystemExit if it depends on another thing than `about`"""
     import faiss
     file = folder / 'about.json'
