@@ -6,9 +6,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
-from pytest import approx, mark
+from pytest import approx, mark, raises
 
 import data
 from data import Batches, Needles, Split, Tokenizer, load
@@ -353,7 +352,7 @@ def test_a_killed_preparation_leaves_no_corpus(tmp_path, monkeypatch, owner, nam
     fork = get_context('fork')
     with monkeypatch.context() as patch, ProcessPoolExecutor(1, fork) as pool:
         patch.setattr(owner, name, kill)
-        with pytest.raises(BrokenProcessPool):
+        with raises(BrokenProcessPool):
             pool.submit(prepared, path).result()
     with ProcessPoolExecutor(3, fork) as pool:
         for corpus in pool.map(prepared, [path] * 3):
@@ -405,7 +404,7 @@ def test_a_damaged_corpus_is_prepared_again(tmp_path, file, start, stop, new, ca
 
 def test_what_is_no_tokenizer():
     for arguments in (('/../../zz',), ([],), ('bpe', data.BYTES[:255]), ('word', ['a'])):
-        with pytest.raises(ValueError, match='tokenizer'):
+        with raises(ValueError, match='tokenizer'):
             Tokenizer(*arguments)
 
 

@@ -3,10 +3,9 @@ import io, math
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
-from pytest import approx, mark
+from pytest import approx, mark, raises
 
 from drt import DRT, DRTConfig, setup
 from helpers import batch_of, close, learn, rope, streamed
@@ -364,9 +363,9 @@ def test_what_a_corpus_must_be():
     """Another text than the one that is scored, two chunks long; only --retrieve-from reads it."""
     model = small()
     corpus = random_tokens(t=40)[0]
-    with pytest.raises(SystemExit, match='find itself'):
+    with raises(SystemExit, match='find itself'):
         prepare(model, corpus, text='books', split='train')
-    with pytest.raises(SystemExit, match='two chunks'):
+    with raises(SystemExit, match='two chunks'):
         prepare(model, corpus[:2 * S - 3])
     prepare(model, corpus, retrieve_from='')
     assert 'corpus' not in model.ways()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pytest import approx, mark
+from pytest import approx, fixture, mark
 
 import data, train
 import eval as evaluation
@@ -86,7 +86,7 @@ def batches(config):
 TASKS = dict(count=lambda runs, args: len(runs[0].split.tokens))
 
 
-@pytest.fixture
+@fixture
 def run(tmp_path, monkeypatch):
     """A folder with a corpus and the run `a` of the stand-in; a function that makes more"""
     monkeypatch.chdir(tmp_path)
@@ -443,7 +443,7 @@ def test_samples_continue_the_middle_of_the_longest_document(run):
     assert on['text'] != off['text']
 
 
-@pytest.fixture
+@fixture
 def model():
     """Its next token is a, b, c or d with probability 0.4 to 0.1."""
     model = BIGRAM(BIGRAMConfig())
@@ -490,7 +490,7 @@ def test_the_share_of_repeated_8_grams(text, share):
 
 # --------------------------------------------------------------------------------------------------
 # pictures
-@pytest.fixture
+@fixture
 def drawn(monkeypatch):
     """The figures that are saved"""
     figures, matplotlib = [], pytest.importorskip('matplotlib.figure')
@@ -603,7 +603,7 @@ def test_the_text_of_two_hops(run, monkeypatch):
 
 # --------------------------------------------------------------------------------------------------
 # the models
-@pytest.fixture(scope='module')
+@fixture(scope='module')
 def trained(tmp_path_factory):
     """A folder with a run of each model on short texts"""
     folder = tmp_path_factory.mktemp('trained')
@@ -620,7 +620,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
+@fixture
 def models(trained, monkeypatch):
     monkeypatch.chdir(trained)
     return 'out/trime out/rpt out/drt'
@@ -648,7 +648,7 @@ def test_retrieval_from_a_corpus(models):
 
 # --------------------------------------------------------------------------------------------------
 # trained weights
-@pytest.fixture
+@fixture
 def weights(tmp_path, monkeypatch, request):
     """A copy of assets/NAME.pt, as eval.py writes next to it; drt.py as a corpus"""
     monkeypatch.chdir(tmp_path)

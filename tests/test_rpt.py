@@ -5,10 +5,9 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
-from pytest import approx, mark
+from pytest import approx, fixture, mark
 
 import data, rpt, train
 from helpers import (batch_of, close, formula, learn, one_line, ranking, rope, streamed,
@@ -27,7 +26,7 @@ SETTINGS = [{}, dict(retriever='lex'), dict(retriever='bm25'), dict(retriever='n
 CONFIG = train.TrainConfig(tokens_per_step=4 * 48, max_steps=3, dtype='fp32')
 
 
-@pytest.fixture(autouse=True)
+@fixture(autouse=True)
 def fp64():
     torch.set_default_dtype(torch.float64)
     yield
@@ -560,7 +559,7 @@ def test_the_loss_in_training():
 
 # --------------------------------------------------------------------------------------------------
 # setup: the reference LM and the scores on disk
-@pytest.fixture
+@fixture
 def start(tmp_path):
     """-> function of settings: the first n taught micro-batches, corpus, model, the reference LM"""
     rng = np.random.default_rng(0)
@@ -622,7 +621,7 @@ def test_setup_scores_the_candidates(start, capsys, retriever):
     model.train()(batch, 0.5)[0].backward()
 
 
-@pytest.fixture
+@fixture
 def count(start, monkeypatch):
     """-> function of settings: of how many sequences `start` computes the scores"""
     computed = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.run import parse_args
 from torch.utils._pytree import tree_leaves
-from pytest import approx, mark
+from pytest import approx, fixture, mark
 
 import data, train, trime
 from helpers import COMMON, FLAGS, batch_of, close, flags, log_p, one_line, write_splits
@@ -17,7 +17,7 @@ run = train.main
 signal.signal(signal.SIGINT, signal.default_int_handler)    # shells' background jobs ignore it
 
 
-@pytest.fixture(scope='session')
+@fixture(scope='session')
 def texts(tmp_path_factory):
     """48 documents of made-up sentences in which words repeat."""
     rng = random.Random(0)
@@ -25,7 +25,7 @@ def texts(tmp_path_factory):
     return write_splits(tmp_path_factory.mktemp('texts'), texts[:40], texts[40:])
 
 
-@pytest.fixture
+@fixture
 def here(tmp_path, texts, monkeypatch):
     """An empty working folder with the corpus linked into it."""
     (tmp_path / 'texts').symlink_to(texts)
@@ -429,7 +429,7 @@ def test_help_has_every_field_its_comment_and_default(capsys, model):
     assert 'peak rate; width 256: 4e-3; AdamW: 2e-3; after --init: 1e-3 (default: 0.008)' in screen
 
 
-@pytest.fixture
+@fixture
 def first(here):
     """Flags of a run, and those of one on another text that starts from its weights"""
     Path('other.txt').write_text('the dog finds the cat\n' * 999)

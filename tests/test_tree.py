@@ -2,7 +2,7 @@
 import ast, io, re, tokenize
 from pathlib import Path
 
-import pytest
+from pytest import mark
 
 ROOT = Path(__file__).parent.parent
 BUDGET = {'trime.py': 7700, 'rpt.py': 10300, 'drt.py': 7100, 'gca_kernel.py': 4500, 'bm25.py': 1200,
@@ -86,7 +86,7 @@ def test_there_is_little_to_read():
     assert sum(map(size, TESTS)) <= 46000
 
 
-@pytest.mark.parametrize('name', [*BUDGET, *TESTS])
+@mark.parametrize('name', [*BUDGET, *TESTS])
 def test_lines_are_not_dense(name):
     """A line of more than 20 tokens mostly has more than one idea."""
     text = read(name)
@@ -97,7 +97,7 @@ def test_lines_are_not_dense(name):
     assert [line for line, n in counts.items() if n > 36] == []
 
 
-@pytest.mark.parametrize('name', [*BUDGET, *TESTS])
+@mark.parametrize('name', [*BUDGET, *TESTS])
 def test_a_statement_has_a_line_and_a_function_a_screen(name):
     text = read(name)
     lines = code_lines(text)
@@ -109,7 +109,7 @@ def test_a_statement_has_a_line_and_a_function_a_screen(name):
             assert n <= (90 if node.name == 'train' else 60), node.name
 
 
-@pytest.mark.parametrize('name', BUDGET)
+@mark.parametrize('name', BUDGET)
 def test_who_imports_whom(name):
     """A model file imports no other model file; train.py and eval.py import models by name only."""
     imported = set(re.findall(r'^\s*(?:import|from) (\w+)', read(name), re.M))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pytest import approx, mark
+from pytest import approx, fixture, mark, raises
 
 import trime
 from helpers import batch_of, close, learn, log_p, one_line
@@ -284,7 +284,7 @@ def keys_of(model, text):
     return torch.stack([g[-1] for _, _, g in each]).half().double()
 
 
-@pytest.fixture(scope='module')
+@fixture(scope='module')
 @torch.no_grad()
 def stores(tmp_path_factory):
     """A datastore of 2,000 entries in 2 lists, built of three shards, moved, then opened twice"""
@@ -434,7 +434,7 @@ def test_shuffled_memories_have_other_values(name, stores):
 
 # --------------------------------------------------------------------------------------------------
 # the datastore
-@pytest.fixture
+@fixture
 def build(tmp_path, monkeypatch):
     """A function that opens a store of 94 entries, or builds it of three shards"""
     monkeypatch.setattr(Datastore, 'SHARD', 40 * (2 * C + 8))
@@ -452,7 +452,7 @@ def test_an_interrupted_build_begins_again(stop, build, tmp_path):
         yield from itertools.islice(windows, stop)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with raises(KeyboardInterrupt):
         build(progress=interrupted)
     assert [*tmp_path.parent.glob('*.tmp')] == []
     assert build().index.ntotal == 94
@@ -513,7 +513,7 @@ def test_tuning(trained, names, tmp_path, monkeypatch, capsys):
     # the second time nothing is built or tuned, but with another version
     assert prepared(trained, tmp_path, None, memory=names).inference == x
     monkeypatch.setattr(trime, 'VERSION', -1)
-    with pytest.raises(TypeError):
+    with raises(TypeError):
         prepared(trained, tmp_path, None, memory=names)
 
 
