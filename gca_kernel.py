@@ -133,12 +133,12 @@ def tile_offsets(rows, H, D: tl.constexpr):
     return rows[:, None] * (H * D) + columns[None, :]
 
 
-def load_slot(k_ptr, v_ptr, w_ptr, idx_ptr, b, h, entry,
+def load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot,
               H, M, S: tl.constexpr, D: tl.constexpr, G: tl.constexpr):
     """Weight (), keys and values (S, D), for head h, of the chunk of sequence b that a slot holds.
     Zeros if it is unused, by masks: a branch is not pipelined."""
-    c = tl.load(idx_ptr + entry)
-    w = tl.load(w_ptr + entry, mask=c >= 0, other=0.0)
+    c = tl.load(idx_row + slot)
+    w = tl.load(w_row + slot, mask=c >= 0, other=0.0)
 
     rows = tl.arange(0, S)
     Hkv = H // G
@@ -200,16 +200,17 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
     h = tl.program_id(1)
     n = b * N + tl.program_id(0)                                # among the B N of all sequences
 
-    # its queries
+    # its queries, and its row of w and idx
     rows = tl.arange(0, S)
     q_tile = tile_offsets(rows, H, D)                           # (S, D)
     q_offset = (n * S * H + h) * D                              # in q and o
     q = tl.load(q_ptr + q_offset + q_tile)
+    w_row = w_ptr + n * K
+    idx_row = idx_ptr + n * K
 
     acc = tl.zeros([S, D], tl.float32)
     for slot in range(K):
-        entry = n * K + slot
-        w, k, v = load_slot(k_ptr, v_ptr, w_ptr, idx_ptr, b, h, entry, H, M, S, D, G)
+        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, G)
 
         # w_k P_k V_k
         p, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
@@ -234,17 +235,18 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
     h = tl.program_id(1)
     n = b * N + tl.program_id(0)                                # among the B N of all sequences
 
-    # its queries and dO
+    # its queries and dO, and its row of w and idx
     rows = tl.arange(0, S)
     q_tile = tile_offsets(rows, H, D)                           # (S, D)
     q_offset = (n * S * H + h) * D                              # in q, do and dq
     q = tl.load(q_ptr + q_offset + q_tile)
     do = tl.load(do_ptr + q_offset + q_tile)
+    w_row = w_ptr + n * K
+    idx_row = idx_ptr + n * K
 
     dq = tl.zeros([S, D], tl.float32)
     for slot in range(K):
-        entry = n * K + slot
-        w, k, v = load_slot(k_ptr, v_ptr, w_ptr, idx_ptr, b, h, entry, H, M, S, D, G)
+        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, G)
 
         # P_k, dP_k, δ_k, dS_k
         p, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
@@ -255,7 +257,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
         dq = add_product(dq, ds, k)
 
         # what dkdv_kernel needs of this softmax
-        saved = entry * H + h                                   # in (B, N, K, H)
+        saved = (n * K + slot) * H + h                          # in (B, N, K, H)
         tl.store(lse_ptr + saved * S + rows, largest + tl.log2(total))
         tl.store(delta_ptr + saved * S + rows, delta)
         tl.store(dw_ptr + saved, tl.sum(delta, axis=0))
