@@ -350,9 +350,7 @@ def import_triton():
 
 def is_hopper_or_later(device):
     """Is it an H100 or a later GPU?"""
-    if device.type != 'cuda':
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def options(q, k, chunk, n_keys):
@@ -565,8 +563,8 @@ def compare(dtype, S=64):
     """Prints the largest errors against fp64, relative to the largest value."""
     q, k, v, do, w, idx = example(dtype, B=2, N=9, S=S, K=3)
     inputs = q, k, v, w
-    exact = [x.double() for x in inputs]
-    exact = output_and_gradients(gca_reference, exact, do, idx, S)
+    in_fp64 = [x.double() for x in inputs]
+    exact = output_and_gradients(gca_reference, in_fp64, do, idx, S)
     kernels = ['torch']
     if not why_not_triton(q, S):
         kernels.append('triton')
