@@ -328,10 +328,9 @@ def check_types(values, types):
     """Asserts that a dict has values of these types, {name: str, int, ... or a Literal}."""
     for name, kind in types.items():
         x = values[name]
-        fits = type(x) is kind or x in get_args(kind)
-        if kind is float:
-            fits = type(x) in (float, int)
-        assert fits and is_valid(x) and '\0' not in str(x), f'{name} is {x!r:.50}'
+        fits = (type(x) is kind or x in get_args(kind)
+                or kind is float and type(x) is int)
+        assert fits and is_valid(x), f'{name} is {x!r:.50}'
 
 
 def read_checkpoint(path):

@@ -49,6 +49,10 @@ def load(path):
     return torch.load(path, weights_only=True)
 
 
+def step_of(path):
+    return load(path)['step']
+
+
 def outcome(run):
     """What a run has computed: weights and optimizers' moments; the log without its timings."""
     checkpoint = load(f'{run}/ckpt.pt')
@@ -113,7 +117,7 @@ def test_an_interrupted_run_equals_another_one(here, capsys, model):
     launch('--out straight', model)
     with at_step(3, interrupt):
         assert 'stopped at step 3' in one_line(launch, '--out run', model)
-    assert load('run/ckpt.pt')['step'] == len(log_of('run')) == 3
+    assert step_of('run/ckpt.pt') == len(log_of('run')) == 3
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     launch('--out run', model)
@@ -128,7 +132,7 @@ def test_interruptions_at_other_moments(here):
     launch('--out straight')
     with at_step(6, interrupt, interrupt):
         assert one_line(launch, '--out run') == 'train.py: stopped'
-    assert len(log_of('run')) == 5 and load('run/ckpt.pt')['step'] == 4
+    assert len(log_of('run')) == 5 and step_of('run/ckpt.pt') == 4
     with open('run/log.jsonl', 'a') as f:
         f.write('{"step": 6, "lo')                          # as after a kill
     with before('validate', lambda *args: len(args) == 4, hang_up):         # of all tokens
@@ -142,7 +146,7 @@ def test_nohup(here, monkeypatch):
     with at_step(3, hang_up):
         launch('--out run')
     assert signal.signal(signal.SIGHUP, outside) == signal.SIG_IGN
-    assert load('run/ckpt.pt')['step'] == 6
+    assert step_of('run/ckpt.pt') == 6
 
 
 def test_without_a_reader(here):
@@ -152,14 +156,14 @@ def test_without_a_reader(here):
         process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE)
         process.stdout.close()
         assert process.wait() == 0
-    assert load('run/ckpt.pt')['step'] == 6 and Path('table.json').exists()
+    assert step_of('run/ckpt.pt') == 6 and Path('table.json').exists()
 
     def broken():
         raise BrokenPipeError
 
     with before('show', lambda entry, *_: entry['step'] == 4, broken):
         one_line(launch, '--out here')
-    assert load('here/ckpt.pt')['step'] == 4
+    assert step_of('here/ckpt.pt') == 4
 
 
 def test_a_coarse_clock(here, monkeypatch):
@@ -192,7 +196,7 @@ def test_kill_9(here):
         time.sleep(0.05)
     process.kill()
     process.wait()
-    assert load('run/ckpt.pt')['step'] < 100
+    assert step_of('run/ckpt.pt') < 100
     Path('run/best.pt.123.tmp').touch()                     # as of a kill while it is written
     launch(more + 'run')
     assert same('run', 'straight')
@@ -335,7 +339,7 @@ def test_a_loss_that_is_not_finite(here, monkeypatch, training):
     monkeypatch.setattr(trime.TRIME, 'forward', breaks)
     message = one_line(launch, '--out run')
     assert 'step 4 has a number' in message and '--lr' in message
-    assert load('run/best.pt')['step'] == load('run/ckpt.pt')['step'] == 2
+    assert step_of('run/best.pt') == step_of('run/ckpt.pt') == 2
 
 
 def test_a_full_disk(here, monkeypatch):
@@ -350,7 +354,7 @@ def test_a_full_disk(here, monkeypatch):
     monkeypatch.setattr(torch, 'save', full)
     assert 'cannot be written' in one_line(launch, '--out run')
     monkeypatch.setattr(torch, 'save', save)
-    assert load('run/best.pt')['step'] == load('run/ckpt.pt')['step'] == 2
+    assert step_of('run/best.pt') == step_of('run/ckpt.pt') == 2
     launch('--out run')
     launch('--out straight')
     assert same('run', 'straight')
@@ -406,11 +410,16 @@ def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, messag
 
 # --------------------------------------------------------------------------------------------------
 # flags
+def parsed(*argv):
+    """The values of all flags but --model and --preset"""
+    _, model_config, config = train.parse(argv)
+    return vars(model_config) | vars(config)
+
+
 @mark.parametrize('model', FLAGS)
 def test_every_preset_is_a_command_line(model):
     for preset, values in importlib.import_module(model).PRESETS.items():
-        _, *configs = train.parse(['--model', model, '--preset', preset, '--seed', '3'])
-        settings = vars(configs[0]) | vars(configs[1])
+        settings = parsed('--model', model, '--preset', preset, '--seed', '3')
         assert settings == settings | values | dict(seed=3)
         micro_batch = settings['micro_batch'] * settings['block_size']
         assert settings['tokens_per_step'] % micro_batch == 0
@@ -421,8 +430,7 @@ def test_help_has_every_field_its_comment_and_default(capsys, model):
     with pytest.raises(SystemExit):
         train.parse(['--model', model, '--help'])
     screen = capsys.readouterr().out
-    _, *configs = train.parse(['--model', model])
-    for name in vars(configs[0]) | vars(configs[1]):
+    for name in parsed('--model', model):
         flag = ['--' + name.replace('_', '-'), '2']
         assert flag[0] in screen
         assert parse_args(['train.py', *flag]).training_script_args == flag     # not torchrun's
