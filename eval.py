@@ -173,9 +173,9 @@ def load(path):
 
 
 def score(runs, all_ways=True):
-    """Sets run.scores of all ways, or only of the two that `examples` compares, and yields each pair
-    (run, way) when it is known. The way `off` is scored first, as all are compared with it; there
-    is one progress with the minutes left."""
+    """Sets run.scores of all ways, or of `off` and run.on alone, and yields each pair (run, way)
+    when it is known. The way `off` is scored first, as all are compared with it; there is one
+    progress with the minutes left."""
     pairs = [(run, way) for run in runs for way in run.ways
              if all_ways or way in ('off', run.on)]
 

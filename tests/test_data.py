@@ -2,12 +2,13 @@
 import gzip, hashlib, json, os, random, re, shutil, signal, zipfile
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import torch
-from pytest import approx, mark, raises
+from pytest import approx, fixture, mark, raises
 
 import data
 from data import Batches, Needles, Split, Tokenizer, load
@@ -124,8 +125,14 @@ def test_a_document_of_blanks_has_no_words(tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # corpora: their documents and splits
+@fixture
+def src(tmp_path):
+    """A function that writes files to the folder src. -> its path"""
+    return partial(write, tmp_path / 'src')
+
+
 def prepared(path, tokenizer='bytes', *args):
-    return load(path, tokenizer, *args, root=path.parent / 'corpora', quiet=True)
+    return load(path, tokenizer, *args, root=path.parent / 'corpora')
 
 
 def texts_of(corpus):
@@ -164,29 +171,27 @@ FILES = {                               # files, and the documents of train, val
 
 
 @mark.parametrize('name', FILES)
-def test_documents_of_files(tmp_path, name):
+def test_documents_of_files(src, name):
     files, *expected = FILES[name]
-    path = write(tmp_path / 'src', **files)
+    path = src(**files)
     # folders of these names are for corpora, they have no sources
     corpus, _, again = (load(path, 'bytes', root=path / root) for root in ('out', 'corpora', 'out'))
     assert texts_of(again) == expected
     assert again.folder == corpus.folder
 
 
-def test_one_name_alone_is_no_split(tmp_path, capsys):
+def test_one_name_alone_is_no_split(src, capsys):
     """Nor are names of programs."""
     files = {f'novel{i}_txt': f'novel {i} ' * 9 for i in range(40)}
-    path = write(tmp_path / 'src', a__TrainOfThought_txt='x' * 99, test_py='x' * 99, **files)
-    corpus = load(path, 'bytes', root=tmp_path)
+    corpus = prepared(src(a__TrainOfThought_txt='x' * 99, test_py='x' * 99, **files))
     assert sum(map(len, texts_of(corpus))) == 42
     assert corpus.val and corpus.test
     assert capsys.readouterr().out.endswith('not used: 0 files, []\n')
 
 
-def test_the_screen_names_the_files_of_each_split(tmp_path, capsys):
-    path = write(tmp_path / 'src', **{f'train_{i}_txt': 'a' for i in range(4)}, dev_txt='bb',
-                 notes_txt='c', eval_txt=b'\xff')
-    load(path, 'bytes', root=tmp_path)
+def test_the_screen_names_the_files_of_each_split(src, capsys):
+    prepared(src(**{f'train_{i}_txt': 'a' for i in range(4)}, dev_txt='bb', notes_txt='c',
+                 eval_txt=b'\xff'))
     assert capsys.readouterr().out.splitlines()[-4:] == [
         "train: 4 files, ['train.0.txt', 'train.1.txt', 'train.2.txt'], 4 documents, 8 tokens",
         "val: 1 files, ['dev.txt'], 1 documents, 3 tokens", 'test: 0 files, []',
@@ -194,10 +199,10 @@ def test_the_screen_names_the_files_of_each_split(tmp_path, capsys):
 
 
 @mark.parametrize('tokenizer', ['bytes', 'word'])
-def test_line_ends_and_bom(tmp_path, tokenizer):
+def test_line_ends_and_bom(tmp_path, src, tokenizer):
     """The same documents, counts and fingerprint as with line feeds and no byte order mark"""
     files = dict(train_txt=ARTICLE_A + ARTICLE_B, val_jsonl=jsonl(['x\ny', 'z']), test_txt='1\n2')
-    expected = prepared(write(tmp_path / 'src', **files), tokenizer)
+    expected = prepared(src(**files), tokenizer)
     for i, end in enumerate(['\r\n', '\r', '\n']):
         changed = {name: '\ufeff' + text.replace('\n', end) for name, text in files.items()}
         changed['val_jsonl'] = changed['val_jsonl'].replace('\\n', '\\r\\n')
@@ -210,10 +215,10 @@ def test_line_ends_and_bom(tmp_path, tokenizer):
 
 
 @mark.parametrize('before, after', [('', ' \n'), ('', ''), ('\n', '\n')])
-def test_titles_without_blank_lines(tmp_path, before, after):
+def test_titles_without_blank_lines(src, before, after):
     """Before titles, or anywhere"""
     articles = [f' = A {j} = \n{after} = = Part = = \n{after} x = y\n{before}' for j in range(30)]
-    train, val, test = texts_of(prepared(write(tmp_path / 'src', a_txt=''.join(articles))))
+    train, val, test = texts_of(prepared(src(a_txt=''.join(articles))))
     assert train[:26] == articles[:26]
     assert ''.join(train + val + test) == ''.join(articles)
 
@@ -226,18 +231,18 @@ ITEMS = [dict(text=text, n=1) for text in JSON_TEXTS]
     ('train.JSONL', jsonl(JSON_TEXTS)), ('train.ndjson', jsonl(JSON_TEXTS)),
     ('train.jsonlines.gz', jsonl(JSON_TEXTS)), ('train.json', jsonl(JSON_TEXTS)),
     ('TRAIN.Json', json.dumps(ITEMS, indent=1)), ('TRAIN.json.GZ', json.dumps(ITEMS))])
-def test_json(tmp_path, name, content):
+def test_json(src, name, content):
     test = gzip.compress(b'\xef\xbb\xbfa\r\nb')
     content = content.encode()
     if name.lower().endswith('.gz'):
         content = gzip.compress(content)
-    corpus = prepared(write(tmp_path / 'src', test_TXT_gz=test, train_csv_gz=test, **{
+    corpus = prepared(src(test_TXT_gz=test, train_csv_gz=test, **{
         name: content, 'val.json': json.dumps(dict(text='v'), indent=1)}))
     assert texts_of(corpus) == [JSON_TEXTS, ['v'], ['a\nb']]
     assert corpus.about['not used'] == "1 files, ['train.csv.gz']"
 
 
-def test_other_files_are_split_by_the_hash_of_their_names(tmp_path):
+def test_other_files_are_split_by_the_hash_of_their_names(src):
     """In order of sha256(name) to val, else to test, while these have at most 5%, else to train."""
     texts = {f'f{i}.txt': f'{i:4} ' * (560 if i % 9 == 0 else 40) for i in range(90)}
     n = sum(map(len, texts.values()))
@@ -248,18 +253,18 @@ def test_other_files_are_split_by_the_hash_of_their_names(tmp_path):
         room[split] -= len(texts[name])
         expected[split].append(texts[name])
 
-    splits = texts_of(prepared(write(tmp_path / 'many', **texts)))
+    splits = texts_of(prepared(src(**texts)))
     assert list(map(sorted, splits)) == list(map(sorted, expected.values()))
 
 
 @mark.parametrize('n_files', [1, 3, 4])
-def test_few_files_are_cut_at_blanks(tmp_path, n_files):
+def test_few_files_are_cut_at_blanks(src, n_files):
     """Where 2.5% cannot be held out, the end of each file is; train.py is a program, d.py small."""
     texts = {}
     for name, blank in zip(('train', 'b', 'c', 'd')[:n_files], '\n \t '):
         n_words = 50 if name == 'd' else 999
         texts[f'{name}_py'] = ''.join(f'{name}-{i}{blank}' for i in range(n_words))
-    splits = texts_of(prepared(write(tmp_path / 'few', **texts)))
+    splits = texts_of(prepared(src(**texts)))
     for text, *parts in zip(sorted(texts.values()), *splits, strict=True):
         assert ''.join(parts) == text
         assert {part[-1] for part in parts} == {text[-1]}
@@ -289,11 +294,11 @@ def test_code_is_the_standard_library(tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # corpora: their folders
-def test_a_changed_source_makes_another_folder(tmp_path, monkeypatch):
-    path = write(tmp_path / 'src', train_txt=random_text(360, 1), val_txt='a')
+def test_a_changed_source_makes_another_folder(tmp_path, src, monkeypatch):
+    path = src(train_txt=random_text(360, 1), val_txt='a')
     corpus = prepared(path)
     assert prepared(path).folder == corpus.folder
-    changed = prepared(write(path, val_txt='b'))
+    changed = prepared(src(val_txt='b'))
     assert changed.folder != corpus.folder
     copy = prepared(shutil.copytree(path, tmp_path / 'x/src'))  # equal names, sizes, times
     assert copy.fingerprint == changed.fingerprint != corpus.fingerprint
@@ -302,8 +307,8 @@ def test_a_changed_source_makes_another_folder(tmp_path, monkeypatch):
     assert prepared(path).folder != changed.folder
 
 
-def test_links_to_folders_are_followed(tmp_path):
-    path = write(tmp_path / 'src', train__a_txt='a')
+def test_links_to_folders_are_followed(tmp_path, src):
+    path = src(train__a_txt='a')
     (path / 'train/link').symlink_to(write(tmp_path / 'more', b_txt='b'))
     (path / 'train/broken').symlink_to('nowhere')
     (path / 'val').symlink_to(path / 'train')                   # train comes first
@@ -334,9 +339,9 @@ def kill(*args):
 
 
 @mark.parametrize('owner, name', [(np, 'unique'), (Path, 'write_text'), (Path, 'rename')])
-def test_a_killed_preparation_leaves_no_corpus(tmp_path, monkeypatch, owner, name):
+def test_a_killed_preparation_leaves_no_corpus(src, monkeypatch, owner, name):
     """The process is killed when it calls owner.name. Then three prepare the corpus at once."""
-    path = write(tmp_path / 'src', train_txt=random_text(120_000, 1))
+    path = src(train_txt=random_text(120_000, 1))
     fork = get_context('fork')
     with monkeypatch.context() as patch, ProcessPoolExecutor(1, fork) as pool:
         patch.setattr(owner, name, kill)
@@ -353,8 +358,8 @@ def test_a_killed_preparation_leaves_no_corpus(tmp_path, monkeypatch, owner, nam
     ('a.txt.gz', 'no gzip', 'cannot be read'), ('a.ndjson', '["text"]', 'line 1'),
     ('train.jsonl', 'nonsense', 'nonsense'), ('train.jsonl', '{"text": 3}', '{"text": 3}'),
     ('train.jsonl', '{"txt": "x"}', '{"txt": "x"}')])
-def test_files_that_are_refused(tmp_path, name, content, place):
-    path = write(tmp_path / 'src', val_txt='a')
+def test_files_that_are_refused(tmp_path, src, name, content, place):
+    path = src(val_txt='a')
     (path / name).write_text(content)
     message = one_line(prepared, path)
     assert place in message and name in message
@@ -363,12 +368,12 @@ def test_files_that_are_refused(tmp_path, name, content, place):
 
 @mark.parametrize('files', [
     {}, dict(train_txt=b'\xff', val_txt='a'), dict(train_txt='', val_txt='a'), dict(a_txt='')])
-def test_no_training_text(tmp_path, files):
-    assert 'no text' in one_line(prepared, write(tmp_path / 'src', **files))
+def test_no_training_text(src, files):
+    assert 'no text' in one_line(prepared, src(**files))
 
 
-def test_a_text_without_blanks_is_cut_anywhere(tmp_path):
-    train, val, test = texts_of(prepared(write(tmp_path / 'src', a_txt='日' * 1000)))
+def test_a_text_without_blanks_is_cut_anywhere(src):
+    train, val, test = texts_of(prepared(src(a_txt='日' * 1000)))
     assert [len(texts[0]) for texts in (train, val, test)] == [925, 50, 25]
 
 
@@ -378,8 +383,8 @@ def test_a_text_without_blanks_is_cut_anywhere(tmp_path):
     ('train.idx', 8, 16, bytes(8)),                                             # an empty document
     ('train.idx', 0, 1, b'\1'), ('train.bin', 90, None, b''),
     ('train.bin', 0, 2, b'\1\1')])                                              # the id 257
-def test_a_damaged_corpus_is_prepared_again(tmp_path, file, start, stop, new, capsys):
-    path = write(tmp_path / 'src', a_jsonl=jsonl(39 * ['a b']))     # is cut at line ends
+def test_a_damaged_corpus_is_prepared_again(src, file, start, stop, new, capsys):
+    path = src(a_jsonl=jsonl(39 * ['a b']))     # is cut at line ends
     file = prepared(path).folder / file
     content = file.read_bytes()
     damaged = bytearray(content)
@@ -489,13 +494,14 @@ def test_consecutive_segments(m):
     """A micro-batch has groups of m segments that follow each other; the groups are shuffled."""
     batches = Batches(make_split(), 'consecutive', 15, 4, 0, consecutive=m)
     size = m or 4
+
+    def in_groups(rows):
+        return [rows[i:i + size] for i in range(0, len(rows), size)]
+
     groups = []
     for g in range(len(batches)):
-        rows = batches.rows(g).tolist()
-        groups += [rows[i:i + size] for i in range(0, len(rows), size)]
-    rows = list(range(11))
-    in_order = [rows[i:i + size] for i in range(0, 11, size)]
-    assert sorted(groups) == in_order != groups
+        groups += in_groups(batches.rows(g).tolist())
+    assert sorted(groups) == in_groups([*range(11)]) != groups
 
 
 def algorithm_1(segments, docs, k=20):

@@ -127,12 +127,10 @@ def test_each_token_is_scored_once_in_each_way(run):
     torch.set_float32_matmul_precision('medium')            # as after training in bf16
     evaluate('a --task table --strength 0.5')
     assert torch.get_float32_matmul_precision() == 'highest'
-    expected = []
-    for strength in (0.0, 0.5, -0.5):
-        for text in TEXTS:
-            ids = [*text.encode()]
-            for start in range(0, len(ids), 512):
-                expected.append((strength, start, ids[start:start + 512]))
+    texts = [[*text.encode()] for text in TEXTS]
+    expected = [(strength, start, ids[start:start + 512])
+                for strength in (0.0, 0.5, -0.5)
+                for ids in texts for start in range(0, len(ids), 512)]
     assert BIGRAM.made[-1].streamed == expected
 
 
@@ -642,23 +640,21 @@ def test_retrieval_from_a_corpus(models):
 # --------------------------------------------------------------------------------------------------
 # trained weights
 @fixture
-def weights(tmp_path, monkeypatch, request):
-    """A copy of assets/NAME.pt, as eval.py writes next to it; drt.py as a corpus"""
+def weights(tmp_path, monkeypatch):
+    """A copy of assets, as eval.py writes next to weights; texts: drt.py"""
     monkeypatch.chdir(tmp_path)
     folder = Path(evaluation.__file__).parent
-    shutil.copy(folder / f'assets/{request.param}.pt', 'copy.pt')
-    shutil.copy(folder / 'drt.py', 'train.txt')
-    shutil.copy(folder / 'drt.py', 'val.txt')
-    return 'copy.pt --data . --task'
+    shutil.copytree(folder / 'assets', 'assets')
+    text = (folder / 'drt.py').read_text()
+    write_splits(tmp_path / 'texts', [text], [text])
 
 
-@mark.parametrize('weights', ['trime', 'rpt', 'drt'], indirect=True)
-def test_the_trained_weights_gain_by_what_they_read(weights):
-    on, shuffled, _ = evaluate(f'{weights} table')['rows']
+@mark.parametrize('name', ['trime', 'rpt', 'drt'])
+def test_the_trained_weights_gain_by_what_they_read(weights, name):
+    on, shuffled, _ = evaluate(f'assets/{name}.pt --data texts --task table')['rows']
     assert on['gain over off'] > 0.06 and on['loss'] < shuffled['loss'] - 0.02
 
 
-@mark.parametrize('weights', ['drt-niah'], indirect=True)
 def test_the_trained_weights_find_needles(weights):
-    rows = evaluate(f'{weights} niah --lengths 4k')
+    rows = evaluate('assets/drt-niah.pt --data texts --task niah --lengths 4k')
     assert rows[0]['needles'] == 50 and rows[0]['right'] > 0.9
