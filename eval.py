@@ -646,12 +646,12 @@ def answers(run, needles, n_chunks, chunks, rng):
     ids = np.roll(tokens, -rng.integers(len(tokens))).astype(int)
     ids = np.resize(ids, n_chunks * chunk)                  # a short text is repeated
 
-    # with two hops, the second sentences are in random chunks
+    # the first sentences are in `chunks`; with two hops, the second ones are in random chunks
     chains = needles.chains(rng, len(chunks), ids)          # (needles, hops + 1, 4) words of names
-    needles.hide(rng, ids, zip(chunks, chains[:, :2]))
-    if hops == 2:
-        free = [i for i in rng.permutation(n_chunks - 2) if i not in chunks]
-        needles.hide(rng, ids, zip(free, chains[:, 1:]))
+    places = chunks
+    for hop in range(hops):
+        needles.hide(rng, ids, zip(places, chains[:, hop:hop + 2]))
+        places = [i for i in rng.permutation(n_chunks - 2) if i not in chunks]
 
     # the text is read once; its last chunks, one for each hop, are overwritten by each question
     text, last = run.documents[0].new_tensor(ids).tensor_split([-hops * chunk])
