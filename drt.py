@@ -803,7 +803,7 @@ class DRT(nn.Module):
     def prepare_eval(self, corpus, external, args, path, progress):
         """Table 4: with --retrieve-from, reads external.train as a text before each other one.
         Raises SystemExit if a text would retrieve from itself, or if there is no chunk."""
-        self.offload = args.offload
+        self.source, self.offload = 'text', args.offload
         if not args.retrieve_from or 'on' not in self.ways():
             return
         if args.split == 'train' and external.fingerprint == corpus.fingerprint:
@@ -833,8 +833,7 @@ class LandmarkAttention(SelfAttention):
     def attend(self, q, k, v, block, window, slopes):
         S = self.config.chunk_size
         q = q.transpose(1, 2) / q.size(3) ** 0.5                        # (B, H, L, D)
-        positions = torch.arange(k.size(1), device=q.device)
-        i = positions[-q.size(2):, None]                                # (L, 1)
+        i = torch.arange(k.size(1), device=q.device)[-q.size(2):, None]     # (L, 1)
 
         # scores r of landmarks: infinite for the position's chunk, which need not have one yet
         k, v = (in_blocks(F.pad(x, (0, 0, 0, 0, 0, 1)), S) for x in (k, v))     # (B, M, S, H, D)
