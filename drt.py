@@ -560,8 +560,10 @@ class DRT(nn.Module):
         if self.retriever == 'random':
             # App. A.5: row k is the query of landmark k, in every text. Uniform, with mean 0 and
             # standard deviation 1: that of numbers from 0 to 1 is 1 / sqrt(12)
-            h = torch.rand(M, h.size(2), generator=torch.Generator().manual_seed(g))[M - N:].to(h)
-            h = h * 12 ** 0.5 - 3 ** 0.5
+            generator = torch.Generator().manual_seed(g)
+            table = torch.rand(M, h.size(2), generator=generator)[M - N:]
+            table = table * 12 ** 0.5 - 3 ** 0.5                        # (N, C)
+            h = table.to(h)
         elif self.config.compare_means:
             n_chunks = mask.sum(2, keepdim=True).clamp(min=1)
             mean = product(mask.type_as(l_k), l_k) / n_chunks           # (B, N, C)
@@ -833,10 +835,12 @@ class LandmarkAttention(SelfAttention):
     def attend(self, q, k, v, block, window, slopes):
         S = self.config.chunk_size
         q = q.transpose(1, 2) / q.size(3) ** 0.5                        # (B, H, L, D)
-        i = torch.arange(k.size(1), device=q.device)[-q.size(2):, None]     # (L, 1)
+        positions = torch.arange(k.size(1), device=q.device)
+        i = positions[-q.size(2):, None]                                # (L, 1)
 
         # scores r of landmarks: infinite for the position's chunk, which need not have one yet
-        k, v = (in_blocks(F.pad(x, (0, 0, 0, 0, 0, 1)), S) for x in (k, v))     # (B, M, S, H, D)
+        k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
+        k, v = (in_blocks(x, S) for x in (k, v))                        # (B, M, S, H, D)
         landmarks = k[:, :, -1].transpose(1, 2)                         # (B, H, M, D)
         chunk = torch.arange(k.size(1), device=q.device)                # (M,)
         age = (i - S * chunk - S + 1).clamp(max=self.config.block_size)
