@@ -839,10 +839,9 @@ class LandmarkAttention(SelfAttention):
         i = positions[-q.size(2):, None]                                # (L, 1)
 
         # scores r of landmarks: infinite for the position's chunk, which need not have one yet
-        k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
-        k, v = (in_blocks(x, S) for x in (k, v))                        # (B, M, S, H, D)
-        landmarks = k[:, :, -1].transpose(1, 2)                         # (B, H, M, D)
-        chunk = torch.arange(k.size(1), device=q.device)                # (M,)
+        landmarks = k[:, S - 1::S].transpose(1, 2)
+        landmarks = F.pad(landmarks, (0, 0, 0, 1))                      # (B, H, M, D)
+        chunk = torch.arange(landmarks.size(2), device=q.device)        # (M,)
         age = (i - S * chunk - S + 1).clamp(max=self.config.block_size)
         r = product(q, landmarks.mT) - slopes * age                     # (B, H, L, M)
         r = r.masked_fill(chunk > i // S, MASKED)
@@ -855,10 +854,11 @@ class LandmarkAttention(SelfAttention):
             r = r.gather(3, chunk)
 
         # scores z of their tokens (B, H, L, n, S - 1)
-        b = torch.arange(len(q), device=q.device)[:, None, None, None]
-        h = torch.arange(q.size(1), device=q.device)[:, None, None]
-        k, v = (x[b, chunk, :-1, h] for x in (k, v))                    # (..., n, S - 1, D)
-        age = (i - S * chunk)[..., None] - torch.arange(S - 1, device=q.device)
+        j = S * chunk[..., None] + torch.arange(S - 1, device=q.device)
+        age = i[..., None] - j
+        b = torch.arange(len(q), device=q.device)[:, None, None, None, None]
+        h = torch.arange(q.size(1), device=q.device)[:, None, None, None]
+        k, v = (x[b, j.clamp(max=x.size(1) - 1), h] for x in (k, v))    # (..., n, S - 1, D)
         z = torch.einsum('bhid, bhinjd -> bhinj', q, k)
         z = z - slopes[..., None] * age
         z = z.masked_fill(age < 0, MASKED)
