@@ -85,8 +85,8 @@ class BM25:
         weight = idf[term] * tf / (tf + norm[doc])                  # (P,)
 
         # the dense matrix of frequent terms
-        frequent = df > FREQUENT * N                                # (V,)
-        self.row = np.where(frequent, frequent.cumsum() - 1, -1)    # (V,) of the matrix, or -1
+        frequent = self.frequent = df > FREQUENT * N                # (V,)
+        self.row = frequent.cumsum() - 1                            # (V,) of these in the matrix
         self.dense = np.zeros((frequent.sum(), N))                  # (H, N)
         in_matrix = frequent[term]                                  # (P,)
         self.dense[self.row[term[in_matrix]], doc[in_matrix]] = weight[in_matrix]
@@ -122,7 +122,7 @@ class BM25:
         """The scores of all documents, (Q, N) fp32; 0 where no term is shared."""
         pairs = count(queries)                                      # (3, P)
         pairs = pairs[:, pairs[1] < len(self.row)]                  # of known terms
-        frequent = self.row[pairs[1]] >= 0
+        frequent = self.frequent[pairs[1]]
 
         # frequent terms: a product of matrices
         query, term, tf = pairs[:, frequent]

@@ -283,8 +283,9 @@ def frequency(runs, args):
     rows = []
     for run, way in score(runs):
         # of each scored token: its frequency, its loss
-        count = np.bincount(run.split.tokens)                               # (V,)
-        n = np.concatenate([count[tokens[1:].cpu().numpy()] for tokens in run.documents])
+        split = run.split
+        count = np.bincount(split.tokens)                                   # (V,)
+        n = count[np.delete(split.tokens, split.offsets[:-1])]              # not of first tokens
         losses = -np.concatenate(run.scores[way])
 
         # the perplexities

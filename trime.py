@@ -23,7 +23,7 @@ Where the paper is in this file
     App. A, Eq. 7           memories at test time                   TRIME.memories
     App. B, Algorithm 1     similar segments in a micro-batch       pack in data.py
     App. D                  overlapping windows                     TRIME.windows
-    Table 1, 5              which memories a model has              memory_names
+    Table 1, 5              which memories a model has              TRIME.prepare_eval
     Table 9                 the models                              PRESETS
     Table 13                accuracy of the datastore               datastore_accuracy
     Table 14                perplexity by frequency                 frequency in eval.py
@@ -402,9 +402,9 @@ def memory_mask(memory, doc, config, rows):
     same_document = doc[i] == doc[j]
 
     # Eq. 2, §4.1: local memory, the earlier positions of the segment
-    mask = torch.zeros_like(earlier)
-    if memory in ('local', 'long', 'local,ext'):
-        mask |= same_segment & earlier
+    mask = same_segment & earlier
+    if memory in ('none', 'ext'):
+        mask[:] = False
 
     # Eq. 3, §4.2: long memory, those of the m consecutive segments
     if memory == 'long':
@@ -483,8 +483,8 @@ class TrimeLoss(torch.autograd.Function):
             log_w = torch.logaddexp(log_word, log_match)                # with the second term
             log_total = torch.logaddexp(log_words, log_memory)
             loss += (weight * (log_total - log_w)).sum()
-            share = (log_memory - log_total).exp()                      # of memories in P
-            memory_prob += (weight * share).sum()
+            share = weight * (log_memory - log_total).exp()     # of memories in P, weighted
+            memory_prob += share.sum()
             word_loss += (weight * (log_words - log_word)).sum()
             if not f.requires_grad:
                 continue
@@ -493,7 +493,7 @@ class TrimeLoss(torch.autograd.Function):
             dlogits = P_words.mul_(weight * (log_words - log_total).exp())      # (R, n)
             dtail[rows] = -weight * (log_word - log_w).exp()                    # (R, 1)
             dlogits.scatter_add_(1, head_row[rows], dtail[rows])
-            dsim = P_memory.mul_(weight * share)                                # (R, M)
+            dsim = P_memory.mul_(share)                                         # (R, M)
             dsim -= P_match.mul_(weight * (log_match - log_w).exp())
 
             # and of the vectors whose products they are
@@ -595,37 +595,12 @@ def to_numpy(x):
     return x.float().cpu().numpy()
 
 
-def trained_index(model, text):
-    """An empty faiss index, an inverted file: k-means of some keys of text (1, n) makes centroids,
-    a key is in the list of its nearest centroid, and a search reads the lists of the nprobe
-    centroids that are nearest to the query."""
-    import faiss
-    n, T = text.size(1), model.config.block_size
-    n_lists = min(n // 1000, 16_384) or 1
-
-    # the sample has 64 keys for each list: those of a segment in every `step` tokens
-    step = max(T, T * n // (64 * n_lists))
-    sample = []
-    for part in text.split(step, 1):
-        _, g, _ = model.encode(part[:, :T])
-        sample.append(g[0])
-
-    # a key itself is stored, not its difference from a centroid, so all lists round alike
-    index = faiss.index_factory(model.config.n_embd, f'IVF{n_lists},SQfp16')
-    index.by_residual = False
-    index.train(to_numpy(torch.cat(sample)))
-    return index
-
-
 def open_index(folder, about):
     """The index in folder; None if there is none or, with a message, if a file is damaged.
     SystemExit if it depends on another thing than `about`"""
     import faiss
-    file = folder / 'about.json'
-    if not file.exists():
-        return None
     try:
-        saved = json.loads(file.read_text())
+        saved = json.loads((folder / 'about.json').read_text())
         assert 'checkpoint' in saved
         if saved != about:
             raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
@@ -637,6 +612,8 @@ def open_index(folder, about):
         lists = faiss.downcast_InvertedLists(index.invlists)
         assert (folder / 'keys.ivfdata').stat().st_size == lists.totsize, 'keys.ivfdata'
         return index
+    except FileNotFoundError:                                       # there is no store
+        return None
     except Exception as e:                                          # faiss's is a RuntimeError
         print(f'{folder} is damaged and is built again: {e!r:.200}')
 
@@ -679,14 +656,25 @@ class Datastore:
         import faiss
         from faiss.contrib.ondisk import merge_ondisk
         text = self.text[None, :-1]                                 # (1, n)
-        n = text.size(1)
-        size = 2 * model.config.n_embd + 8                          # bytes: a key, its number
+        n, T, C = text.size(1), model.config.block_size, model.config.n_embd
+        size = 2 * C + 8                                            # bytes: a key, its number
         print(f'{folder}: {n:,} entries, {n * size / 1e9:.2f} GB on disk; to build it, twice that '
               f'and {min(n * size, self.SHARD) / 1e9:.2f} GB of memory')
         folder.mkdir(exist_ok=True)
         if shutil.disk_usage(folder).free < 2 * n * size:
             raise SystemExit(f'{folder} needs {2 * n * size / 1e9:.2f} GB of free disk space')
-        index = trained_index(model, text)
+
+        # an empty index, an inverted file: a key is in the list of its nearest centroid, a search
+        # reads the lists of the nprobe centroids that are nearest to the query. A key itself is
+        # stored, not its difference from a centroid, so all lists round alike
+        n_lists = min(n // 1000, 16_384) or 1
+        index = faiss.index_factory(C, f'IVF{n_lists},SQfp16')
+        index.by_residual = False
+
+        # k-means of 64 keys per list, those of a segment in every `step` tokens, makes centroids
+        step = max(T, T * n // (64 * n_lists))
+        sample = [model.encode(part[:, :T])[1] for part in text.split(step, 1)]     # g (1, T, C)
+        index.train(to_numpy(torch.cat(sample, 1)[0]))
 
         # keys are added; when the index has SHARD bytes, it is written to a file, then emptied
         shards, n_added = [], 0
@@ -702,7 +690,7 @@ class Datastore:
         # the files become one
         merge_ondisk(index, shards, f'{folder}/keys.ivfdata')
         faiss.write_index(index, f'{folder}/keys.faiss')
-        for shard in folder.glob('shard-*'):
+        for shard in folder.glob('shard-*'):                    # also those of a killed process
             shard.unlink()
 
     def search(self, query, K):
@@ -912,8 +900,7 @@ class TRIME(nn.Module):
         """The memories behind the prediction of token t + 1 of a document (n,), the most probable
         first: (its part of P(value), ids, start, end), where ids[start:end] ends with that value.
         state: that of read(tokens[None, :t]), computed if None"""
-        if state is None:
-            state = self.read(tokens[None, :t])
+        state = state or self.read(tokens[None, :t])
 
         # the memories' parts of P (Eq. 6 to 9)
         f, g, state = next(self.windows(tokens[None, t:t + 1], state))
@@ -937,14 +924,20 @@ class TRIME(nn.Module):
     def prepare_eval(self, corpus, external, args, path, progress):
         """Opens the datastore of external.train, tunes on a split of corpus; both are kept in the
         folder of the checkpoint `path`. args: EvalConfig, and split, retrieve_from of eval.py"""
-        # which memories, of which size at most
+        # which memories: those of Table 1, or with --retrieve-from of Table 5
         self.stride = args.stride or self.stride
         self.inference = Inference()
-        names = memory_names(self.config.memory, args)
+        trained = self.config.memory
+        default = dict(long='local,long', ext='local,long,ext').get(trained, trained)
+        names = args.memory or default
+        if args.retrieve_from:
+            names = f'{args.memory or "local,long"},ext'
         if names == 'none':
             return
+
+        # of which size at most
         split = tuning_split(corpus, args.split)
-        inference = Inference(local='local' in names, linear=self.config.memory == 'none')
+        inference = Inference(local='local' in names, linear=trained == 'none')
         if 'long' in names:
             inference.long = args.long
 
@@ -974,22 +967,14 @@ class TRIME(nn.Module):
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
-# for tuning: the tokens that a text must have, and how many are queries
-ENOUGH, QUERIES = 1000, 4096
+# tokens that a text must have for tuning
+ENOUGH = 1000
 
 # values that `tune` tries
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1,
         0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
 LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3,
            0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9]
-
-
-def memory_names(trained, args):
-    """The memories at test time: those of Table 1, or with --retrieve-from of Table 5"""
-    if args.retrieve_from:
-        return f'{args.memory or "local,long"},ext'
-    default = dict(long='local,long', ext='local,long,ext').get(trained, trained)
-    return args.memory or default
 
 
 def tuning_split(corpus, scored):
@@ -1016,7 +1001,8 @@ def tuned(model, split, inference, key, path, progress):
         if file.exists():
             print(f'{file} is damaged, so the constants are tuned again: {e!r:.200}')
     if key not in known:
-        known[key] = vars(tune(collect(model, split, inference, progress), inference))
+        windows = collect(model, split, inference, progress, 4096)
+        known[key] = vars(tune(windows, inference))
         try:
             file.write_text(json.dumps(known, indent=1))
         except OSError:                                     # the folder may be read-only
@@ -1025,10 +1011,10 @@ def tuned(model, split, inference, key, path, progress):
 
 
 @torch.no_grad()
-def collect(model, split, inference, progress, n_queries=None):
+def collect(model, split, inference, progress, n_queries):
     """What `tune` needs: for each window of the first 65,536 tokens, the arguments of
-    Inference.log_p for some of its tokens, about n_queries in all (None: QUERIES); for all of a
-    text with no more."""
+    Inference.log_p for some of its tokens, about n_queries in all; for all of a text with no more.
+    """
     model.inference = inference
 
     # documents, the last one cut
@@ -1042,7 +1028,7 @@ def collect(model, split, inference, progress, n_queries=None):
         targets = tokens[1:, None]
         for f, g, state in model.windows(tokens[None, :-1]):
             new, targets = targets.tensor_split([f.size(1)])
-            queries = np.flatnonzero(rng.random(len(new)) < (n_queries or QUERIES) / len(text))
+            queries = np.flatnonzero(rng.random(len(new)) < n_queries / len(text))
             if not queries.size:
                 continue
             w = new[queries]                                                    # (Q, 1)

@@ -278,12 +278,6 @@ def equations_6_to_9(x, logits, past, ext):
     return P
 
 
-def keys_of(model, text):
-    """The keys of a datastore, in fp16"""
-    each = contexts(model, torch.from_numpy(text[:-1].astype(int)))
-    return torch.stack([g[-1] for _, _, g in each]).half().double()
-
-
 @fixture(scope='module')
 @torch.no_grad()
 def stores(tmp_path_factory):
@@ -298,8 +292,9 @@ def stores(tmp_path_factory):
         patch.setattr(Datastore, 'SHARD', 800 * (2 * C + 8))
         store('a', 'local', no_progress)
     (folder / 'a').rename(folder / 'b')
-    return SimpleNamespace(inner=store('b', 'local'), l2=store('b', 'none'),
-                           keys=keys_of(small(**ADAPTIVE), TEXT))
+    each = contexts(small(**ADAPTIVE), torch.from_numpy(TEXT[:-1].astype(int)))
+    keys = torch.stack([g[-1] for _, _, g in each]).half().double()
+    return SimpleNamespace(inner=store('b', 'local'), l2=store('b', 'none'), keys=keys)
 
 
 def with_memories(name, stores, stride=3):
@@ -314,24 +309,20 @@ def probabilities(model, tokens):
     return model.log_probs(tokens[None])[0].exp()
 
 
-@torch.no_grad()
-def by_definition(model, tokens):
-    each = memories_of_each(model, tokens)
-    return torch.stack([equations_6_to_9(model.inference, *memories) for memories in each])
-
-
 EACH = mark.parametrize('name', INFERENCES)
 STRIDES = mark.parametrize('stride', [3, T])
 
 
 @STRIDES
 @EACH
+@torch.no_grad()
 def test_probabilities_at_test_time(name, stride, stores):
     """Several windows, each token in memory once"""
     model = with_memories(name, stores, stride)
     P = probabilities(model, TOKENS)
     atol = FAISS if model.inference.n_neighbors else 1e-7           # λ is fp32
-    close(P, by_definition(model, TOKENS), atol)
+    for p, memories in zip(P, memories_of_each(model, TOKENS), strict=True):
+        close(p, equations_6_to_9(model.inference, *memories), atol)
 
 
 @mark.parametrize('cuts', ['0' + 51 * ' 1', '5 1 16 3 26', '8 2 41', '19 32'])
@@ -357,7 +348,7 @@ def test_what_sizes_are_tuned_on(name, stores):
     model = with_memories(name, stores)
     tokens, x = random_tokens(51), model.inference
     split = SimpleNamespace(tokens=tokens.numpy(), offsets=[0, 51])
-    windows = trime.collect(model, split, x, no_progress)
+    windows = trime.collect(model, split, x, no_progress, 51)
     x = replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
     scored = torch.cat([x.log_p(*window) for window in windows])
 
@@ -366,11 +357,10 @@ def test_what_sizes_are_tuned_on(name, stores):
 
 
 @mark.parametrize('length', [3, 5, 11, 17])
-def test_queries_of_all_positions(length, monkeypatch):
+def test_queries_of_all_positions(length):
     """Also where each 4th token would be the first of a document, which alone has no memory"""
-    monkeypatch.setattr(trime, 'QUERIES', 300)
     split = SimpleNamespace(tokens=random_tokens(1200).numpy(), offsets=[*range(0, 1200, length)])
-    windows = trime.collect(small(), split, Inference(True), no_progress)
+    windows = trime.collect(small(), split, Inference(True), no_progress, 300)
     has_memory = torch.cat([(sim > trime.MASKED).any(1) for _, _, sim, _, _ in windows])
     assert 150 < len(has_memory) < 330
     share = has_memory.double().mean().item()
