@@ -86,7 +86,9 @@ class RPTConfig:
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper; tiny: 4, as m is half)
     n_cca: int = 0                # last layers that cross-attend; 0: upper half (paper: 5; tiny: 1)
     retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # RPT-Sem, RPT-Lex; RETRO; none (§5)
-    memory: Literal['none', 'lru', 'state'] = 'none'    # no retriever: Griffin, Block-Recurrent
+    memory: Literal['none', 'knn', 'lru', 'state'] = 'none'     # no retriever; compared systems
+    memory_size: int = 32_768     # of memory knn: tokens (its paper: 65K)
+    n_nearest: int = 32           # of memory knn: tokens that a head reads (official code: 128)
     n_states: int = 128           # of memory state: vectors (ours; its paper: 512)
     shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
@@ -350,9 +352,8 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(C, 3 * C, bias=False)
         self.proj = nn.Linear(C, C, bias=False)
 
-    def forward(self, x, past):
-        """x (B, t, C), past: keys and values (B, P, 2, H, D) of the P tokens before, None at the
-        beginning of a text -> (B, t, C), the past of the next piece"""
+    def heads(self, x, past):
+        """As forward -> y, q (B, t, H, D), and keys and values (B, P + t, 2, H, D)"""
         qkv = self.qkv(x).unflatten(2, (3, self.n_head, -1))            # (B, t, 3, H, D)
         q, kv = qkv[:, :, 0], qkv[:, :, 1:]
         if past is not None:
@@ -362,11 +363,17 @@ class SelfAttention(nn.Module):
         # RoPE, so attend has no slopes. Position 0 is the first key, another one in the next piece:
         # `past` is not rotated
         P = k.size(1) - x.size(1)
-        y = attend(rotate(q, P), rotate(k), v, self.block, 2 * self.block)  # (B, t, H, D)
+        y = attend(rotate(q, P), rotate(k), v, self.block, 2 * self.block)
+        return y, q, kv
+
+    def forward(self, x, past):
+        """x (B, t, C), past: keys and values (B, P, 2, H, D) of the P tokens before, None at the
+        beginning of a text -> (B, t, C), the past of the next piece"""
+        y, _, kv = self.heads(x, past)
 
         # the next piece needs the unfinished block and the one before, up to the last whole chunk:
         # it encodes the unfinished chunk again
-        end = k.size(1) // self.m * self.m
+        end = kv.size(1) // self.m * self.m
         start = max(0, end // self.block - 1) * self.block
         return self.proj(y.flatten(2)), kv[:, start:end]
 
@@ -673,7 +680,7 @@ class RPT(nn.Module):
 
         # the decoder
         self.config = config
-        self.way = 'on' if n_cca else 'off'                                 # see ways
+        self.way = 'on' if n_cca or config.memory == 'knn' else 'off'                                 # see ways
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)     # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(n_lower))
         self.upper = nn.ModuleList(Block(config, i >= n_upper - n_cca) for i in range(n_upper))
@@ -798,7 +805,9 @@ class RPT(nn.Module):
         cca_inputs = s_q = None
         if doc is None:
             doc = torch.zeros_like(tokens)
-        if self.config.memory != 'none':
+        if self.config.memory == 'knn' and self.way == 'off':
+            pass
+        elif self.config.memory != 'none':
             cca_inputs = F.pad(doc.diff() != 0, (1, 0))                 # see compared systems
         elif self.way != 'off':
             chunk_doc = doc_of_chunks(doc, m)                               # (B, N)
@@ -880,6 +889,8 @@ class RPT(nn.Module):
     def ways(self):
         """What eval.py compares: {name: attributes of the model to set}"""
         names = 'on shuffled off' if self.neighbor_encoder else 'off'
+        if self.config.memory == 'knn':
+            names = 'on off'
         return {name: {'way': name} for name in names.split()}
 
     def trace(self, tokens, t, state=None):
@@ -902,6 +913,74 @@ class RPT(nn.Module):
 # inputs they get `begins` (B, t), True: the token begins another document. A memory is of one
 # document; self-attention and the convolution are not. A chunk is half a window, a block of
 # self-attention: pieces of a stream begin with a block
+class MemorizingAttention(SelfAttention):
+    """Memorizing Transformer (Wu et al. 2022, §3): each head also attends to tokens that have left
+    the window, to the K of them whose keys are nearest to its query:
+
+        y = (1 - g) y_window + g Σ_j softmax_j(s q k_j / |q| |k_j|) v_j,    g = σ(b)
+
+    b and s are learned, for each head; there is no gradient to k_j and v_j. With shift_values
+    (ours) q is the token's own key, as queries only learn to match keys of the window, and v_j that
+    of the token after j. In training the memory is of the sequence (paper: of earlier ones, too).
+    """
+    def __init__(self, config):
+        super().__init__(config)
+        self.config = config
+        self.gate = nn.Parameter(torch.zeros(config.n_head, 1, 1))          # b
+        self.scale = nn.Parameter(torch.full((config.n_head, 1, 1), 10.0))  # s
+
+    def forward(self, x, past, begins):
+        """As SelfAttention; past: all whole blocks that the next piece may read."""
+        t, block = x.size(1), self.block
+        window = None if past is None else past[:, -block:]
+        y, q, kv = self.heads(x, window)
+        if past is not None:
+            kv = torch.cat([past[:, :-block], kv], 1)                       # (B, s + t, 2, H, D)
+        s = kv.size(1) - t
+        if begins is not None:
+            doc = F.pad(begins.cumsum(1), (s, 0))                           # (B, s + t)
+            k, v = kv.detach().unbind(2)
+            if self.config.shift_values:
+                q = kv[:, s:, 0]
+                v = v.roll(-1, 1)
+            q, k = F.normalize(q, dim=3), F.normalize(k, dim=3)
+            parts = []
+            for start in range(s, s + t, block):
+                i = slice(start, start + block)
+                stop = max(0, start - block)
+                j = slice(max(0, stop - self.config.memory_size), stop)
+                same = doc[:, i, None] == doc[:, None, j]                   # (B, block, M)
+                rows = slice(start - s, start - s + block)
+                parts.append(self.nearest(y[:, rows], q[:, rows], k[:, j], v[:, j], same))
+            y = torch.cat(parts, 1)
+        end = kv.size(1) // block * block
+        start = max(0, end - block - self.config.memory_size)
+        return self.proj(y.flatten(2)), kv[:, start:end]
+
+    def nearest(self, y, q, k, v, same):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or M, D)
+        z = self.scale * product(q, k.mT)                                   # (B, H, t, M)
+        z = F.pad(z.masked_fill(~same[:, None], -1e9), (1, 0), value=-1e9)
+        lowest = z.topk(min(self.config.n_nearest, z.size(3))).values[..., -1:]
+        z = z.masked_fill(z < lowest, -math.inf)
+        found = z.amax(3, keepdim=True) > -1e9                              # (B, H, t, 1)
+        memory = z.softmax(3)[..., 1:].type_as(v) @ v                       # (B, H, t, D)
+        g = (self.gate.sigmoid() * found).transpose(1, 2)
+        return y + g.type_as(y) * (memory.transpose(1, 2) - y)
+
+
+class MemorizingBlock(Block):
+    """A layer with MemorizingAttention"""
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = MemorizingAttention(config)
+
+    def forward(self, x, past, begins):
+        y, past = self.attention(self.norm1(x), past, begins)
+        x = x + self.dropout(y)
+        return x + self.dropout(self.mlp(self.norm2(x))), past
+
+
 def scan(a, b):
     """h_t = a_t h_{t-1} + b_t with h_{-1} = 0, in log2 T steps: after n = 1, 2, 4, ... b_t has the
     terms of the last n tokens, and a_t is the product of theirs. a, b (..., T) -> (..., T)"""
@@ -1016,6 +1095,8 @@ def add_memory(upper, config):
     in the middle of the upper half is recurrent (its paper: the tenth of twelve)."""
     if config.memory == 'state':
         upper[len(upper) // 2] = StateBlock(config)
+    elif config.memory == 'knn':
+        upper[len(upper) // 2] = MemorizingBlock(config)
     else:
         n = config.n_cca or len(upper)
         upper.extend(RecurrentLayer(config) for _ in range(n))
