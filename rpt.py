@@ -85,7 +85,8 @@ class RPTConfig:
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper; tiny: 4, as m is half)
     n_cca: int = 0                # last layers that cross-attend; 0: upper half (paper: 5; tiny: 1)
-    retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # RPT-Sem, RPT-Lex; RETRO; none (§5)
+    # RPT-Sem, RPT-Lex; RETRO; trained before, then fixed; none (§5)
+    retriever: Literal['sem', 'lex', 'bm25', 'dpr', 'contriever', 'none'] = 'sem'
     memory: Literal['none', 'knn', 'lru', 'state'] = 'none'     # no retriever; compared systems
     memory_size: int = 32_768     # of memory knn: tokens (its paper: 65K)
     n_nearest: int = 32           # of memory knn: tokens that a head reads (official code: 128)
@@ -99,7 +100,7 @@ class RPTConfig:
     n_candidates: int = 20        # BM25 candidates of a chunk, J (paper)
     score_every: int = 1          # the reference LM scores every n-th chunk; others: as lex (ours)
     reference: str = ''           # .pt file, or folder with ckpt.pt; default: one is trained first
-    reference_steps: int = 600    # steps of its training, at most as many as RPT's (ours)
+    reference_steps: int = 600    # steps of its training, or of dpr's, at most RPT's (ours)
     reference_cache: float = 0.2  # weight of its continuous cache, λ (ours; paper: 0)
 
     def __post_init__(self):
@@ -690,6 +691,9 @@ class RPT(nn.Module):
 
         # retrieval: learned, by BM25 with the idf of the corpus, or none
         self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
+        self.dense = None
+        if config.retriever in ('dpr', 'contriever'):
+            self.dense = DenseRetriever(config)                             # compared systems
         self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
         self.norm = RMSNorm(config.n_embd)                                  # of the output
         if config.retriever == 'bm25':
@@ -734,7 +738,8 @@ class RPT(nn.Module):
             states, query, key = self.retriever(chunk_states)
         else:
             states = chunk_states
-            query, key = bm25_vectors(in_chunks(tokens, m), self.idf)
+            vectors_of = self.dense or functools.partial(bm25_vectors, idf=self.idf)
+            query, key = vectors_of(in_chunks(tokens, m))
 
         # what can be retrieved: each chunk and the next one, by the key of the first
         states = torch.cat([memory.last, states], 1)                    # N or N + 1 chunks
@@ -746,12 +751,12 @@ class RPT(nn.Module):
         s_q = product(query, keys.mT) / query.size(2) ** 0.5                # (B, N, M)
         doc = F.pad(doc, (first, 0))                    # of a stream: its chunks have doc 0
         mask = permitted(doc, window_chunks, first)
-        if not self.retriever:
+        if self.config.retriever == 'bm25':
             mask = mask & (s_q > 0)                     # RETRO: only chunks with a common term
         scores = s_q
         if self.way == 'shuffled':
             scores = pseudorandom(s_q.size(2), first, x.device)             # (N, M)
-        elif self.retriever and not self.training:
+        elif self.config.retriever != 'bm25' and not self.training:
             # the scores of a chunk that recurs differ by errors of rounding, which depend on the
             # pieces in which a text is read: rounded to 1 / 256 they are ties
             scores = (256 * s_q).round()
@@ -913,6 +918,76 @@ class RPT(nn.Module):
 # inputs they get `begins` (B, t), True: the token begins another document. A memory is of one
 # document; self-attention and the convolution are not. A chunk is half a window, a block of
 # self-attention: pieces of a stream begin with a block
+class DenseRetriever(nn.Module):
+    """A Retriever of a chunk's tokens alone, with its own embedding, trained by contrast before
+    RPT, then fixed. Of chunk i the loss is -log softmax_j(s_q(j)) of a positive, over all chunks j
+    of a micro-batch but i; the cosine is between query and key:
+
+        s_q(j) = cosine(W_Q c_i, W_K c_j) / 0.05
+
+    dpr          the positive is BM25's first chunk for c_i and c_{i+1} (RPT, App. C)
+    contriever   it is a random earlier chunk of the document, whose other chunks are left out; the
+                 query is W_K c_i (DRT's RPT_contriever; Izacard et al. 2022: two random spans)"""
+    def __init__(self, config):
+        super().__init__()
+        self.kind = config.retriever
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.retriever = Retriever(config)
+        self.requires_grad_(False)
+        self.register_buffer('is_trained', torch.tensor(0.0))       # also in checkpoints
+
+    def forward(self, chunks):
+        """Tokens (B, N, m) -> queries, keys (B, N, C), whose product is sqrt(C) s_q"""
+        _, query, key = self.retriever(self.embedding(chunks))
+        if self.kind == 'contriever':
+            query = key
+        length = (key.size(2) ** 0.5 / 0.05) ** 0.5
+        return F.normalize(fp32(query), dim=2) * length, F.normalize(fp32(key), dim=2) * length
+
+
+def train_dense(dense, batches, config, idf, progress):
+    """Trains a DenseRetriever on the first micro-batches of a run."""
+    m, device = config.chunk_size, dense.embedding.weight.device
+    dense.requires_grad_(True)
+    optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-3)
+    for g in progress(range(config.reference_steps), 'training the retriever'):
+        batch = batches[g]
+        chunks = in_chunks(batch.tokens, m)                                 # (B, N, m)
+        doc = doc_of_chunks(batch.doc, m)                                   # (B, N)
+
+        # the positive of each chunk, of its sequence
+        if dense.kind == 'dpr':
+            scores = torch.stack([bm25_candidates(*row, config.window_chunks, 1, idf)
+                                  for row in zip(chunks, doc)])
+            mask = scores > 0
+        else:
+            mask = permitted(doc, 1)
+            torch.manual_seed(batch.seed)
+            scores = torch.rand(mask.shape)
+        positive = top(scores, mask, 1)                                     # (B, N, 1)
+
+        # as numbers of all B N chunks, of those that have one
+        B, N = doc.shape
+        i = (positive >= 0).flatten().nonzero()[:, 0]                       # (n,)
+        j = (positive[..., 0] + N * torch.arange(B)[:, None]).flatten()[i]
+
+        # the chunks of the softmax
+        left_out = torch.eye(B * N) > 0
+        if dense.kind == 'contriever':
+            left_out = doc.flatten()[:, None] == doc.flatten()
+        left_out = left_out[i]
+        left_out[torch.arange(len(i)), j] = False
+        query, key = (x.flatten(0, 1) for x in dense(chunks.to(device)))    # (B N, C)
+        s_q = query[i.to(device)] @ key.T / key.size(1) ** 0.5              # (n, B N)
+        loss = F.cross_entropy(s_q.masked_fill(left_out.to(device), -math.inf), j.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dense.requires_grad_(False)
+    dense.is_trained.fill_(1)
+    print(f'loss of the retriever: {loss.item():.3f}')
+
+
 class MemorizingAttention(SelfAttention):
     """Memorizing Transformer (Wu et al. 2022, §3): each head also attends to tokens that have left
     the window, to the K of them whose keys are nearest to its query:
@@ -1276,6 +1351,17 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     idf = corpus_idf(corpus, config)
     if config.retriever == 'bm25':
         model.idf.copy_(idf)
+    rank = int(os.environ.get('RANK', 0))
+    world = int(os.environ.get('WORLD_SIZE', 1))
+    if model.dense:
+        if rank == 0 and not model.dense.is_trained:
+            print(f'stage 1 of 2: the retriever, {config.reference_steps} steps')
+            train_dense(model.dense, batches, config, idf, progress)
+        if world > 1:
+            for x in model.dense.state_dict().values():
+                torch.distributed.broadcast(x, 0)
+        print(f'stage 2 of 2: RPT, {train_config.max_steps} steps')
+        return lambda batch, g: batch
     n_stages, reference, weights = 2, None, b''
     if config.retriever == 'sem':
         n_stages = 3
@@ -1317,8 +1403,6 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     # compute the scores
     print(f'stage {n_stages - 1} of {n_stages}: scores of {total * batches.B} sequences '
           f'in {folder}')
-    rank = int(os.environ.get('RANK', 0))
-    world = int(os.environ.get('WORLD_SIZE', 1))
     for g in progress(range(rank, total, world), 'scores', quiet=rank > 0):
         scores_of(g)
 
