@@ -810,10 +810,9 @@ class RPT(nn.Module):
         cca_inputs = s_q = None
         if doc is None:
             doc = torch.zeros_like(tokens)
-        if self.config.memory == 'knn' and self.way == 'off':
-            pass
-        elif self.config.memory != 'none':
-            cca_inputs = F.pad(doc.diff() != 0, (1, 0))                 # see compared systems
+        if self.config.memory != 'none':                                # compared systems
+            cca_inputs = F.pad(doc.diff() != 0, (1, 0))
+            cca_inputs |= self.config.memory == 'knn' and self.way == 'off'
         elif self.way != 'off':
             chunk_doc = doc_of_chunks(doc, m)                               # (B, N)
             if end > 0:
@@ -919,84 +918,80 @@ class RPT(nn.Module):
 # document; self-attention and the convolution are not. A chunk is half a window, a block of
 # self-attention: pieces of a stream begin with a block
 class DenseRetriever(nn.Module):
-    """A Retriever of a chunk's tokens alone, with its own embedding, trained by contrast before
-    RPT, then fixed. Of chunk i the loss is -log softmax_j(s_q(j)) of a positive, over all chunks j
-    of a micro-batch but i; the cosine is between query and key:
+    """A Retriever that sees the tokens of a chunk alone. It is trained by contrast before RPT, then
+    fixed. The loss of chunk i is -log softmax_j(s_q(j)) of its positive, j: chunks of a micro-batch
 
         s_q(j) = cosine(W_Q c_i, W_K c_j) / 0.05
 
-    dpr          the positive is BM25's first chunk for c_i and c_{i+1} (RPT, App. C)
-    contriever   it is a random earlier chunk of the document, whose other chunks are left out; the
-                 query is W_K c_i (DRT's RPT_contriever; Izacard et al. 2022: two random spans)"""
+    dpr         the positive is BM25's first for c_i and c_{i+1}; j: all but i (RPT, App. C)
+    contriever  it is a random earlier chunk of the document; j: this and those of other documents;
+                W_Q = W_K (RPT_contriever of DRT; Izacard et al. 2022: two spans of a document)"""
     def __init__(self, config):
         super().__init__()
         self.kind = config.retriever
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.retriever = Retriever(config)
         self.requires_grad_(False)
-        self.register_buffer('is_trained', torch.tensor(0.0))       # also in checkpoints
+        self.register_buffer('is_trained', torch.zeros(()))         # a checkpoint has it, too
 
     def forward(self, chunks):
-        """Tokens (B, N, m) -> queries, keys (B, N, C), whose product is sqrt(C) s_q"""
+        """Tokens (B, N, m) -> queries and keys (B, N, C), whose product is sqrt(C) s_q"""
         _, query, key = self.retriever(self.embedding(chunks))
         if self.kind == 'contriever':
             query = key
-        length = (key.size(2) ** 0.5 / 0.05) ** 0.5
-        return F.normalize(fp32(query), dim=2) * length, F.normalize(fp32(key), dim=2) * length
+        scale = (key.size(2) ** 0.5 / 0.05) ** 0.5
+        return [scale * F.normalize(fp32(x), dim=2) for x in (query, key)]
 
 
 def train_dense(dense, batches, config, idf, progress):
     """Trains a DenseRetriever on the first micro-batches of a run."""
-    m, device = config.chunk_size, dense.embedding.weight.device
+    device = dense.embedding.weight.device
     dense.requires_grad_(True)
     optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-3)
     for g in progress(range(config.reference_steps), 'training the retriever'):
         batch = batches[g]
-        chunks = in_chunks(batch.tokens, m)                                 # (B, N, m)
-        doc = doc_of_chunks(batch.doc, m)                                   # (B, N)
+        chunks = in_chunks(batch.tokens, config.chunk_size)                 # (B, N, m)
+        doc = doc_of_chunks(batch.doc, config.chunk_size)                   # (B, N)
+        n = torch.arange(doc.numel()).view(doc.shape)                       # numbers of all chunks
 
-        # the positive of each chunk, of its sequence
+        # the positive of each chunk; chunks of its group are not compared
         if dense.kind == 'dpr':
+            group = n
             scores = torch.stack([bm25_candidates(*row, config.window_chunks, 1, idf)
                                   for row in zip(chunks, doc)])
             mask = scores > 0
         else:
+            group = doc
             mask = permitted(doc, 1)
             torch.manual_seed(batch.seed)
-            scores = torch.rand(mask.shape)
+            scores = torch.rand(mask.shape)                                 # (B, N, N)
         positive = top(scores, mask, 1)                                     # (B, N, 1)
+        valid = positive[..., 0] >= 0
+        j = (positive + n[:, :1, None])[valid]                              # (n, 1)
+        left_out = group[valid][:, None] == group.flatten()                 # (n, B N)
+        left_out.scatter_(1, j, False)
 
-        # as numbers of all B N chunks, of those that have one
-        B, N = doc.shape
-        i = (positive >= 0).flatten().nonzero()[:, 0]                       # (n,)
-        j = (positive[..., 0] + N * torch.arange(B)[:, None]).flatten()[i]
-
-        # the chunks of the softmax
-        left_out = torch.eye(B * N) > 0
-        if dense.kind == 'contriever':
-            left_out = doc.flatten()[:, None] == doc.flatten()
-        left_out = left_out[i]
-        left_out[torch.arange(len(i)), j] = False
-        query, key = (x.flatten(0, 1) for x in dense(chunks.to(device)))    # (B N, C)
-        s_q = query[i.to(device)] @ key.T / key.size(1) ** 0.5              # (n, B N)
-        loss = F.cross_entropy(s_q.masked_fill(left_out.to(device), -math.inf), j.to(device))
+        # a step
+        query, key = dense(chunks.to(device))
+        s_q = query[valid] @ key.flatten(0, 1).T / key.size(2) ** 0.5       # (n, B N)
+        s_q = s_q.masked_fill(left_out.to(device), -math.inf)
+        loss = F.cross_entropy(s_q, j[:, 0].to(device), reduction='sum') / max(1, len(j))
+        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
     dense.requires_grad_(False)
     dense.is_trained.fill_(1)
-    print(f'loss of the retriever: {loss.item():.3f}')
 
 
-class MemorizingAttention(SelfAttention):
+class MemorizingBlock(Block):
     """Memorizing Transformer (Wu et al. 2022, §3): each head also attends to tokens that have left
-    the window, to the K of them whose keys are nearest to its query:
+    the window, to the K of them whose keys are most similar to its query:
 
-        y = (1 - g) y_window + g Σ_j softmax_j(s q k_j / |q| |k_j|) v_j,    g = σ(b)
+        y = (1 - g) y_window + g Σ_j softmax_j(s cosine(q, k_j)) v_j,   g = σ(b)
 
-    b and s are learned, for each head; there is no gradient to k_j and v_j. With shift_values
-    (ours) q is the token's own key, as queries only learn to match keys of the window, and v_j that
-    of the token after j. In training the memory is of the sequence (paper: of earlier ones, too).
+    b and s are learned for each head; no gradient reaches k_j and v_j. With shift_values (ours) q
+    is the token's own key, as queries learn to match keys of the window only, and v_j is that of
+    the token after j. In training the memory is of the sequence (paper: of those before it, too).
     """
     def __init__(self, config):
         super().__init__(config)
@@ -1005,54 +1000,41 @@ class MemorizingAttention(SelfAttention):
         self.scale = nn.Parameter(torch.full((config.n_head, 1, 1), 10.0))  # s
 
     def forward(self, x, past, begins):
-        """As SelfAttention; past: all whole blocks that the next piece may read."""
-        t, block = x.size(1), self.block
-        window = None if past is None else past[:, -block:]
-        y, q, kv = self.heads(x, window)
-        if past is not None:
-            kv = torch.cat([past[:, :-block], kv], 1)                       # (B, s + t, 2, H, D)
-        s = kv.size(1) - t
-        if begins is not None:
-            doc = F.pad(begins.cumsum(1), (s, 0))                           # (B, s + t)
-            k, v = kv.detach().unbind(2)
-            if self.config.shift_values:
-                q = kv[:, s:, 0]
-                v = v.roll(-1, 1)
-            q, k = F.normalize(q, dim=3), F.normalize(k, dim=3)
-            parts = []
-            for start in range(s, s + t, block):
-                i = slice(start, start + block)
-                stop = max(0, start - block)
-                j = slice(max(0, stop - self.config.memory_size), stop)
-                same = doc[:, i, None] == doc[:, None, j]                   # (B, block, M)
-                rows = slice(start - s, start - s + block)
-                parts.append(self.nearest(y[:, rows], q[:, rows], k[:, j], v[:, j], same))
-            y = torch.cat(parts, 1)
-        end = kv.size(1) // block * block
-        start = max(0, end - block - self.config.memory_size)
-        return self.proj(y.flatten(2)), kv[:, start:end]
+        """As Block; past (B, P, 2, H, D) has all whole blocks that the next piece reads."""
+        size, block = self.config.memory_size, self.attention.block
+        if past is None:
+            past = x.new_zeros(len(x), 0, 2, self.config.n_head, x.size(2) // self.config.n_head)
+        y, q, kv = self.attention.heads(self.norm1(x), past[:, -block:])
+        kv = torch.cat([past[:, :-block], kv], 1)                           # (B, P + t, 2, H, D)
+        P = past.size(1)
 
-    def nearest(self, y, q, k, v, same):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or M, D)
-        z = self.scale * product(q, k.mT)                                   # (B, H, t, M)
-        z = F.pad(z.masked_fill(~same[:, None], -1e9), (1, 0), value=-1e9)
-        lowest = z.topk(min(self.config.n_nearest, z.size(3))).values[..., -1:]
-        z = z.masked_fill(z < lowest, -math.inf)
-        found = z.amax(3, keepdim=True) > -1e9                              # (B, H, t, 1)
-        memory = z.softmax(3)[..., 1:].type_as(v) @ v                       # (B, H, t, D)
-        g = (self.gate.sigmoid() * found).transpose(1, 2)
-        return y + g.type_as(y) * (memory.transpose(1, 2) - y)
+        # queries, and keys and values of all tokens so far
+        k, v = kv.detach().unbind(2)
+        if self.config.shift_values:
+            q = kv[:, P:, 0]
+            v = v.roll(-1, 1)
+        y, q, k, v = (z.transpose(1, 2) for z in (y, q, k, v))              # (B, H, ..., D)
+        q = self.scale * F.normalize(fp32(q), dim=3)
+        k = F.normalize(fp32(k), dim=3)
 
+        # each block of tokens i reads tokens j that have left its window
+        doc = F.pad(begins.cumsum(1), (P, 0))[:, None]                      # (B, 1, P + t)
+        j = torch.arange(P + x.size(1), device=x.device)
+        reads = []
+        for i in j[P:].split(block):
+            left = i[0] - block
+            mask = (left - size <= j) & (j < left)
+            mask = mask & (doc[..., i, None] == doc[..., None, :])          # (B, 1, block, P + t)
+            z = product(q[:, :, i - P], k.mT).masked_fill(~mask, -1e9)
+            lowest = z.topk(min(len(j), self.config.n_nearest)).values[..., -1:]
+            p = z.masked_fill(z < lowest, -math.inf).softmax(3).where(mask, 0)
+            g = self.gate.sigmoid() * mask.any(3, keepdim=True)             # (B, H, block, 1)
+            reads.append(torch.lerp(fp32(y[:, :, i - P]), p @ fp32(v), g))
+        y = torch.cat(reads, 2).transpose(1, 2).flatten(2)                  # (B, t, C)
 
-class MemorizingBlock(Block):
-    """A layer with MemorizingAttention"""
-    def __init__(self, config):
-        super().__init__(config)
-        self.attention = MemorizingAttention(config)
-
-    def forward(self, x, past, begins):
-        y, past = self.attention(self.norm1(x), past, begins)
-        x = x + self.dropout(y)
+        x = x + self.dropout(self.attention.proj(y))
+        end = len(j) // block * block
+        past = kv[:, max(0, end - block - size):end]
         return x + self.dropout(self.mlp(self.norm2(x))), past
 
 
