@@ -943,41 +943,45 @@ class DenseRetriever(nn.Module):
         return [scale * F.normalize(fp32(x), dim=2) for x in (query, key)]
 
 
+def contrast(dense, batch, config, idf):
+    """The loss () of a DenseRetriever on a data.Batch; 0 if no chunk has a positive."""
+    chunks = in_chunks(batch.tokens, config.chunk_size)                     # (B, N, m)
+    doc = doc_of_chunks(batch.doc, config.chunk_size)                       # (B, N)
+    number = torch.arange(doc.numel(), device=doc.device).view_as(doc)      # of a chunk
+
+    # the positive of each chunk; others of its group are left out
+    if dense.kind == 'dpr':
+        group = number
+        scores = torch.stack([bm25_candidates(*row, config.window_chunks, 1, idf)
+                              for row in zip(chunks, doc)])
+        mask = scores > 0
+    else:
+        group = doc
+        mask = permitted(doc, 1)
+        torch.manual_seed(batch.seed)
+        scores = torch.rand(mask.shape, device=doc.device)                  # (B, N, N)
+    positive = top(scores, mask, 1)                                         # (B, N, 1)
+    valid = positive[..., 0] >= 0
+    j = (positive + number[:, :1, None])[valid]                             # (n, 1)
+    left_out = group[valid][:, None] == group.flatten()                     # (n, B N)
+    left_out.scatter_(1, j, False)
+
+    query, key = dense(chunks)
+    s_q = query[valid] @ key.flatten(0, 1).T / key.size(2) ** 0.5           # (n, B N)
+    log_p = s_q.masked_fill(left_out, -math.inf).log_softmax(1)
+    return -log_p.gather(1, j).sum() / max(1, len(j))
+
+
 def train_dense(dense, batches, config, idf, progress):
-    """Trains a DenseRetriever on the first micro-batches of a run."""
-    device = dense.embedding.weight.device
+    """Trains a DenseRetriever on the first micro-batches of a run, then fixes it."""
     dense.requires_grad_(True)
+    device = dense.embedding.weight.device
     optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-3)
     for g in progress(range(config.reference_steps), 'training the retriever'):
         batch = batches[g]
-        chunks = in_chunks(batch.tokens, config.chunk_size)                 # (B, N, m)
-        doc = doc_of_chunks(batch.doc, config.chunk_size)                   # (B, N)
-        n = torch.arange(doc.numel()).view(doc.shape)                       # numbers of all chunks
-
-        # the positive of each chunk; chunks of its group are not compared
-        if dense.kind == 'dpr':
-            group = n
-            scores = torch.stack([bm25_candidates(*row, config.window_chunks, 1, idf)
-                                  for row in zip(chunks, doc)])
-            mask = scores > 0
-        else:
-            group = doc
-            mask = permitted(doc, 1)
-            torch.manual_seed(batch.seed)
-            scores = torch.rand(mask.shape)                                 # (B, N, N)
-        positive = top(scores, mask, 1)                                     # (B, N, 1)
-        valid = positive[..., 0] >= 0
-        j = (positive + n[:, :1, None])[valid]                              # (n, 1)
-        left_out = group[valid][:, None] == group.flatten()                 # (n, B N)
-        left_out.scatter_(1, j, False)
-
-        # a step
-        query, key = dense(chunks.to(device))
-        s_q = query[valid] @ key.flatten(0, 1).T / key.size(2) ** 0.5       # (n, B N)
-        s_q = s_q.masked_fill(left_out.to(device), -math.inf)
-        loss = F.cross_entropy(s_q, j[:, 0].to(device), reduction='sum') / max(1, len(j))
+        batch = batch._replace(tokens=batch.tokens.to(device), doc=batch.doc.to(device))
         optimizer.zero_grad()
-        loss.backward()
+        contrast(dense, batch, config, idf.to(device)).backward()
         optimizer.step()
     dense.requires_grad_(False)
     dense.is_trained.fill_(1)

@@ -22,7 +22,7 @@ SETTINGS = [{}, dict(retriever='lex'), dict(retriever='bm25'), dict(retriever='n
             dict(gate=False), dict(n_neighbors=1), dict(n_cca=1, n_neighbors=3),
             dict(window=4 * CHUNK, n_layer=3), dict(chunk_size=1, window=4),
             dict(eta=0.5, n_neighbors=4), dict(retriever='bm25', gate=False, dropout=0.5),
-            dict(shift_values=False)]
+            dict(shift_values=False), dict(retriever='dpr'), dict(retriever='contriever')]
 CONFIG = train.TrainConfig(tokens_per_step=4 * 48, max_steps=3, dtype='fp32')
 
 
@@ -149,12 +149,22 @@ def rank_chunks(model, chunks, tokens, permitted):
         return chunks, order
 
     # the mean of the tokens of a chunk, after attention to each other
-    states = []
-    for x in chunks:
+    states, encoded = [], chunks
+    if model.dense:
+        r = model.dense.retriever
+        encoded = model.dense.embedding.weight[tokens].split(len(chunks[0]))[:n]
+    for x in encoded:
         y = norm(r.norm, x)
         states.append(x + attention(r.attention, y, y))
     query = [r.query(norm(r.norm_q, x.mean(0))) for x in states]
     key = [r.key(norm(r.norm_k, x.mean(0))) for x in states]
+    if model.dense:
+        states = chunks
+        length = (20 * 16 ** 0.5) ** 0.5                                # so s_q is cosine / 0.05
+        key = [length * x / x.norm() for x in key]
+        query = [length * x / x.norm() for x in query]
+    if model.config.retriever == 'contriever':
+        query = key
     order = []
     for i in range(n):
         s_q = {j: (query[i] @ key[j]).item() / 16 ** 0.5 for j in permitted[i]}
@@ -784,6 +794,26 @@ def griffin_by_loops(layer, x, begins):
     return x + layer.proj(F.gelu(gate) * torch.stack(states))
 
 
+def memorizing_by_loops(layer, x, begins):
+    """Wu et al. 2022, token by token and head by head: x (t, C) -> (t, C)"""
+    module, block = layer.attention, layer.attention.block
+    doc = begins.cumsum(0)
+    _, k, v = module.qkv(norm(layer.norm1, x)).unflatten(1, (3, 2, -1)).unbind(1)
+    module.proj.weight.data = torch.eye(16)                             # y of the heads
+    y = self_attention(layer, x, 2 * block).unflatten(1, (2, -1))       # (t, H, D)
+    for i in range(len(x)):
+        left = (i // block - 1) * block                                 # those before it
+        tokens = [j for j in range(max(0, left - 12), left) if doc[i] == doc[j]]
+        for h, b in enumerate(layer.gate.flatten()):
+            cosine = [F.cosine_similarity(k[i, h], k[j, h], 0).item() for j in tokens]
+            best = sorted(zip(cosine, tokens))[-3:]
+            if best:
+                p = torch.tensor(best)[:, 0] * layer.scale[h, 0, 0]
+                memory = p.softmax(0) @ v[[j + 1 for _, j in best], h]
+                y[i, h] += b.sigmoid() * (memory - y[i, h])
+    return x + y.flatten(1) + mlp(layer, x + y.flatten(1))
+
+
 def states_by_loops(layer, x, begins):
     """Hutchins et al. 2022, block by block: x (t, C) -> (t, C)"""
     def attend(*qkv):                                                   # 3 x (n, H, D)
@@ -812,10 +842,10 @@ def states_by_loops(layer, x, begins):
 
 
 @mark.parametrize('memory, by_loops', [
-    ('lru', griffin_by_loops), ('state', states_by_loops)])
+    ('lru', griffin_by_loops), ('state', states_by_loops), ('knn', memorizing_by_loops)])
 def test_memories(memory, by_loops):
     """A layer by its definition; streams; no future"""
-    more = dict(memory=memory, n_states=3)
+    more = dict(memory=memory, n_states=3, memory_size=12, n_nearest=3)
     test_streaming_equals_the_full_pass(more)
     test_the_future_is_invisible(more)
     model = small(**more)
@@ -823,8 +853,8 @@ def test_memories(memory, by_loops):
     tokens = tokens_of(b=1)
     x = model.embedding(tokens)
     begins = torch.arange(T) % 9 == 8
-    y, _ = layer(x, None, begins[None])
-    close(y[0], by_loops(layer, x[0], begins))
+    wanted = by_loops(layer, x[0], begins)
+    close(layer(x, None, begins[None])[0][0], wanted)
 
     f, *_ = model.encode(tokens)
     difference = f - model.encode(tokens, docs_of(8, 36))[0]
@@ -858,3 +888,32 @@ def test_ranks_reports_losses(n=20):
     wanted = [x.mean().item() for x in (gain[helps], gain[~helps], shared)]
     _, _, _, *facts = result['x reads x'].values()
     assert facts[:3] == approx(wanted)
+
+
+@mark.parametrize('retriever', ['dpr', 'contriever'])
+def test_dense_retrievers_are_trained_by_contrast(start, retriever, capsys):
+    """The loss by loops, from the positives of the paper's; then it is fixed"""
+    (_, batch), corpus, model, _ = start(retriever=retriever, reference_steps=2)
+    assert 'stage 1 of 2: the retriever, 2 steps' in capsys.readouterr().out
+    dense, n = model.dense, 12                                          # chunks of a sequence
+    assert dense.is_trained and not any(p.requires_grad for p in dense.parameters())
+    idf = corpus_idf(corpus.train.tokens.tolist(), 257)
+    query, key = (x.flatten(0, 1) for x in dense(batch.tokens.unflatten(1, (-1, CHUNK))))
+    doc = rpt.doc_of_chunks(batch.doc, CHUNK).flatten()
+    losses = []
+    torch.manual_seed(batch.seed)
+    draws = torch.rand(2, n, n)
+    for b in range(2):
+        chunks = batch.tokens[b].unflatten(0, (-1, CHUNK))
+        s_t = bm25_candidates(chunks, doc[b * n:b * n + n], 4, 1, idf)
+        for i in range(n):
+            earlier = [j for j in range(i) if doc[b * n + i] == doc[b * n + j] >= 0]
+            positive = max(earlier, key=lambda j: draws[b, i, j], default=None)
+            others = [j for j in range(2 * n) if doc[j] != doc[b * n + i]]
+            if retriever == 'dpr':
+                positive = s_t[i].argmax().item() if s_t[i].any() else None
+                others = [j for j in range(2 * n) if j not in (b * n + i, b * n + (positive or 0))]
+            if positive is not None:
+                chosen = key[[b * n + positive, *others]]
+                losses.append(-(chosen @ query[b * n + i] / 4).log_softmax(0)[0])
+    close(rpt.contrast(dense, batch, model.config, idf), torch.stack(losses).mean())
