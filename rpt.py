@@ -71,6 +71,9 @@ def check_positive(config, names):
             raise ValueError(f'{name} must be 1 or more')
 
 
+Retrievers = Literal['sem', 'lex', 'bm25', 'dpr', 'contriever', 'none']
+
+
 @dataclass
 class RPTConfig:
     vocab_size: int = 4096        # ids of the tokenizer; for bpe, the number to train (ours)
@@ -85,8 +88,7 @@ class RPTConfig:
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper; tiny: 4, as m is half)
     n_cca: int = 0                # last layers that cross-attend; 0: upper half (paper: 5; tiny: 1)
-    # RPT-Sem, RPT-Lex; RETRO; trained before, then fixed; none (§5)
-    retriever: Literal['sem', 'lex', 'bm25', 'dpr', 'contriever', 'none'] = 'sem'
+    retriever: Retrievers = 'sem'   # RPT-Sem, RPT-Lex; RETRO; fixed before training; none (§5)
     memory: Literal['none', 'knn', 'lru', 'state'] = 'none'     # no retriever; compared systems
     memory_size: int = 32_768     # of memory knn: tokens (its paper: 65K)
     n_nearest: int = 32           # of memory knn: tokens that a head reads (official code: 128)
