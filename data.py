@@ -66,9 +66,9 @@ def progress(items, desc, total=None, quiet=False, size=lambda item: 1):
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TOKENIZERS = 'bytes', 'bpe', 'gpt2', 'word'
 BYTES = tuple(map(chr, range(256)))         # a token of bytes is a str, one character per byte
-# long words of this pattern are cut after each 256 characters, runs of blanks before a blank
+# a piece of a text has at most 256 characters of a long word; runs of blanks end before a blank
 RUN = re.compile(r'\S{256}|\s{256}')        # only a text with this can have a long word
-LONG_WORD = regex.compile(r'\p{L}{256}|\p{N}{256}|[^\s\p{L}\p{N}]{256}|\s{256}(?=\s)')
+PIECE = regex.compile(r'(?s).*?(?:\p{L}{256}|\p{N}{256}|[^\s\p{L}\p{N}]{256}|\s{256}(?=\s))|.+')
 
 
 def unix(text):
@@ -82,14 +82,11 @@ def words_of(text):
 
 
 def short_words(text):
-    """Yields a text in pieces that have no long word. tiktoken fails at 1,000,000 blanks in a row,
-    and what bpe learns should not depend on the length of lines in a text without blanks."""
-    start = 0
+    """A text in pieces that have no long word. tiktoken fails at 1,000,000 blanks in a row, and
+    what bpe learns should not depend on the length of lines in a text without blanks."""
     if RUN.search(text):
-        for match in LONG_WORD.finditer(text):
-            yield text[start:match.end()]
-            start = match.end()
-    yield text[start:]
+        return PIECE.findall(text)
+    return [text]
 
 
 def pieces_to_learn(counts):
@@ -127,12 +124,17 @@ def learn_bpe(counts, n_merges):
     # count the pairs of all words
     for w in range(len(words)):
         count_pairs(w, 1)
-    heap = sorted((-n, pair) for pair, n in total.items())      # a sorted list is a heap
+    # a sorted list is a heap; its last entry stands for: no pair is left
+    heap = sorted((-n, pair) for pair, n in total.items()) + [(0, ())]
 
     # the most frequent pair (a, b) becomes token i
     for i in progress(range(256, 256 + n_merges), 'learning bpe'):
-        pair = pop_most_frequent(heap, total)
-        if pair is None:
+        # some frequencies in the heap are out of date, too high: the top is corrected
+        n, pair = heap[0]
+        while -n != total[pair]:
+            heapq.heapreplace(heap, (-total[pair], pair))
+            n, pair = heap[0]
+        if n == 0:
             break
         a, b = pair
         tokens.append(tokens[ord(a)] + tokens[ord(b)])
@@ -149,17 +151,6 @@ def learn_bpe(counts, n_merges):
         for pair in new_pairs:
             heapq.heappush(heap, (-total[pair], pair))
     return tokens
-
-
-def pop_most_frequent(heap, total):
-    """Removes the most frequent pair from a heap of (-frequency, pair). Some frequencies there are
-    out of date, too high; total: {pair: frequency} -> the pair, or None from an empty heap"""
-    while heap:
-        n, pair = heapq.heappop(heap)
-        if -n == total[pair]:
-            return pair
-        if total[pair] > 0:
-            heapq.heappush(heap, (-total[pair], pair))
 
 
 def gpt2_tokens():
@@ -313,9 +304,9 @@ def list_files(path, code):
     files = {}
     for file in sorted(sorted(paths), key=Path.is_symlink):
         if file.is_file() and (file.suffix == '.py' or not code):
-            files.setdefault(os.path.realpath(file), file)
-    return {file.relative_to(path).as_posix(): file
-            for file in sorted(files.values(), key=Path.as_posix)}
+            name = file.relative_to(path).as_posix()
+            files.setdefault(os.path.realpath(file), (name, file))
+    return dict(sorted(files.values()))
 
 
 def read_text(path):
@@ -348,8 +339,7 @@ def split_by_hash(sizes):
     room = dict(val=limit, test=limit, train=total)
     split_of = {}
     for name in sorted(sizes, key=lambda name: hashlib.sha256(os.fsencode(name)).digest()):
-        split = next(split for split in room if sizes[name] <= room[split])
-        split_of[name] = split
+        split = split_of[name] = next(x for x in room if sizes[name] <= room[x])
         room[split] -= sizes[name]
     if room['val'] > limit // 2:
         return {}
@@ -456,11 +446,7 @@ def documents(paths, part):
 
 def pieces(text):
     """A text in pieces of about 16,384 characters, cut where every tokenizer cuts"""
-    start = 0
-    while line_end := regex.search(r'(?<=\S)\n(?=\S)', text, pos=start + 2 ** 14):
-        yield text[start:line_end.end()]
-        start = line_end.end()
-    yield text[start:]
+    return re.findall(r'(?s).{16384}.*?(?<=\S)\n(?=\S)|.+', text)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ Where the paper is in this file
     §4.1.2         a sliding window, ALiBi                  SelfAttention
     Table 1 to 3   Landmark Attention, compared             LandmarkAttention
     §4.4, Table 4  retrieval from a corpus                  DRT.prepare_eval
-    App. A.5       random retrieval                         random_queries
+    App. A.5       random retrieval                         DRT.retrieve
 
 Letters used in the shape comments
     B sequences    T tokens    L positions: tokens and landmarks    C width    V vocabulary
@@ -434,21 +434,18 @@ class ChunkEncoder(nn.Module):
     """§3.1: C_k of a chunk, by attention within it; its keys and values for cross-attention."""
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.shift = config.n_head, config.shift_values
-        C = config.n_embd
-        self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_encoder))
+        C, self.config = config.n_embd, config
+        self.blocks = nn.Sequential(*(EncoderBlock(config) for _ in range(config.n_encoder)))
         self.norm_in = RMSNorm(C) if config.n_encoder else nn.Identity()
         self.norm = RMSNorm(C)
         self.kv = nn.Linear(C, 2 * C, bias=False)
 
     def forward(self, x):
         """x (B, N, S, C) -> C_k (B, N, S, C), its keys and values (2, B, N, S, H, D)"""
-        y = self.norm_in(x).flatten(0, 1)                               # (B N, S, C)
-        for block in self.blocks:
-            y = block(y)
+        y = self.blocks(self.norm_in(x).flatten(0, 1))                  # (B N, S, C)
         y = self.norm(y).view(x.shape)                                  # C_k
-        k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(3)
-        if self.shift:
+        k, v = self.kv(y).unflatten(-1, (2, self.config.n_head, -1)).unbind(3)
+        if self.config.shift_values:
             v = v.roll(-1, 2)          # of the next token; the last token has the landmark's
         return y, torch.stack([k, v])
 
@@ -463,13 +460,6 @@ class State(NamedTuple):
     landmarks: list             # of pieces, l_k of their chunks, (B, n, C)
     kv: list                    # of each chunk, (2, B, S, H, D) 16 bits; in forward a tensor
     chosen: list                # of each group, w and idx (B, n, K); the last: of the unfinished
-
-
-def random_queries(M, C, seed):
-    """App. A.5: random queries (M, C); row k is the query of landmark k, in every text. Uniform,
-    with mean 0 and standard deviation 1"""
-    table = torch.rand(M, C, generator=torch.Generator().manual_seed(seed))
-    return table * 12 ** 0.5 - 3 ** 0.5                 # of a uniform table, sd 1 / sqrt(12)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -568,7 +558,12 @@ class DRT(nn.Module):
         # the query h (B, N, C)
         h = self.landmark_norms[g](fp32(x))
         if self.retriever == 'random':
-            h = random_queries(M, h.size(2), seed=g)[M - N:].to(h)
+            # App. A.5: row k is the query of landmark k, in every text. Uniform, with mean 0 and
+            # standard deviation 1: that of numbers from 0 to 1 is 1 / sqrt(12)
+            generator = torch.Generator().manual_seed(g)
+            table = torch.rand(M, h.size(2), generator=generator)[M - N:]
+            table = table * 12 ** 0.5 - 3 ** 0.5                        # (N, C)
+            h = table.to(h)
         elif self.config.compare_means:
             n_chunks = mask.sum(2, keepdim=True).clamp(min=1)
             mean = product(mask.type_as(l_k), l_k) / n_chunks           # (B, N, C)
@@ -578,12 +573,12 @@ class DRT(nn.Module):
         r = product(h, l_k.mT) / h.size(-1) ** 0.5                      # (B, N, M)
         r = F.pad(r.masked_fill(~mask, MASKED), (0, K), value=MASKED)
         order = r
-        if self.training and self.config.gumbel:                        # noise: -log Exp(1)
-            order = r - torch.empty_like(r).exponential_().log()
         if not self.training:
             # the scores of a chunk that recurs differ by errors of rounding, which depend on the
             # pieces in which a text is read: rounded to 1 / 256 they are ties
             order = (256 * r).round()
+        elif self.config.gumbel:                                        # noise: -log Exp(1)
+            order = r - torch.empty_like(r).exponential_().log()
 
         # the top K; not by topk, whose ties depend on M
         idx = order.argsort(descending=True, stable=True)[..., :K]      # (B, N, K)
@@ -605,13 +600,13 @@ class DRT(nn.Module):
 
     def add_chunks(self, x, state, stored):
         """§3.1: encodes the chunks that end in x (B, L, C), the encoder's input. -> C_k (B, N, S,
-        C) or None, and the new unfinished, landmarks and kv of a State"""
+        C), None if there is none, and the new unfinished, landmarks and kv of a State"""
         S = self.config.chunk_size
         unfinished = torch.cat([state.unfinished, x], 1)
         N = unfinished.size(1) // S
-        if N == 0:
-            return None, unfinished, state.landmarks, state.kv
         whole, unfinished = unfinished.tensor_split([N * S], 1)
+        if N == 0 or self.encoder is None:                  # a base LM has chunks, but no encoder
+            return None, unfinished, state.landmarks, state.kv
         chunks, kv = self.encoder(whole.unflatten(1, (N, S)))           # (B, N, S, C)
         landmarks = chunks[:, :, -1]                                    # l_k (B, N, C)
         if self.config.compare_means:
@@ -631,12 +626,12 @@ class DRT(nn.Module):
                 mask[..., n_corpus - 1] = False                         # no chunk comes after it
             if self.source == 'corpus':
                 mask[..., n_corpus:] = False
-        if docs is not None and N > 0:                                  # only forward: N = M
+        if docs is not None:                                            # only forward: N = M
             # documents are contiguous: if chunk k begins in the document in which landmark n > k
             # is, all of chunk k is in it
-            first, last = docs[:, :N * S:S], docs[:, S - 1::S]          # (B, N) of chunks
-            first = first[:, None]                                      # (B, 1, N)
-            mask &= (first == last[:, :, None]) & (first >= 0)          # not of padding
+            first = docs[:, None, :N * S:S]                             # (B, 1, N) of chunks
+            last = docs[:, S - 1::S, None]                              # (B, N, 1)
+            mask &= (first == last) & (first >= 0)                      # not of padding
         return mask
 
     def gca_inputs(self, w, idx, kv, docs, start, L):
@@ -660,7 +655,7 @@ class DRT(nn.Module):
         (B, L), documents; masked (B, L), hidden from the encoder. upper=False: for a text of which
         only later positions matter. -> f (B, L, C), C_k (B, N, S, C) of the N chunks that end here,
         the new state"""
-        S, chunks = self.config.chunk_size, None
+        S = self.config.chunk_size
         past, unfinished, landmarks, kv, chosen = state
         past = list(past)
         chosen = list(chosen)
@@ -673,13 +668,10 @@ class DRT(nn.Module):
             x, past[i] = block(x, past[i])
 
         # the chunks that end here; a stream stores them
-        if self.config.groups > 0:
-            if masked is not None:
-                ids = ids.masked_fill(masked, self.config.vocab_size + 1)
-            y = x if self.config.encoder == 'lower' else self.embedding(ids)
-            chunks, unfinished, landmarks, kv = self.add_chunks(y, state, stored=docs is None)
-        else:
-            unfinished = x.new_zeros(B, (start + L) % S, 0)             # for its length
+        if masked is not None:
+            ids = ids.masked_fill(masked, self.config.vocab_size + 1)
+        y = x if self.config.encoder == 'lower' else self.embedding(ids)
+        chunks, unfinished, landmarks, kv = self.add_chunks(y, state, stored=docs is None)
         if not upper:
             return None, None, State(past, unfinished, landmarks, kv, chosen)
 
@@ -818,8 +810,8 @@ class DRT(nn.Module):
             return
         if args.split == 'train' and external.fingerprint == corpus.fingerprint:
             raise SystemExit('--split train with --retrieve-from: each text would find itself')
-        tokens = torch.from_numpy(external.train.tokens.astype('int64'))
-        tokens = tokens.to(self.embedding.weight.device)
+        tokens = torch.as_tensor(external.train.tokens.astype('int64'),
+                                 device=self.embedding.weight.device)
         if len(tokens) < 2 * (self.config.chunk_size - 1):
             raise SystemExit('--retrieve-from: its text is shorter than two chunks')
         state = self.empty_state(1)

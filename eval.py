@@ -160,11 +160,10 @@ def bytes_of_first_tokens(split, tokenizer):
     """The UTF-8 bytes of the first tokens of all documents; unknown words count as none, as their
     lengths are not known"""
     ids = split.tokens[split.offsets[:-1]]
-    tokens = [tokenizer.tokens[i] for i in ids]
-    if tokenizer.name == 'word':
-        text = ''.join(tokens).replace('<eos>', '\n').replace('<unk>', '')
-        return len(text.encode())
-    return sum(map(len, tokens))                                # a character is a byte
+    text = ''.join(tokenizer.tokens[i] for i in ids)
+    if tokenizer.name != 'word':
+        return len(text)                                        # a character is a byte
+    return len(text.replace('<eos>', '\n').replace('<unk>', '').encode())
 
 
 def load(path):
@@ -173,11 +172,15 @@ def load(path):
     return run.model, run.tokenizer
 
 
-def score(pairs):
-    """Sets run.scores of pairs (run, way), and yields each pair when it is known. The way `off` is
-    scored first, as all are compared with it; there is one progress with the minutes left."""
-    # an item for each pair and document; `off`, which has to be a pair of each run, takes its items
-    # with the first pair of the run and none later
+def score(runs, all_ways=True):
+    """Sets run.scores of all ways, or of `off` and run.on alone, and yields each pair (run, way)
+    when it is known. The way `off` is scored first, as all are compared with it; there is one
+    progress with the minutes left."""
+    pairs = [(run, way) for run in runs for way in run.ways
+             if all_ways or way in ('off', run.on)]
+
+    # an item for each pair and document; `off`, which is a way of each run, takes its items with
+    # the first pair of the run and none later
     documents = data.progress([tokens for run, _ in pairs for tokens in run.documents],
                               'tokens scored', size=len)
     for run, way in pairs:
@@ -202,7 +205,7 @@ def metrics(log_p, log_p_off, split):
     """The columns of a row. split: its bytes are of the tokens of log_p, its words all the text's.
     Tokens of a document depend on each other, so N documents are the sample. D_d: sum of log_p -
     log_p_off over the n_d tokens of d
-        gain = Σ D_d / Σ n_d        error = sqrt(N / (N - 1) Σ (D_d - gain n_d)²) / Σ n_d
+        gain = Σ D_d / Σ n_d        error = sqrt(N) std(D_d - gain n_d) / Σ n_d
     The error is the standard error of a ratio of sums."""
     # losses, per token, byte and word
     N = len(log_p)
@@ -210,7 +213,6 @@ def metrics(log_p, log_p_off, split):
     total = n.sum()
     nats = -np.concatenate(log_p).sum()
     loss = nats / total
-    per_word = nats / max(1, split.n_words)
     bits_per_byte = None
     if split.n_bytes > 0:                                   # not if documents have a byte each
         bits_per_byte = nats / math.log(2) / split.n_bytes
@@ -220,13 +222,13 @@ def metrics(log_p, log_p_off, split):
     gain = D.sum() / total
     error = None
     if N > 1:
-        error = math.sqrt(N / (N - 1) * ((D - gain * n) ** 2).sum()) / total
+        error = math.sqrt(N) * np.std(D - gain * n, ddof=1) / total
 
     losses = by_position(log_p, [1, *POSITIONS.values()])
     return {'loss': loss,
             'ppl': np.exp(loss),
             'bits/byte': bits_per_byte,
-            'word ppl': np.exp(min(700, per_word)),              # e^710 is infinite
+            'word ppl': np.exp(min(700, nats / max(1, split.n_words))),     # e^710 is infinite
             **dict(zip(POSITIONS, losses)),
             'gain over off': gain,
             '±': error}
@@ -265,7 +267,7 @@ def table(runs, args):
           'word ppl: per word between blanks, first words included, as is usual for WikiText\n'
           f'±: standard error of the gain, from {N} documents (below 5 it means little)')
     rows = []
-    for run, way in score([(run, way) for run in runs for way in run.ways]):
+    for run, way in score(runs):
         add_row(rows, {
             'run': run.name,
             'way': way,
@@ -279,7 +281,7 @@ def frequency(runs, args):
     """Prints perplexities by frequency (TRIME, Table 14): a token is in the column of the number of
     times that it occurs in the split; n is how many tokens are scored there. -> the rows"""
     rows = []
-    for run, way in score([(run, way) for run in runs for way in run.ways]):
+    for run, way in score(runs):
         # of each scored token: its frequency, its loss
         count = np.bincount(run.split.tokens)                               # (V,)
         n = np.concatenate([count[tokens[1:].cpu().numpy()] for tokens in run.documents])
@@ -341,8 +343,7 @@ def examples(runs, args, n=3):
     print('\ngain: in nats; start, end: tokens of the document; ago: tokens from the last of them '
           'to the predicted one\ntext: of chunks, 32 tokens around the end of the first one')
     if not args.prompt:
-        for _ in score([(run, way) for run in runs for way in ('off', run.on)]):
-            pass                                                # sets run.scores
+        list(score(runs, all_ways=False))                       # sets run.scores
 
     # examples, and the data of a page for the same run
     for run in runs:
@@ -560,10 +561,12 @@ def clock(tokens):
     return time.perf_counter()
 
 
-def training_seconds(model, tokens, kernel='auto'):
-    """Seconds of a forward and a backward pass, per token of a micro-batch (B, T)"""
+def training_seconds(model, device, kernel='auto'):
+    """Seconds of a forward and a backward pass, per token of a random micro-batch"""
+    shape = model.config.micro_batch, model.config.block_size
+    tokens = torch.randint(model.config.vocab_size, shape, device=device)
     batch = data.Batch(tokens, tokens, torch.zeros_like(tokens), 0)
-    _, autocast = train.precision(tokens.device, 'auto')
+    _, autocast = train.precision(device, 'auto')
     model.train().kernel = kernel
     began = clock(tokens)
     with torch.enable_grad(), autocast():
@@ -579,19 +582,16 @@ def training_speed(runs, device):
     RPT without the ranking loss. MACs are half of torch's FLOPs; they are counted with SDPA and GCA
     in plain PyTorch, because torch does not count all fused kernels. -> the rows"""
     from torch.utils.flop_counter import FlopCounterMode            # imports Triton
-    # a random micro-batch for each run, and the MACs of a token in it
-    rows, texts, macs = [], [], []
+    rows, macs = [], []
     for run in runs:
-        config = run.model.config
-        tokens = torch.randint(config.vocab_size, (config.micro_batch, config.block_size),
-                               device=device)
-        texts.append(tokens)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            training_seconds(run.model, tokens, 'torch')
-        macs.append(counter.get_total_flops() // 2 // tokens.numel())
+            training_seconds(run.model, device, 'torch')
+        config = run.model.config
+        n_tokens = config.micro_batch * config.block_size
+        macs.append(counter.get_total_flops() // 2 // n_tokens)
 
-    times = np.median([[training_seconds(run.model, tokens)
-                        for run, tokens in zip(runs, texts)]
+    times = np.median([[training_seconds(run.model, device)
+                        for run in runs]
                        for _ in range(5)], axis=0)                  # (runs,)
     for run, n, seconds in zip(runs, macs, times):
         add_row(rows, {'run': run.name,
@@ -606,7 +606,7 @@ def n_bytes(state):
     """The memory of all tensors in nested tuples and lists, but for those in mapped files"""
     if isinstance(state, tuple | list):
         return sum(map(n_bytes, state))
-    if isinstance(state, torch.Tensor) and not state.untyped_storage().filename:
+    if torch.is_tensor(state) and not state.untyped_storage().filename:
         return state.nbytes
     return 0
 
@@ -646,12 +646,12 @@ def answers(run, needles, n_chunks, chunks, rng):
     ids = np.roll(tokens, -rng.integers(len(tokens))).astype(int)
     ids = np.resize(ids, n_chunks * chunk)                  # a short text is repeated
 
-    # with two hops, the second sentences are in random chunks
+    # the first sentences are in `chunks`; with two hops, the second ones are in random chunks
     chains = needles.chains(rng, len(chunks), ids)          # (needles, hops + 1, 4) words of names
-    needles.hide(rng, ids, zip(chunks, chains[:, :2]))
-    if hops == 2:
-        free = [i for i in rng.permutation(n_chunks - 2) if i not in chunks]
-        needles.hide(rng, ids, zip(free, chains[:, 1:]))
+    places = chunks
+    for hop in range(hops):
+        needles.hide(rng, ids, zip(places, chains[:, hop:hop + 2]))
+        places = [i for i in rng.permutation(n_chunks - 2) if i not in chunks]
 
     # the text is read once; its last chunks, one for each hop, are overwritten by each question
     text, last = run.documents[0].new_tensor(ids).tensor_split([-hops * chunk])
@@ -679,8 +679,7 @@ def niah(runs, args):
         n_chunks = length // chunk
         last = n_chunks - 3
         chunks = [depth * last // 100 for depth in depths]
-        distinct = len(set(chunks)) == len(chunks)
-        if not distinct or hops * len(chunks) > last or max(depths) > 100:
+        if len(set(chunks)) < len(chunks) or hops * len(chunks) > last or max(depths) > 100:
             raise SystemExit(f'--lengths {name}, --depths {",".join(dict(args.depths))}: '
                              'no chunk for each needle')
 

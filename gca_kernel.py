@@ -104,11 +104,9 @@ def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
     # the blocks; their scores are computed again in the backward pass
     k = fp32(k)
     v = fp32(v)
-    q_blocks = q.split(rows * chunk, 1)
-    w_blocks = w.split(rows, 1)
-    idx_blocks = idx.split(rows, 1)
+    blocks = zip(q.split(rows * chunk, 1), w.split(rows, 1), idx.split(rows, 1))
     outputs = []
-    for q_block, w_block, idx_block in zip(q_blocks, w_blocks, idx_blocks):
+    for q_block, w_block, idx_block in blocks:
         o = checkpoint(
             gca_reference, q_block, k, v, w_block, idx_block,
             chunk, n_keys, sink, scale, use_reentrant=False)
@@ -135,11 +133,22 @@ def tile_offsets(rows, H, D: tl.constexpr):
     return rows[:, None] * (H * D) + columns[None, :]
 
 
-def load_chunk(pointers, c, S: tl.constexpr):
-    """Keys or values (S, D) of chunk c. Zeros if c is -1, by a mask: a branch is not pipelined."""
+def load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot,
+              H, M, S: tl.constexpr, D: tl.constexpr, G: tl.constexpr):
+    """Weight (), keys and values (S, D), for head h, of the chunk of sequence b that a slot holds.
+    Zeros if it is unused, by masks: a branch is not pipelined."""
+    c = tl.load(idx_row + slot)
+    w = tl.load(w_row + slot, mask=c >= 0, other=0.0)
+
+    rows = tl.arange(0, S)
+    Hkv = H // G
+    tile = tile_offsets(rows, Hkv, D)                           # (S, D)
+    offset = ((b * M + c) * S * Hkv + h // G) * D               # in k and v
     n_rows = tl.where(c >= 0, S, 0)
-    mask = tl.arange(0, S)[:, None] < n_rows
-    return tl.load(pointers, mask=mask, other=0.0)
+    mask = rows[:, None] < n_rows
+    k = tl.load(k_ptr + offset + tile, mask=mask, other=0.0)
+    v = tl.load(v_ptr + offset + tile, mask=mask, other=0.0)
+    return w, k, v
 
 
 def product(a, b):
@@ -179,7 +188,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
                    N_KEYS: tl.constexpr, SINK: tl.constexpr):
     """O = Σ_k w_k softmax(Q K_kᵀ · scale) V_k                     (DRT, Eq. 2 and 3; Algorithm 1)
 
-    Grid      (N, B H): one program for the S queries of one chunk in one head
+    Grid      (N, H, B): one program for the S queries of one chunk in one head
     q, o      (B, N S, H, D)     contiguous, as all tensors
     k, v      (B, M S, Hkv, D)   a program loads the chunks that it needs
     w, idx    (B, N, K)          fp32 weights and int32 chunk numbers, -1 for an unused slot
@@ -187,30 +196,21 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
     Saved     nothing; the backward pass computes the scores again
     Numerics  products in the input dtype with fp32 accumulation, softmax in fp32"""
     # the head and the chunk of queries of this program
-    b = tl.program_id(1).to(tl.int64) // H
-    h = tl.program_id(1) % H
+    b = tl.program_id(2).to(tl.int64)
+    h = tl.program_id(1)
     n = b * N + tl.program_id(0)                                # among the B N of all sequences
-    Hkv = H // G
-    hkv = h // G
 
     # its queries, and its row of w and idx
     rows = tl.arange(0, S)
     q_tile = tile_offsets(rows, H, D)                           # (S, D)
-    k_tile = tile_offsets(rows, Hkv, D)
     q_offset = (n * S * H + h) * D                              # in q and o
     q = tl.load(q_ptr + q_offset + q_tile)
-    k_head = (b * M * S * Hkv + hkv) * D                        # of chunk 0 in k and v
-    idx_row = idx_ptr + n * K
     w_row = w_ptr + n * K
+    idx_row = idx_ptr + n * K
 
-    acc = tl.zeros([S, D], dtype=tl.float32)
+    acc = tl.zeros([S, D], tl.float32)
     for slot in range(K):
-        # the retrieved chunk of keys; weight, keys and values are 0 if there is none
-        c = tl.load(idx_row + slot)
-        w = tl.load(w_row + slot, mask=c >= 0, other=0.0)
-        k_offset = k_head + c.to(tl.int64) * (S * Hkv * D)
-        k = load_chunk(k_ptr + k_offset + k_tile, c, S)
-        v = load_chunk(v_ptr + k_offset + k_tile, c, S)
+        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, G)
 
         # w_k P_k V_k
         p, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
@@ -231,31 +231,22 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
     dw          (B, N, K, H)     fp32, dw of one head
     lse, delta  (B, N, K, H, S)  fp32, for dkdv_kernel: log2 of the softmax's denominator; δ"""
     # the head and the chunk of queries of this program, as in forward_kernel
-    b = tl.program_id(1).to(tl.int64) // H
-    h = tl.program_id(1) % H
+    b = tl.program_id(2).to(tl.int64)
+    h = tl.program_id(1)
     n = b * N + tl.program_id(0)                                # among the B N of all sequences
-    Hkv = H // G
-    hkv = h // G
 
     # its queries and dO, and its row of w and idx
     rows = tl.arange(0, S)
     q_tile = tile_offsets(rows, H, D)                           # (S, D)
-    k_tile = tile_offsets(rows, Hkv, D)
     q_offset = (n * S * H + h) * D                              # in q, do and dq
     q = tl.load(q_ptr + q_offset + q_tile)
     do = tl.load(do_ptr + q_offset + q_tile)
-    k_head = (b * M * S * Hkv + hkv) * D                        # of chunk 0 in k and v
-    idx_row = idx_ptr + n * K
     w_row = w_ptr + n * K
+    idx_row = idx_ptr + n * K
 
-    dq = tl.zeros([S, D], dtype=tl.float32)
+    dq = tl.zeros([S, D], tl.float32)
     for slot in range(K):
-        # the retrieved chunk of keys; weight, keys and values are 0 if there is none
-        c = tl.load(idx_row + slot)
-        w = tl.load(w_row + slot, mask=c >= 0, other=0.0)
-        k_offset = k_head + c.to(tl.int64) * (S * Hkv * D)
-        k = load_chunk(k_ptr + k_offset + k_tile, c, S)
-        v = load_chunk(v_ptr + k_offset + k_tile, c, S)
+        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, G)
 
         # P_k, dP_k, δ_k, dS_k
         p, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
@@ -280,22 +271,21 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
                 N_KEYS: tl.constexpr, BLOCK: tl.constexpr):
     """dV = Σ w Pᵀ dO,    dK = scale Σ dSᵀ Q,    over all (n, slot) of the chunk (DRT, Algorithm 2)
 
-    Grid      (M, B Hkv): one program for one chunk in one head of keys, most retrieved chunks first
+    Grid      (M, Hkv, B): one program for one chunk in one head of keys, most retrieved first
     dk, dv    (B, M S, Hkv, D)   zeros for keys that no query attends to
     entries, start, order        of gca_plan; other arguments as in dq_kernel
     On chip   k, v, dk, dv: (S, D) each; transposed scores (S, BLOCK), for BLOCK queries at a time
     Numerics  sums in fp32, in the order of entries: no atomics, the same bits every time"""
     # the head and the chunk of keys of this program
     Hkv = H // G
-    b = tl.program_id(1).to(tl.int64) // Hkv
-    hkv = tl.program_id(1) % Hkv
+    b = tl.program_id(2).to(tl.int64)
+    hkv = tl.program_id(1)
     c = tl.load(order_ptr + b * M + tl.program_id(0))
 
     # its keys and values
     keys = tl.arange(0, S)
     k_tile = tile_offsets(keys, Hkv, D)                         # (S, D)
-    k_head = (b * M * S * Hkv + hkv) * D                        # of chunk 0 in k, v, dk and dv
-    k_offset = k_head + c.to(tl.int64) * (S * Hkv * D)
+    k_offset = ((b * M + c) * S * Hkv + hkv) * D                # in k, v, dk and dv
     k = tl.load(k_ptr + k_offset + k_tile)
     v = tl.load(v_ptr + k_offset + k_tile)
 
@@ -304,10 +294,9 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
     start = tl.load(start_row + c)
     end = tl.load(start_row + c + 1)
     first_entry = b * N * K                                     # of the sequence, among all
-    entries_row = entries_ptr + first_entry
 
-    dk = tl.zeros([S, D], dtype=tl.float32)
-    dv = tl.zeros([S, D], dtype=tl.float32)
+    dk = tl.zeros([S, D], tl.float32)
+    dv = tl.zeros([S, D], tl.float32)
     blocks = S // BLOCK                                         # of a chunk of queries
     for g in range(G):
         h = hkv * G + g
@@ -318,7 +307,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
             block = i % blocks
 
             # BLOCK queries of chunk n, and what dq_kernel saved of their softmax
-            entry = first_entry + tl.load(entries_row + entry_number)
+            entry = first_entry + tl.load(entries_ptr + first_entry + entry_number)
             n = entry // K                                      # among the B N of all sequences
             rows = block * BLOCK + tl.arange(0, BLOCK)
             q_tile = tile_offsets(rows, H, D)                   # (BLOCK, D)
@@ -354,16 +343,14 @@ def import_triton():
     global tl
     import triton
     import triton.language as tl
-    for function in (tile_offsets, load_chunk, product, add_product, scores_log2, chunk_softmax,
+    for function in (tile_offsets, load_slot, product, add_product, scores_log2, chunk_softmax,
                      forward_kernel, dq_kernel, dkdv_kernel):
         globals()[function.__name__] = triton.jit(function)
 
 
 def is_hopper_or_later(device):
     """Is it an H100 or a later GPU?"""
-    if device.type != 'cuda':
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def options(q, k, chunk, n_keys):
@@ -371,9 +358,8 @@ def options(q, k, chunk, n_keys):
 
     The numbers were chosen by compiling for sm_80 and sm_90: for S = 64 in 16 bits no register is
     spilled, and loads overlap products. They change no result beyond rounding."""
-    D = q.size(3)
-    heads_per_key = q.size(2) // k.size(2)
-    sizes = dict(S=chunk, D=D, G=heads_per_key, N_KEYS=n_keys)
+    H, D = q.shape[2:]
+    sizes = dict(S=chunk, D=D, G=H // k.size(2), N_KEYS=n_keys)
 
     # 4 warps would spill registers for tiles larger than 64 x 64
     is_small = chunk <= 64 and chunk * D <= 64 * 64
@@ -402,7 +388,7 @@ def gca_forward(q: Tensor, k: Tensor, v: Tensor, w: Tensor,
     sizes, _ = options(q, k, chunk, n_keys)
     o = torch.empty_like(q)
     with torch.cuda.device_of(q):
-        forward_kernel[N, B * H](
+        forward_kernel[N, H, B](
             q, k, v, w, idx, o,
             H, N, M, K, scale, SINK=sink, **sizes)
     return o
@@ -417,7 +403,6 @@ def gca_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor,
     import_triton()
     B, N, K = idx.shape
     H = q.size(2)
-    Hkv = k.size(2)
     M = k.size(1) // chunk
     sizes, block = options(q, k, chunk, n_keys)
     do = do.contiguous()
@@ -432,10 +417,10 @@ def gca_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor,
 
     # one program for each chunk of queries and head, then for each chunk of keys and head of keys
     with torch.cuda.device_of(q):
-        dq_kernel[N, B * H](
+        dq_kernel[N, H, B](
             q, k, v, w, idx, do, dq, dw, lse, delta,
             H, N, M, K, scale, SINK=sink, **sizes)
-        dkdv_kernel[M, B * Hkv](
+        dkdv_kernel[M, k.size(2), B](
             q, k, v, w, do, dk, dv, lse, delta, entries, start, order,
             H, N, M, K, scale, BLOCK=block, **sizes)
     return dq, dk, dv, dw.sum(3)
@@ -578,8 +563,8 @@ def compare(dtype, S=64):
     """Prints the largest errors against fp64, relative to the largest value."""
     q, k, v, do, w, idx = example(dtype, B=2, N=9, S=S, K=3)
     inputs = q, k, v, w
-    exact = [x.double() for x in inputs]
-    exact = output_and_gradients(gca_reference, exact, do, idx, S)
+    in_fp64 = [x.double() for x in inputs]
+    exact = output_and_gradients(gca_reference, in_fp64, do, idx, S)
     kernels = ['torch']
     if not why_not_triton(q, S):
         kernels.append('triton')

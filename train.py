@@ -45,6 +45,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.nn     # if AdamW imports it later, threads remain at exit
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 import data
 
 try:
@@ -121,7 +122,7 @@ def add_flags(parser, Config):
         choices = get_args(f.type)                      # of a Literal
         kind = dict(type=f.type)
         if choices:
-            kind = dict(choices=choices, metavar='|'.join(choices))
+            kind = dict(choices=choices)
         if f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
         group.add_argument(f'--{f.name.replace("_", "-")}', default=f.default,
@@ -185,7 +186,7 @@ def hardware(device):
     """The torch.device that --device names; on a CPU, glibc then keeps freed memory, up to 2 GB."""
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if device != 'cpu' and not torch.get_device_module(device).is_available():
+    if not torch.get_device_module(device).is_available():
         raise SystemExit(f'PyTorch finds no {device}: --device cpu works')
     if device == 'cpu' and platform.libc_ver()[0] == 'glibc':
         mallopt = ctypes.CDLL(None).mallopt             # else pages are freed and cleared each step
@@ -200,7 +201,7 @@ def hardware(device):
 def precision(device, dtype):
     """-> whether the forward pass is in bf16, and a function that returns its autocast context"""
     if device.type == 'cuda':
-        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:               # AMX or AMD's AVX512-BF16; with Intel's, bf16 takes twice the time of fp32
         cpu = Path('/proc/cpuinfo').read_text() if sys.platform == 'linux' else ''
         fast = 'amx_bf16' in cpu or 'avx512_bf16' in cpu and 'AuthenticAMD' in cpu
@@ -255,16 +256,15 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            # the momentum
+            # matrices of a shape are stacked, as fewer products are faster
             params = [p for p in group['params'] if p.grad is not None]
-            for p in params:
-                momentum = self.state[p].setdefault('momentum', torch.zeros_like(p))
-                momentum.lerp_(p.grad, 0.05)
-
-            # the updates; matrices of a shape are stacked, as fewer products are faster
             for shape in {p.shape for p in params}:
                 alike = [p for p in params if p.shape == shape]
-                ahead = [p.grad.lerp(self.state[p]['momentum'], 0.95) for p in alike]   # Nesterov's
+                ahead = []
+                for p in alike:
+                    momentum = self.state[p].setdefault('momentum', torch.zeros_like(p))
+                    momentum.lerp_(p.grad, 0.05)
+                    ahead.append(p.grad.lerp(momentum, 0.95))       # Nesterov's
                 updates = orthogonalize(torch.stack(ahead))         # (k, n, m)
                 for p, update in zip(alike, updates):
                     p.mul_(1 - group['lr'] * group['weight_decay'])
@@ -328,23 +328,9 @@ def check_types(values, types):
     """Asserts that a dict has values of these types, {name: str, int, ... or a Literal}."""
     for name, kind in types.items():
         x = values[name]
-        fits = type(x) is kind or x in get_args(kind)
-        if kind is float:
-            fits = type(x) in (float, int)
-        assert fits and is_valid(x) and '\0' not in str(x), f'{name} is {x!r:.50}'
-
-
-def read_tokenizer(values, n_vocab):
-    """The Tokenizer of a checkpoint, from its to_dict(). AssertionError if it is another one's"""
-    check_types(values, dict(name=TrainConfig.__annotations__['tokenizer'], pattern=str))
-    needed = data.BYTES
-    if values['name'] == 'word':
-        needed = '<unk>', '<eos>'
-    assert {*needed} <= {*values['tokens']} and {*map(type, values['tokens'])} == {str}, 'tokens'
-    assert not data.regex.match(values['pattern'], ''), 'pattern'       # tiktoken would panic
-    tokenizer = data.Tokenizer(**values)
-    assert tokenizer.n_vocab == n_vocab, 'vocab_size'
-    return tokenizer
+        fits = (type(x) is kind or x in get_args(kind)
+                or kind is float and type(x) is int)
+        assert fits and is_valid(x), f'{name} is {x!r:.50}'
 
 
 def read_checkpoint(path):
@@ -356,7 +342,7 @@ def read_checkpoint(path):
         assert name in MODELS, name
         module = importlib.import_module(name)
         Config = getattr(module, f'{name.upper()}Config')
-        if 'm' in config and hasattr(Config, 'n_consecutive'):      # its name in old checkpoints
+        if 'm' in config:                                           # its name in old checkpoints
             config['n_consecutive'] = config.pop('m')
         config = state['config'] = vars(Config()) | config          # newer fields: the defaults
 
@@ -365,7 +351,13 @@ def read_checkpoint(path):
         check_types(state, dict(data=str, corpus=str, step=int, tokens=int))
         for layers in ('n_layer', 'n_encoder'):
             assert config.get(layers, 0) <= len(weights), layers
-        tokenizer = read_tokenizer(state['tokenizer'], config['vocab_size'])
+
+        # the tokenizer; Tokenizer checks the rest
+        values = state['tokenizer']
+        assert {*map(type, values['tokens'])} == {str}, 'tokens'
+        assert not data.regex.match(values['pattern'], ''), 'pattern'   # tiktoken would panic
+        tokenizer = data.Tokenizer(**values)
+        assert tokenizer.n_vocab == config['vocab_size'], 'vocab_size'
 
         # on the device meta a model has shapes, but no memory; then it gets the weights
         with torch.device('meta'), mock.patch('torch.Tensor.normal_'):      # which is slow there
@@ -534,21 +526,10 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
 
 
 def average(tensors):
-    """Replaces tensors by their means over the processes. Small ones share a message of up to
-    16 MB, as each message takes time."""
-    messages, room = [], 0
-    for x in tensors:
-        if x.numel() > room:
-            messages.append([])
-            room = 2 ** 22
-        messages[-1].append(x)
-        room -= x.numel()
-
-    for message in messages:
-        flat = torch.cat([x.flatten() for x in message])
-        dist.all_reduce(flat.div_(WORLD))
-        for x, mean in zip(message, flat.split([x.numel() for x in message])):
-            x.copy_(mean.view_as(x))
+    """Replaces tensors by their means over the processes, in one message, as each takes time."""
+    flat = parameters_to_vector(tensors)
+    dist.all_reduce(flat.div_(WORLD))
+    vector_to_parameters(flat, tensors)
 
 
 def compile_layers(model, classes):
@@ -593,7 +574,7 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
         if WORLD > 1:       # gradients and metrics become their means over the processes
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             average([*grads, *metrics.values()])
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        norm = clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group['lr'] = lr
@@ -639,7 +620,7 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
                 print(f'{left:.0f} min left; with --max-steps {few:.0f} about 4')
             if due or step == 1 or step % max(1, max_steps // 30) == 0:
                 show(entry, max_steps, f'{left:.1f} min left{stage}')
-        if stopped:
+        if stopped or last and signals:
             raise SystemExit(f'stopped at step {step}; run it again to resume')
 
 
@@ -704,8 +685,6 @@ def train(module, model_config, config, corpus=None):
     defaults = vars(type(model_config)()) | vars(TrainConfig()) | module.PRESETS['tiny']
     changed = [f'{key}={x}' for key, x in about.items() if x != defaults.get(key, x)]
     print('settings other than the defaults:', *changed)
-    if resumes and planned != max_steps:
-        print(f'--max-steps was {planned}: the learning rate is now that of {max_steps} steps')
 
     # what has to be known before the first step: in RPT, scores by a reference LM
     def train_reference(reference_config, config):
@@ -739,10 +718,13 @@ def train(module, model_config, config, corpus=None):
     optimizers = optimizers_of(model, config)
     if resumes:
         load_moments(file, state, optimizers)
-    if RANK == 0 and planned != max_steps:
-        write_config(out, about, ran_on)
-    if RANK == 0 and not resumes:
-        save(out, state, optimizers)                    # a run that is killed early can be resumed
+        if planned != max_steps:
+            print(f'--max-steps was {planned}: the learning rate is now that of {max_steps} steps')
+    if RANK == 0:
+        if planned != max_steps:
+            write_config(out, about, ran_on)
+        if not resumes:
+            save(out, state, optimizers)                # a run that is killed early can be resumed
     model.kernel = config.kernel
     compiles = device.type == 'cuda' and sys.platform == 'linux'
     if config.compile == 'on' or config.compile == 'auto' and compiles:
@@ -751,8 +733,6 @@ def train(module, model_config, config, corpus=None):
     check = functools.partial(validate, model, forward, val_batches)
     with caught_signals() as signals:
         loop(out, config, state, model, optimizers, gradient, check, signals, peak, stage)
-    if signals:                                         # after the last step
-        raise SystemExit('stopped; run it again to resume')
     barrier()                                           # all find ckpt.pt
     return out / 'ckpt.pt'
 

@@ -761,7 +761,7 @@ class TRIME(nn.Module):
 
     def on_device(self, ids):
         """Token ids of a corpus, an array -> a tensor where the model is"""
-        return torch.from_numpy(ids.astype(int)).to(self.norm.weight.device)
+        return torch.as_tensor(ids.astype(int), device=self.norm.weight.device)
 
     def encode(self, tokens, past=None):
         """Tokens (B, t) -> f, g (B, t, C) of their contexts, and past, the keys and values so far.
@@ -813,11 +813,10 @@ class TRIME(nn.Module):
         Yields f, g (B, n, C) of the next n tokens, and the State after them."""
         T = self.config.block_size
         kept = T + self.inference.long
-        if state is None:
-            text = tokens[:, :0]                                    # (B, 0)
-            none = self.embedding(text)                             # (B, 0, C)
-            state = State(text, none, none, None)
-        text, keys, window, past = state
+        text, past = tokens[:, :0], None                            # (B, 0)
+        keys = window = self.embedding(text)                        # (B, 0, C)
+        if state:
+            text, keys, window, past = state
         while tokens.numel():
             # a full window: the next one begins with the end of this one
             if window.size(1) == T:
@@ -989,13 +988,8 @@ def memory_names(trained, args):
     """The memories at test time: those of Table 1, or with --retrieve-from of Table 5"""
     if args.retrieve_from:
         return f'{args.memory or "local,long"},ext'
-    if args.memory:
-        return args.memory
-    if trained == 'long':
-        return 'local,long'
-    if trained == 'ext':
-        return 'local,long,ext'
-    return trained
+    default = dict(long='local,long', ext='local,long,ext').get(trained, trained)
+    return args.memory or default
 
 
 def tuning_split(corpus, scored):

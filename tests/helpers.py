@@ -61,7 +61,7 @@ def close(a, b, atol=1e-9):
 
 def formula(docs, query, k1=1.2, b=0.75, idf=None):
     """BM25's score of each document, term by term from the equations in the header of bm25.py"""
-    docs = [Counter(list(doc)) for doc in docs]
+    docs = [Counter(doc) for doc in docs]
     N = len(docs)
     mean = sum(doc.total() for doc in docs) / N
     scores = [0] * N
@@ -87,8 +87,7 @@ def rope(x, positions):
     theta = 10000 ** -(torch.arange(0, x.size(2), 2) / x.size(2))
     angle = torch.tensor(positions)[:, None, None] * theta
     z = torch.view_as_complex(x.unflatten(2, (-1, 2)).contiguous())
-    rotation = torch.polar(torch.ones_like(angle), angle)
-    return torch.view_as_real(z * rotation).flatten(2)
+    return torch.view_as_real(z * torch.exp(1j * angle)).flatten(2)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 import gzip, hashlib, json, os, random, re, shutil, signal, zipfile
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import torch
-from pytest import approx, mark, raises
+from pytest import approx, fixture, mark, raises
 
 import data
 from data import Batches, Needles, Split, Tokenizer, load
@@ -23,14 +24,6 @@ def random_text(n, seed, symbols='aabcéß  x\n'):
 
 # --------------------------------------------------------------------------------------------------
 # progress
-class Clock:
-    """Stands for the module time."""
-    seconds = 100.0
-
-    def monotonic(self):
-        return self.seconds
-
-
 @mark.parametrize('items, options, lines', [
     ([30, 6, 24, 12], dict(size=lambda seconds: 100 * seconds),
      ['x: 3,000 of 7,200, 0.7 min left', 'x: 6,000 of 7,200, 0.2 min left']),
@@ -39,10 +32,10 @@ class Clock:
     ([30, 30], dict(quiet=True), [])])
 def test_progress(monkeypatch, capsys, items, options, lines):
     """The items are the seconds that they take."""
-    clock = Clock()
-    monkeypatch.setattr(data, 'time', clock)
+    spent = [100.0]
+    monkeypatch.setattr(data.time, 'monotonic', lambda: sum(spent))
     for seconds in data.progress(items, 'x', **options):
-        clock.seconds += seconds
+        spent.append(seconds)
     assert capsys.readouterr().err.splitlines() == lines
 
 
@@ -87,15 +80,13 @@ def test_bpe_learns_all_of_a_long_word():
 
 def naive_bpe(words, n_merges):
     """Counts all pairs again for each merge -> all tokens, the tokens of each word"""
-    tokens = [chr(i) for i in range(256)]
-    cut = [list(word) for word in words]
+    tokens = list(data.BYTES)
+    cut = list(map(list, words))
     for _ in range(n_merges):
         pairs = Counter()
         for parts in cut:
             pairs.update(zip(parts, parts[1:]))
-        most = max(pairs.values())
-        best = [pair for pair in pairs if pairs[pair] == most]
-        a, b = min(best, key=lambda pair: [tokens.index(token) for token in pair])
+        a, b = min(pairs, key=lambda pair: (-pairs[pair], *map(tokens.index, pair)))
         tokens.append(a + b)
         for parts in cut:
             for i in range(len(parts)):
@@ -134,8 +125,14 @@ def test_a_document_of_blanks_has_no_words(tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # corpora: their documents and splits
+@fixture
+def src(tmp_path):
+    """A function that writes files to the folder src. -> its path"""
+    return partial(write, tmp_path / 'src')
+
+
 def prepared(path, tokenizer='bytes', *args):
-    return load(path, tokenizer, *args, root=path.parent / 'corpora', quiet=True)
+    return load(path, tokenizer, *args, root=path.parent / 'corpora')
 
 
 def texts_of(corpus):
@@ -174,29 +171,27 @@ FILES = {                               # files, and the documents of train, val
 
 
 @mark.parametrize('name', FILES)
-def test_documents_of_files(tmp_path, name):
+def test_documents_of_files(src, name):
     files, *expected = FILES[name]
-    path = write(tmp_path / 'src', **files)
+    path = src(**files)
     # folders of these names are for corpora, they have no sources
     corpus, _, again = (load(path, 'bytes', root=path / root) for root in ('out', 'corpora', 'out'))
     assert texts_of(again) == expected
     assert again.folder == corpus.folder
 
 
-def test_one_name_alone_is_no_split(tmp_path, capsys):
+def test_one_name_alone_is_no_split(src, capsys):
     """Nor are names of programs."""
     files = {f'novel{i}_txt': f'novel {i} ' * 9 for i in range(40)}
-    path = write(tmp_path / 'src', a__TrainOfThought_txt='x' * 99, test_py='x' * 99, **files)
-    corpus = load(path, 'bytes', root=tmp_path)
+    corpus = prepared(src(a__TrainOfThought_txt='x' * 99, test_py='x' * 99, **files))
     assert sum(map(len, texts_of(corpus))) == 42
     assert corpus.val and corpus.test
     assert capsys.readouterr().out.endswith('not used: 0 files, []\n')
 
 
-def test_the_screen_names_the_files_of_each_split(tmp_path, capsys):
-    path = write(tmp_path / 'src', **{f'train_{i}_txt': 'a' for i in range(4)}, dev_txt='bb',
-                 notes_txt='c', eval_txt=b'\xff')
-    load(path, 'bytes', root=tmp_path)
+def test_the_screen_names_the_files_of_each_split(src, capsys):
+    prepared(src(**{f'train_{i}_txt': 'a' for i in range(4)}, dev_txt='bb', notes_txt='c',
+                 eval_txt=b'\xff'))
     assert capsys.readouterr().out.splitlines()[-4:] == [
         "train: 4 files, ['train.0.txt', 'train.1.txt', 'train.2.txt'], 4 documents, 8 tokens",
         "val: 1 files, ['dev.txt'], 1 documents, 3 tokens", 'test: 0 files, []',
@@ -204,10 +199,10 @@ def test_the_screen_names_the_files_of_each_split(tmp_path, capsys):
 
 
 @mark.parametrize('tokenizer', ['bytes', 'word'])
-def test_line_ends_and_bom(tmp_path, tokenizer):
+def test_line_ends_and_bom(tmp_path, src, tokenizer):
     """The same documents, counts and fingerprint as with line feeds and no byte order mark"""
     files = dict(train_txt=ARTICLE_A + ARTICLE_B, val_jsonl=jsonl(['x\ny', 'z']), test_txt='1\n2')
-    expected = prepared(write(tmp_path / 'src', **files), tokenizer)
+    expected = prepared(src(**files), tokenizer)
     for i, end in enumerate(['\r\n', '\r', '\n']):
         changed = {name: '\ufeff' + text.replace('\n', end) for name, text in files.items()}
         changed['val_jsonl'] = changed['val_jsonl'].replace('\\n', '\\r\\n')
@@ -220,10 +215,10 @@ def test_line_ends_and_bom(tmp_path, tokenizer):
 
 
 @mark.parametrize('before, after', [('', ' \n'), ('', ''), ('\n', '\n')])
-def test_titles_without_blank_lines(tmp_path, before, after):
+def test_titles_without_blank_lines(src, before, after):
     """Before titles, or anywhere"""
     articles = [f' = A {j} = \n{after} = = Part = = \n{after} x = y\n{before}' for j in range(30)]
-    train, val, test = texts_of(prepared(write(tmp_path / 'src', a_txt=''.join(articles))))
+    train, val, test = texts_of(prepared(src(a_txt=''.join(articles))))
     assert train[:26] == articles[:26]
     assert ''.join(train + val + test) == ''.join(articles)
 
@@ -236,22 +231,20 @@ ITEMS = [dict(text=text, n=1) for text in JSON_TEXTS]
     ('train.JSONL', jsonl(JSON_TEXTS)), ('train.ndjson', jsonl(JSON_TEXTS)),
     ('train.jsonlines.gz', jsonl(JSON_TEXTS)), ('train.json', jsonl(JSON_TEXTS)),
     ('TRAIN.Json', json.dumps(ITEMS, indent=1)), ('TRAIN.json.GZ', json.dumps(ITEMS))])
-def test_json(tmp_path, name, content):
+def test_json(src, name, content):
     test = gzip.compress(b'\xef\xbb\xbfa\r\nb')
     content = content.encode()
     if name.lower().endswith('.gz'):
         content = gzip.compress(content)
-    corpus = prepared(write(tmp_path / 'src', test_TXT_gz=test, train_csv_gz=test, **{
+    corpus = prepared(src(test_TXT_gz=test, train_csv_gz=test, **{
         name: content, 'val.json': json.dumps(dict(text='v'), indent=1)}))
     assert texts_of(corpus) == [JSON_TEXTS, ['v'], ['a\nb']]
     assert corpus.about['not used'] == "1 files, ['train.csv.gz']"
 
 
-def test_other_files_are_split_by_the_hash_of_their_names(tmp_path):
+def test_other_files_are_split_by_the_hash_of_their_names(src):
     """In order of sha256(name) to val, else to test, while these have at most 5%, else to train."""
-    texts = {}
-    for i in range(90):
-        texts[f'f{i}.txt'] = f'{i:4} ' * (560 if i % 9 == 0 else 40)
+    texts = {f'f{i}.txt': f'{i:4} ' * (560 if i % 9 == 0 else 40) for i in range(90)}
     n = sum(map(len, texts.values()))
     room = dict(val=n // 20, test=n // 20, train=n)
     expected = dict(train=[], val=[], test=[])
@@ -260,18 +253,18 @@ def test_other_files_are_split_by_the_hash_of_their_names(tmp_path):
         room[split] -= len(texts[name])
         expected[split].append(texts[name])
 
-    splits = texts_of(prepared(write(tmp_path / 'many', **texts)))
+    splits = texts_of(prepared(src(**texts)))
     assert list(map(sorted, splits)) == list(map(sorted, expected.values()))
 
 
 @mark.parametrize('n_files', [1, 3, 4])
-def test_few_files_are_cut_at_blanks(tmp_path, n_files):
+def test_few_files_are_cut_at_blanks(src, n_files):
     """Where 2.5% cannot be held out, the end of each file is; train.py is a program, d.py small."""
     texts = {}
     for name, blank in zip(('train', 'b', 'c', 'd')[:n_files], '\n \t '):
         n_words = 50 if name == 'd' else 999
         texts[f'{name}_py'] = ''.join(f'{name}-{i}{blank}' for i in range(n_words))
-    splits = texts_of(prepared(write(tmp_path / 'few', **texts)))
+    splits = texts_of(prepared(src(**texts)))
     for text, *parts in zip(sorted(texts.values()), *splits, strict=True):
         assert ''.join(parts) == text
         assert {part[-1] for part in parts} == {text[-1]}
@@ -301,11 +294,11 @@ def test_code_is_the_standard_library(tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # corpora: their folders
-def test_a_changed_source_makes_another_folder(tmp_path, monkeypatch):
-    path = write(tmp_path / 'src', train_txt=random_text(360, 1), val_txt='a')
+def test_a_changed_source_makes_another_folder(tmp_path, src, monkeypatch):
+    path = src(train_txt=random_text(360, 1), val_txt='a')
     corpus = prepared(path)
     assert prepared(path).folder == corpus.folder
-    changed = prepared(write(path, val_txt='b'))
+    changed = prepared(src(val_txt='b'))
     assert changed.folder != corpus.folder
     copy = prepared(shutil.copytree(path, tmp_path / 'x/src'))  # equal names, sizes, times
     assert copy.fingerprint == changed.fingerprint != corpus.fingerprint
@@ -314,8 +307,8 @@ def test_a_changed_source_makes_another_folder(tmp_path, monkeypatch):
     assert prepared(path).folder != changed.folder
 
 
-def test_links_to_folders_are_followed(tmp_path):
-    path = write(tmp_path / 'src', train__a_txt='a')
+def test_links_to_folders_are_followed(tmp_path, src):
+    path = src(train__a_txt='a')
     (path / 'train/link').symlink_to(write(tmp_path / 'more', b_txt='b'))
     (path / 'train/broken').symlink_to('nowhere')
     (path / 'val').symlink_to(path / 'train')                   # train comes first
@@ -346,9 +339,9 @@ def kill(*args):
 
 
 @mark.parametrize('owner, name', [(np, 'unique'), (Path, 'write_text'), (Path, 'rename')])
-def test_a_killed_preparation_leaves_no_corpus(tmp_path, monkeypatch, owner, name):
+def test_a_killed_preparation_leaves_no_corpus(src, monkeypatch, owner, name):
     """The process is killed when it calls owner.name. Then three prepare the corpus at once."""
-    path = write(tmp_path / 'src', train_txt=random_text(120_000, 1))
+    path = src(train_txt=random_text(120_000, 1))
     fork = get_context('fork')
     with monkeypatch.context() as patch, ProcessPoolExecutor(1, fork) as pool:
         patch.setattr(owner, name, kill)
@@ -364,23 +357,23 @@ def test_a_killed_preparation_leaves_no_corpus(tmp_path, monkeypatch, owner, nam
     ('a.json', '[{"text": "x"}, 3]', 'line 2'), ('a.json', '{"a": {"text": "x"}}', 'line 1'),
     ('a.txt.gz', 'no gzip', 'cannot be read'), ('a.ndjson', '["text"]', 'line 1'),
     ('train.jsonl', 'nonsense', 'nonsense'), ('train.jsonl', '{"text": 3}', '{"text": 3}'),
-    ('train.jsonl', '{"txt": "x"}', '{"txt": "x"}'), ('train.txt', '', 'no text')])
-def test_files_that_are_refused(tmp_path, name, content, place):
-    path = write(tmp_path / 'src', val_txt='a')
+    ('train.jsonl', '{"txt": "x"}', '{"txt": "x"}')])
+def test_files_that_are_refused(tmp_path, src, name, content, place):
+    path = src(val_txt='a')
     (path / name).write_text(content)
     message = one_line(prepared, path)
-    assert place in message and (name in message or place == 'no text')
+    assert place in message and name in message
     assert not list(tmp_path.glob('corpora/*'))
 
 
 @mark.parametrize('files', [
-    {}, dict(train_txt=b'\xff', val_txt='a'), dict(a_txt='')])
-def test_no_training_text(tmp_path, files):
-    assert 'no text' in one_line(prepared, write(tmp_path / 'src', **files))
+    {}, dict(train_txt=b'\xff', val_txt='a'), dict(train_txt='', val_txt='a'), dict(a_txt='')])
+def test_no_training_text(src, files):
+    assert 'no text' in one_line(prepared, src(**files))
 
 
-def test_a_text_without_blanks_is_cut_anywhere(tmp_path):
-    train, val, test = texts_of(prepared(write(tmp_path / 'src', a_txt='日' * 1000)))
+def test_a_text_without_blanks_is_cut_anywhere(src):
+    train, val, test = texts_of(prepared(src(a_txt='日' * 1000)))
     assert [len(texts[0]) for texts in (train, val, test)] == [925, 50, 25]
 
 
@@ -390,8 +383,8 @@ def test_a_text_without_blanks_is_cut_anywhere(tmp_path):
     ('train.idx', 8, 16, bytes(8)),                                             # an empty document
     ('train.idx', 0, 1, b'\1'), ('train.bin', 90, None, b''),
     ('train.bin', 0, 2, b'\1\1')])                                              # the id 257
-def test_a_damaged_corpus_is_prepared_again(tmp_path, file, start, stop, new, capsys):
-    path = write(tmp_path / 'src', a_jsonl=jsonl(39 * ['a b']))     # is cut at line ends
+def test_a_damaged_corpus_is_prepared_again(src, file, start, stop, new, capsys):
+    path = src(a_jsonl=jsonl(39 * ['a b']))     # is cut at line ends
     file = prepared(path).folder / file
     content = file.read_bytes()
     damaged = bytearray(content)
@@ -444,27 +437,26 @@ def make_split(lengths=LENGTHS):
     return Split('train', 1000 + np.arange(offsets[-1], dtype=np.uint16), offsets)
 
 
-def rows_by_definition(T, of_documents):
-    """The rows of an epoch: of a grid; or whole rows of each document, then of their joined ends"""
-    n = sum(LENGTHS)
-    doc = np.repeat(range(len(LENGTHS)), LENGTHS).tolist()
-    stream, not_predicted = np.arange(n - 1), []
+def rows_by_definition(T, B, of_documents):
+    """The rows of an epoch: of a grid; or whole rows of each document, then of their joined ends.
+    Micro-batches of B rows are filled with padding: its position is -1, the end of these arrays."""
+    stream = np.arange(sum(LENGTHS))
+    tokens = np.append(1000 + stream, 0)
+    targets = np.append(1001 + stream, -1)
+    doc = np.append(np.repeat(range(len(LENGTHS)), LENGTHS), -1)
     if of_documents:
-        not_predicted = np.cumsum([0, *LENGTHS])                # first tokens, and beyond the end
-        docs = np.split(np.arange(n), not_predicted[1:-1])
+        stops = np.cumsum(LENGTHS)
+        targets[stops - 1] = -1
+        docs = np.split(stream, stops)
         whole = [positions[:len(positions) // T * T] for positions in docs]
         ends = [positions[len(positions) // T * T:] for positions in docs]
         stream = np.concatenate(whole + ends)
+    else:
+        stream = stream[:-1]                                    # the last token is a target only
 
-    rows = []
-    for start in range(0, len(stream), T):
-        positions = stream[start:start + T].tolist()
-        padding = T - len(positions)
-        tokens = [1000 + i for i in positions]
-        targets = [-1 if i + 1 in not_predicted else 1001 + i for i in positions]
-        docs = [doc[i] for i in positions]
-        rows.append((tokens + padding * [0], targets + padding * [-1], docs + padding * [-1]))
-    return rows
+    n_padding = -len(stream) % (B * T)
+    rows = np.append(stream, n_padding * [-1]).astype(int).reshape(-1, T)
+    return [*zip(tokens[rows].tolist(), targets[rows].tolist(), doc[rows].tolist())]
 
 
 @mark.parametrize('kind', KINDS)
@@ -472,9 +464,7 @@ def rows_by_definition(T, of_documents):
 def test_batches_equal_their_definition(kind, T, B):
     batches = Batches(make_split(), kind, T, B, seed=3)
     n = len(batches)
-    expected = rows_by_definition(T, kind == 'documents')
-    padding = T * [0], T * [-1], T * [-1]
-    expected += (n * B - len(expected)) * [padding]
+    expected = rows_by_definition(T, B, kind == 'documents')
     for epoch in range(2):
         rows = []
         for g in range(epoch * n, epoch * n + n):
@@ -504,13 +494,14 @@ def test_consecutive_segments(m):
     """A micro-batch has groups of m segments that follow each other; the groups are shuffled."""
     batches = Batches(make_split(), 'consecutive', 15, 4, 0, consecutive=m)
     size = m or 4
+
+    def in_groups(rows):
+        return [rows[i:i + size] for i in range(0, len(rows), size)]
+
     groups = []
     for g in range(len(batches)):
-        rows = batches.rows(g).tolist()
-        groups += [rows[i:i + size] for i in range(0, len(rows), size)]
-    rows = list(range(11))
-    in_order = [rows[i:i + size] for i in range(0, 11, size)]
-    assert sorted(groups) == in_order != groups
+        groups += in_groups(batches.rows(g).tolist())
+    assert sorted(groups) == in_groups([*range(11)]) != groups
 
 
 def algorithm_1(segments, docs, k=20):

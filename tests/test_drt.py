@@ -19,7 +19,7 @@ def small(**settings):
     torch.manual_seed(0)
     sizes = dict(vocab_size=V, block_size=T, micro_batch=B, n_layer=4, n_head=2, n_embd=16,
                  window=W, chunk_size=S, n_neighbors=K, groups=2)
-    model = DRT(DRTConfig(**{**sizes, **settings})).double().eval()
+    model = DRT(DRTConfig(**sizes | settings)).double().eval()
     for p in model.parameters():
         p.data += 0.3 * torch.randn_like(p)
     return model
@@ -27,13 +27,6 @@ def small(**settings):
 
 def random_tokens(seed=0, t=T, b=B):
     return torch.randint(V, (b, t), generator=torch.Generator().manual_seed(seed))
-
-
-def changed(tokens, t):
-    """The tokens (B, T) with other ones at position t"""
-    tokens = tokens.clone()
-    tokens[:, t] = (tokens[:, t] + 1) % V
-    return tokens
 
 
 def positions_that_differ(a, b):
@@ -101,11 +94,6 @@ def retrieved(model, h, chunks, its_chunk):
     return [(math.exp(r[k]) / total, k) for k in best]
 
 
-def with_next_chunks(pairs):
-    """[(w_k, k)] -> each chunk and the one after it, with half of w_k each"""
-    return [(w / 2, k + j) for w, k in pairs for j in (0, 1)]
-
-
 def cross_attention(model, block, x, chunks, retrieved_for):
     """Eq. 2 and 3. retrieved_for: of each chunk of the text, [(w_k, k)]"""
     config = model.config
@@ -113,8 +101,8 @@ def cross_attention(model, block, x, chunks, retrieved_for):
     o = torch.zeros_like(q)
     for i in range(len(q)):
         pairs = retrieved_for[i // S]
-        if config.next_chunk:
-            pairs = with_next_chunks(pairs)
+        if config.next_chunk:                               # also the one after it, w_k / 2 each
+            pairs = [(w / 2, k + j) for w, k in pairs for j in (0, 1)]
         for w, k in pairs:
             keys, values = heads(chunks[k], model.encoder.kv.weight, 2)
             if config.shift_values:                         # a token has the value of the next
@@ -185,7 +173,8 @@ def by_definition(model, tokens, corpus=(), from_text=True):
 SETTINGS = [{}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(n_encoder=0),
             dict(sink=False), dict(compare_means=False), dict(n_neighbors=1), dict(n_neighbors=20),
             dict(shift_values=False), dict(n_head=4, n_embd=32), dict(next_chunk=False)]
-NOT_LEARNED = [dict(retriever='random'), dict(retriever='off')]
+LANDMARK = dict(groups=0, landmark=True, block_size=20)
+EVERY = SETTINGS + [dict(retriever='random'), dict(retriever='off'), LANDMARK]
 
 
 @mark.parametrize('settings', SETTINGS, ids=str)
@@ -199,26 +188,18 @@ def test_the_model_is_the_papers(settings):
 
 # --------------------------------------------------------------------------------------------------
 # what must always hold
-@mark.parametrize('settings', SETTINGS + NOT_LEARNED, ids=str)
+@mark.parametrize('settings', EVERY, ids=str)
 def test_the_future_is_invisible(settings):
     """Changing token t changes no log P before it, bit for bit, and the one after it."""
     model = small(**settings)
     tokens = random_tokens()
     before = model.log_probs(tokens)
     for t in range(T):
-        differ = positions_that_differ(before, model.log_probs(changed(tokens, t)))
+        changed = tokens.clone()
+        changed[:, t] = (tokens[:, t] + 1) % V
+        differ = positions_that_differ(before, model.log_probs(changed))
         assert not differ[:t].any(), f'token {t} changes what is predicted before it'
         assert differ[t], f'token {t} does not change the next prediction'
-
-
-@mark.parametrize('groups', [1, 2])
-def test_nothing_is_late(groups):
-    """Chunk 0 is read from the first token after the landmark of chunk 1 on."""
-    model = small(groups=groups, window=2, n_neighbors=9, chunk_size=8)
-    tokens = random_tokens(t=28)
-    differ = positions_that_differ(model.log_probs(tokens), model.log_probs(changed(tokens, 0)))
-    assert differ[:5].all() and not differ[5:14].any()                  # 4 layers, window 2
-    assert differ[14:].all(), 'the tokens after the landmark of chunk 1 do not read chunk 0'
 
 
 def f_of_tokens(model, batch):
@@ -254,7 +235,7 @@ def test_documents_are_respected():
 
 
 @mark.parametrize('sizes', [1, 3, [7, 31, 37]])
-@mark.parametrize('settings', SETTINGS + NOT_LEARNED, ids=str)
+@mark.parametrize('settings', EVERY, ids=str)
 def test_streaming_equals_one_pass(settings, sizes, tmp_path):
     """Pieces of any size: the same log P and the same chunks, of up to 23; with --offload."""
     model = small(**settings)
@@ -268,7 +249,8 @@ def test_streaming_equals_one_pass(settings, sizes, tmp_path):
         assert torch.equal(idx[:, -1], full_idx[:, -1])
 
 
-@mark.parametrize('settings, n', [(dict(encoder='tokens'), 3), (dict(window=2), 24)])
+@mark.parametrize('settings, n', [(dict(encoder='tokens'), 3), (dict(window=2), 24),
+                                         (LANDMARK, 3)])
 def test_a_chunk_that_recurs_is_a_tie(settings, n):
     """In fp32, in pieces and in one pass the same chunks are retrieved, and so the same follows. In
     the text parts of n tokens recur, each time followed by another chunk."""
@@ -280,7 +262,7 @@ def test_a_chunk_that_recurs_is_a_tie(settings, n):
         close(streamed(model, text, size)[0], full, 1e-3)
 
 
-@mark.parametrize('settings', SETTINGS + NOT_LEARNED, ids=str)
+@mark.parametrize('settings', EVERY, ids=str)
 def test_stream_after_read_equals_one_pass(settings, monkeypatch):
     """read omits the upper layers of what later positions do not need; states never change."""
     monkeypatch.setattr(DRT, 'PIECE', 20)
@@ -351,9 +333,8 @@ def test_random_retrieval_ignores_the_text():
 def prepare(model, corpus, text='text', **args):
     """prepare_eval with --retrieve-from, a text `text` and the corpus (n,)"""
     train = SimpleNamespace(tokens=corpus.numpy().astype('uint16'))
-    external = SimpleNamespace(name='books', fingerprint='books', train=train)
-    flags = dict(retrieve_from='books', split='val', offload='')
-    flags.update(args)
+    external = SimpleNamespace(fingerprint='books', train=train)
+    flags = dict(retrieve_from='books', split='val', offload='') | args
     no_progress = lambda items, desc: items
     model.prepare_eval(SimpleNamespace(fingerprint=text), external, SimpleNamespace(**flags), '',
                        no_progress)
@@ -392,18 +373,16 @@ def test_retrieval_from_a_corpus(settings, way, monkeypatch):
 
     n, n_corpus = S - 1, len(corpus) // (S - 1)
     for t in range(0, T, 5):
-        of_groups = [retrieved_for[t // n] for retrieved_for in groups]
-        pairs = sorted((pair for pairs in of_groups for pair in pairs), reverse=True)
-        rows = model.trace(text, t, model.read(text[None, :t]))
-        assert rows == model.trace(text, t)
-        for (weight, ids, start, end), (w, k) in zip(rows, pairs, strict=True):
-            number = start // n if ids is not text else start // n + n_corpus
-            assert (weight, number) == (approx(w), k), (way, t)
-            assert end - start == n * (1 + model.config.next_chunk)
-        for g, pairs in enumerate(of_groups):
-            weights = [weight for weight, *_ in model.trace(text, t, group=g)]
-            expected = sorted((w for w, _ in pairs), reverse=True)
-            assert weights == approx(expected)
+        state, of_groups = model.read(text[None, :t]), []
+        for g, retrieved_for in enumerate(groups):
+            rows = model.trace(text, t, state, g)
+            of_groups += rows
+            pairs = sorted(retrieved_for[t // n], reverse=True)
+            for (weight, ids, start, end), (w, k) in zip(rows, pairs, strict=True):
+                number = start // n if ids is not text else start // n + n_corpus
+                assert (weight, number) == (approx(w), k), (way, t)
+                assert end - start == n * (1 + model.config.next_chunk)
+        assert model.trace(text, t) == sorted(of_groups, key=lambda row: -row[0])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -468,8 +447,7 @@ def test_mlm_predicts_the_tokens_that_the_encoder_does_not_see(monkeypatch):
     masked = masked[:, :11 * S].view(B, 11, S)
     assert not masked[..., -1].any()                                    # landmarks
     assert all(0.15 < share < 0.45 for share in masked[..., :-1].float().mean((1, 2)))
-    whole = batch.tokens[:, :33].view(B, 11, S - 1)
-    ids = F.pad(whole, (0, 1), value=V)
+    ids = model.insert(batch.tokens, V)[:, :11 * S].view(B, 11, S)
     chunks, _ = model.encoder(model.embedding(ids.masked_fill(masked, V + 1)))
     mlm_loss = F.cross_entropy(chunks[masked] @ model.embedding.weight[:V].T, ids[masked])
     close(log['mlm_loss'], mlm_loss)
@@ -495,7 +473,7 @@ def test_scores_are_fp32_under_autocast():
     h = h.double()
     landmarks = landmarks.double()
     exact_w, exact_idx = model.double().retrieve(0, h, landmarks, mask)
-    torch.testing.assert_close(w.double(), exact_w, rtol=1e-4, atol=1e-5)
+    close(w.double(), exact_w, 1e-5)
     assert torch.equal(idx, exact_idx)
 
     # of equal scores the first
@@ -505,14 +483,10 @@ def test_scores_are_fp32_under_autocast():
 
 # --------------------------------------------------------------------------------------------------
 # configurations and initial weights
-def initial_weights(**settings):
-    torch.manual_seed(0)
-    return DRT(DRTConfig(n_embd=96, n_layer=8, **settings)).state_dict()
-
-
 def test_initial_weights():
     """GCA begins by copying what followed a similar token, h begins at 0."""
-    weights = initial_weights(groups=2)
+    torch.manual_seed(0)
+    weights = DRT(DRTConfig(n_embd=96, n_layer=8, groups=2)).state_dict()
     assert not weights['landmark_norms.0.weight'].any()
     k, v = weights['encoder.kv.weight'].chunk(2)
     assert weights['upper.3.gca.query.weight'].equal(k)                 # W_Q = W_K
@@ -541,14 +515,15 @@ def facts(n, generator, n_alike=0):
     values = torch.randint(16, 32, (n, 5), generator=generator)
     values[:n_alike] = values[:n_alike, :1]
     chosen = torch.rand(n, 5, generator=generator).argsort(1)[:, :4]    # facts that are recalled
+    recalled = values.gather(1, chosen)
     x = torch.randint(34, 40, (n, 17, 7), generator=generator)          # noise
     answers = torch.full_like(x, -1)
     x[:, :5, :3] = keys[..., None]
     x[:, :5, 3:] = values[..., None]
     x[:, 9::2] = keys.gather(1, chosen)[..., None]
     x[:, 10::2, 0] = 33                                                 # "the value is"
-    x[:, 10::2, 1:4] = values.gather(1, chosen)[..., None]
-    answers[:, 10::2, 0] = values.gather(1, chosen)
+    x[:, 10::2, 1:4] = recalled[..., None]
+    answers[:, 10::2, 0] = recalled
     return x.flatten(1), answers.flatten(1)
 
 
@@ -576,9 +551,6 @@ def test_retrieval_is_learned_from_the_loss_alone(seed):
 
 # --------------------------------------------------------------------------------------------------
 # compared systems
-LANDMARK = dict(groups=0, landmark=True, block_size=20)
-
-
 def landmark_attention(block, x):
     """The formula of LandmarkAttention for each position i and head; 20 is the largest distance."""
     q, k, v = heads(block.norm1(x), block.attention.qkv.weight, 3)
@@ -618,10 +590,3 @@ def test_training_of_landmark_attention_reads_all_chunks():
     loss, _ = small(**LANDMARK, n_neighbors=1).train()(batch, 0)
     expected, _ = small(**LANDMARK, n_neighbors=11)(batch, 0)
     close(loss, expected)
-
-
-def test_what_must_hold_of_landmark_attention(tmp_path, monkeypatch):
-    test_the_future_is_invisible(LANDMARK)
-    test_streaming_equals_one_pass(LANDMARK, 1, tmp_path)
-    test_stream_after_read_equals_one_pass(LANDMARK, monkeypatch)
-    test_a_chunk_that_recurs_is_a_tie(LANDMARK, 3)

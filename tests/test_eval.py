@@ -127,12 +127,10 @@ def test_each_token_is_scored_once_in_each_way(run):
     torch.set_float32_matmul_precision('medium')            # as after training in bf16
     evaluate('a --task table --strength 0.5')
     assert torch.get_float32_matmul_precision() == 'highest'
-    expected = []
-    for strength in (0.0, 0.5, -0.5):
-        for text in TEXTS:
-            ids = [*text.encode()]
-            for start in range(0, len(ids), 512):
-                expected.append((strength, start, ids[start:start + 512]))
+    texts = [[*text.encode()] for text in TEXTS]
+    expected = [(strength, start, ids[start:start + 512])
+                for strength in (0.0, 0.5, -0.5)
+                for ids in texts for start in range(0, len(ids), 512)]
     assert BIGRAM.made[-1].streamed == expected
 
 
@@ -271,29 +269,22 @@ def test_a_wrong_flag_is_one_line(run, flags, words):
     assert not any(model.streamed for model in BIGRAM.made)
 
 
-def test_files_are_written_after_the_work_or_not_at_all(run, monkeypatch):
+@mark.parametrize('error, words', [
+    (RuntimeError('unexpected pos 704 vs 598'), 'disk full'),               # torch's
+    (RuntimeError('write error in x: 1 != 2 (No space)'), 'disk full'),     # faiss's
+    (MemoryError(), 'out of memory'), (OSError('No space left'), 'No space'),
+    (KeyboardInterrupt(), 'stopped')])
+def test_files_are_written_after_the_work_or_not_at_all(run, monkeypatch, error, words):
     def stream(self, tokens, state):
-        raise KeyboardInterrupt
+        raise error
 
     # a name that is too long with .tmp
     assert 'too long' in one_line(evaluation.main, ['a', '--json', 252 * 'x'])
     Path('out.json').write_text('earlier')
     files = os.listdir()
     monkeypatch.setattr(BIGRAM, 'stream', stream)
-    assert 'stopped' in one_line(evaluate, 'a --task examples --html page.html')
+    assert words in one_line(evaluate, 'a --task examples --html page.html')
     assert os.listdir() == files and Path('out.json').read_text() == 'earlier'
-
-
-@mark.parametrize('error, words', [
-    (RuntimeError('unexpected pos 704 vs 598'), 'disk full'),               # torch's
-    (RuntimeError('write error in x: 1 != 2 (No space)'), 'disk full'),     # faiss's
-    (MemoryError(), 'out of memory'), (OSError('No space left'), 'No space')])
-def test_a_full_disk_or_memory(run, monkeypatch, error, words):
-    def stream(self, tokens, state):
-        raise error
-
-    monkeypatch.setattr(BIGRAM, 'stream', stream)
-    assert words in one_line(evaluate, 'a')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -649,23 +640,21 @@ def test_retrieval_from_a_corpus(models):
 # --------------------------------------------------------------------------------------------------
 # trained weights
 @fixture
-def weights(tmp_path, monkeypatch, request):
-    """A copy of assets/NAME.pt, as eval.py writes next to it; drt.py as a corpus"""
+def weights(tmp_path, monkeypatch):
+    """A copy of assets, as eval.py writes next to weights; texts: drt.py"""
     monkeypatch.chdir(tmp_path)
     folder = Path(evaluation.__file__).parent
-    shutil.copy(folder / f'assets/{request.param}.pt', 'copy.pt')
-    shutil.copy(folder / 'drt.py', 'train.txt')
-    shutil.copy(folder / 'drt.py', 'val.txt')
-    return 'copy.pt --data . --task'
+    shutil.copytree(folder / 'assets', 'assets')
+    text = (folder / 'drt.py').read_text()
+    write_splits(tmp_path / 'texts', [text], [text])
 
 
-@mark.parametrize('weights', ['trime', 'rpt', 'drt'], indirect=True)
-def test_the_trained_weights_gain_by_what_they_read(weights):
-    on, shuffled, _ = evaluate(f'{weights} table')['rows']
+@mark.parametrize('name', ['trime', 'rpt', 'drt'])
+def test_the_trained_weights_gain_by_what_they_read(weights, name):
+    on, shuffled, _ = evaluate(f'assets/{name}.pt --data texts --task table')['rows']
     assert on['gain over off'] > 0.06 and on['loss'] < shuffled['loss'] - 0.02
 
 
-@mark.parametrize('weights', ['drt-niah'], indirect=True)
 def test_the_trained_weights_find_needles(weights):
-    rows = evaluate(f'{weights} niah --lengths 4k')
+    rows = evaluate('assets/drt-niah.pt --data texts --task niah --lengths 4k')
     assert rows[0]['needles'] == 50 and rows[0]['right'] > 0.9

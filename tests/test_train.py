@@ -1,5 +1,5 @@
 """The training loop: resuming, any number of processes, what a user can get wrong."""
-import contextlib, dataclasses, importlib, json, math, os, random, re, signal, subprocess, sys, time
+import contextlib, dataclasses, importlib, json, math, random, re, signal, subprocess, sys, time
 from pathlib import Path
 
 import pytest
@@ -49,22 +49,26 @@ def load(path):
     return torch.load(path, weights_only=True)
 
 
+def step_of(path):
+    return load(path)['step']
+
+
 def outcome(run):
-    """What a run has computed: weights, optimizers' moments, and the log without its timings."""
+    """What a run has computed: weights and optimizers' moments; the log without its timings."""
     checkpoint = load(f'{run}/ckpt.pt')
     moments = [x for x in tree_leaves(checkpoint['optimizers']) if torch.is_tensor(x)]
     assert len(moments) > len(checkpoint['model'])          # one or two of each weight
     log = log_of(run)
     for entry in log:
         del entry['tokens_per_s']
-    return list(checkpoint['model'].values()), moments, log
+    return [*checkpoint['model'].values(), *moments], log
 
 
 def same(run, straight):
     """Whether two runs are equal, bit for bit."""
-    *tensors, log = outcome(run)
-    *expected, expected_log = outcome(straight)
-    pairs = zip(sum(tensors, []), sum(expected, []), strict=True)
+    tensors, log = outcome(run)
+    expected, expected_log = outcome(straight)
+    pairs = zip(tensors, expected, strict=True)
     return log == expected_log and all(torch.equal(x, y) for x, y in pairs)
 
 
@@ -79,12 +83,12 @@ def launch(more='', model='trime'):
 
 # --------------------------------------------------------------------------------------------------
 # interruptions
-def interrupt(number=signal.SIGINT):
-    os.kill(os.getpid(), number)
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
 
 
 def hang_up():
-    interrupt(signal.SIGHUP)
+    signal.raise_signal(signal.SIGHUP)
 
 
 @contextlib.contextmanager
@@ -113,7 +117,7 @@ def test_an_interrupted_run_equals_another_one(here, capsys, model):
     launch('--out straight', model)
     with at_step(3, interrupt):
         assert 'stopped at step 3' in one_line(launch, '--out run', model)
-    assert load('run/ckpt.pt')['step'] == len(log_of('run')) == 3
+    assert step_of('run/ckpt.pt') == len(log_of('run')) == 3
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     launch('--out run', model)
@@ -128,7 +132,7 @@ def test_interruptions_at_other_moments(here):
     launch('--out straight')
     with at_step(6, interrupt, interrupt):
         assert one_line(launch, '--out run') == 'train.py: stopped'
-    assert len(log_of('run')) == 5 and load('run/ckpt.pt')['step'] == 4
+    assert len(log_of('run')) == 5 and step_of('run/ckpt.pt') == 4
     with open('run/log.jsonl', 'a') as f:
         f.write('{"step": 6, "lo')                          # as after a kill
     with before('validate', lambda *args: len(args) == 4, hang_up):         # of all tokens
@@ -142,7 +146,7 @@ def test_nohup(here, monkeypatch):
     with at_step(3, hang_up):
         launch('--out run')
     assert signal.signal(signal.SIGHUP, outside) == signal.SIG_IGN
-    assert load('run/ckpt.pt')['step'] == 6
+    assert step_of('run/ckpt.pt') == 6
 
 
 def test_without_a_reader(here):
@@ -152,14 +156,14 @@ def test_without_a_reader(here):
         process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE)
         process.stdout.close()
         assert process.wait() == 0
-    assert load('run/ckpt.pt')['step'] == 6 and Path('table.json').exists()
+    assert step_of('run/ckpt.pt') == 6 and Path('table.json').exists()
 
     def broken():
         raise BrokenPipeError
 
     with before('show', lambda entry, *_: entry['step'] == 4, broken):
         one_line(launch, '--out here')
-    assert load('here/ckpt.pt')['step'] == 4
+    assert step_of('here/ckpt.pt') == 4
 
 
 def test_a_coarse_clock(here, monkeypatch):
@@ -192,7 +196,7 @@ def test_kill_9(here):
         time.sleep(0.05)
     process.kill()
     process.wait()
-    assert load('run/ckpt.pt')['step'] < 100
+    assert step_of('run/ckpt.pt') < 100
     Path('run/best.pt.123.tmp').touch()                     # as of a kill while it is written
     launch(more + 'run')
     assert same('run', 'straight')
@@ -235,10 +239,9 @@ def test_two_processes_take_the_same_steps_as_one(here, model):
     launch('--out one', model)
     torchrun = '-m torch.distributed.run --standalone --nproc_per_node=2'.split()
     subprocess.run([sys.executable, *torchrun, FILE, *flags(model, '--out two')], check=True)
-    weights, _, log = outcome('one')
-    weights_2, _, log_2 = outcome('two')
-    for x, y in zip(weights, weights_2, strict=True):
-        close(x, y, atol=1e-6)
+    tensors, log = outcome('one')
+    tensors_2, log_2 = outcome('two')
+    close(tensors, tensors_2, atol=1e-6)
     for x, y in zip(log, log_2, strict=True):
         assert x == approx(y, rel=1e-4)
 
@@ -282,9 +285,10 @@ def test_nothing_is_overwritten(here, capsys):
     folder.mkdir()
     (folder / 'thesis.txt').write_text('mine')
     before = contents('out')
-    for more, message in (('--lr 1e-4', 'lr; try --out out/trime-2'), ('--dropout 0', 'dropout'),
-                          ('--resume no', '--out out/trime-2'),
-                          ('--out out/other', 'no run to resume: thesis.txt; try --out out/ot')):
+    messages = {'--lr 1e-4': 'lr; try --out out/trime-2', '--dropout 0': 'dropout',
+                '--resume no': '--out out/trime-2',
+                '--out out/other': 'no run to resume: thesis.txt; try --out out/ot'}
+    for more, message in messages.items():
         assert message in one_line(launch, more)
     launch('--kernel torch')                   # finished; --kernel may differ
     assert 'finished' in capsys.readouterr().out
@@ -335,7 +339,7 @@ def test_a_loss_that_is_not_finite(here, monkeypatch, training):
     monkeypatch.setattr(trime.TRIME, 'forward', breaks)
     message = one_line(launch, '--out run')
     assert 'step 4 has a number' in message and '--lr' in message
-    assert load('run/best.pt')['step'] == load('run/ckpt.pt')['step'] == 2
+    assert step_of('run/best.pt') == step_of('run/ckpt.pt') == 2
 
 
 def test_a_full_disk(here, monkeypatch):
@@ -350,7 +354,7 @@ def test_a_full_disk(here, monkeypatch):
     monkeypatch.setattr(torch, 'save', full)
     assert 'cannot be written' in one_line(launch, '--out run')
     monkeypatch.setattr(torch, 'save', save)
-    assert load('run/best.pt')['step'] == load('run/ckpt.pt')['step'] == 2
+    assert step_of('run/best.pt') == step_of('run/ckpt.pt') == 2
     launch('--out run')
     launch('--out straight')
     assert same('run', 'straight')
@@ -373,30 +377,31 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
     assert "kernel='triton' cannot run" in one_line(launch, '--kernel triton', 'drt')
 
 
-@mark.parametrize('more, message', [
-    ('--learning-rate 1', 'nearest is --'), ('--m 2', 'no flag here'),
-    ('--memory lokal', 'lokal'), ('--model gpt', 'drt'),
-    ('--lr -1', '--lr -1.0 is not a number from 0 on'), ('--lr nan', 'nan'),
-    ('--seed 1.5', '1.5'), (f'--seed {2 ** 64}', 'from 0 on'),
-    ('--model drt --groups -1', '--groups -1 is not a number from 0 on'),
-    ('--max-steps 0', '1 or more'), ('--tokens-per-step 0', '1 or more'),
-    ('--eval-every 0', '1 or more'), ('--val-tokens 0', '1 or more'),
-    ('--micro-batch 0', 'micro_batch must be 1'), ('--model rpt --n-head 0', 'n_head must be 1'),
-    ('--model drt --n-layer 0', 'n_layer must be 1'),
-    ('--tokens-per-step 100', '1 x 2 x 512 = 1024'), ('--data no/such', 'such'),
-    ('--block-size 999999 --tokens-per-step 1999998', 'block-size'), ('--warmup 2', 'at most 1'),
-    ('--out a\0b', '--out'), ('--data a\0b', '--data'), ('--init a\0b', '--init'),
-    ('--device cuda', '--device cpu'), ('--out texts/val.jsonl', 'val.jsonl'),
-    ('--memory long --n-consecutive 1', 'only one'), ('--memory ext --micro-batch 1', 'only one'),
-    ('--cutoffs 0', 'cutoffs'), ('--cutoffs 9,5', 'rise'), ('--cutoffs 5,', 'rise'),
-    ('--dropout 1.5', 'at most 1'),
-    ('--model rpt --window 96', 'window'), ('--model rpt --n-candidates 1', 'n_candidates'),
-    ('--model rpt --n-cca 2 --n-layer 2', 'n_cca'),
-    ('--model rpt --reference x --retriever lex', 'sem'), ('--model drt --n-head 3', 'n_head'),
-    ('--model drt --n-layer 1', 'n_layer'), ('--model drt --groups 4', 'groups'),
-    ('--model drt --chunk-size 1', 'chunk_size'), ('--model drt --slope 0', 'slope'),
-    ('--model drt --mlm 1.5', 'mlm'), ('--model drt --block-size 62', 'block_size'),
-    ('--model drt --encoder tokens --n-encoder 0 --no-compare-means', 'landmarks are equal')])
+# command line: message
+WRONG = {
+    '--learning-rate 1': 'nearest is --', '--m 2': 'no flag here', '--memory lokal': 'lokal',
+    '--model gpt': 'drt', '--lr -1': '--lr -1.0 is not a number from 0 on', '--lr nan': 'nan',
+    '--seed 1.5': '1.5', f'--seed {2 ** 64}': 'from 0 on',
+    '--model drt --groups -1': '--groups -1 is not a number from 0 on',
+    '--max-steps 0': '1 or more', '--tokens-per-step 0': '1 or more', '--eval-every 0': '1 or more',
+    '--val-tokens 0': '1 or more', '--micro-batch 0': 'micro_batch must be 1',
+    '--model rpt --n-head 0': 'n_head must be 1', '--model drt --n-layer 0': 'n_layer must be 1',
+    '--tokens-per-step 100': '1 x 2 x 512 = 1024', '--data no/such': 'such',
+    '--block-size 999999 --tokens-per-step 1999998': 'block-size', '--warmup 2': 'at most 1',
+    '--out a\0b': '--out', '--data a\0b': '--data', '--init a\0b': '--init',
+    '--device cuda': '--device cpu', '--out texts/val.jsonl': 'val.jsonl',
+    '--memory long --n-consecutive 1': 'only one', '--memory ext --micro-batch 1': 'only one',
+    '--cutoffs 0': 'cutoffs', '--cutoffs 9,5': 'rise', '--cutoffs 5,': 'rise',
+    '--dropout 1.5': 'at most 1', '--model rpt --window 96': 'window',
+    '--model rpt --n-candidates 1': 'n_candidates', '--model rpt --n-cca 2 --n-layer 2': 'n_cca',
+    '--model rpt --reference x --retriever lex': 'sem', '--model drt --n-head 3': 'n_head',
+    '--model drt --n-layer 1': 'n_layer', '--model drt --groups 4': 'groups',
+    '--model drt --chunk-size 1': 'chunk_size', '--model drt --slope 0': 'slope',
+    '--model drt --mlm 1.5': 'mlm', '--model drt --block-size 62': 'block_size',
+    '--model drt --encoder tokens --n-encoder 0 --no-compare-means': 'landmarks are equal'}
+
+
+@mark.parametrize('more, message', WRONG.items())
 def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, message):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     assert message in one_line(run, [*COMMON, *more.split()])
@@ -405,11 +410,16 @@ def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, messag
 
 # --------------------------------------------------------------------------------------------------
 # flags
+def parsed(*argv):
+    """The values of all flags but --model and --preset"""
+    _, model_config, config = train.parse(argv)
+    return vars(model_config) | vars(config)
+
+
 @mark.parametrize('model', FLAGS)
 def test_every_preset_is_a_command_line(model):
     for preset, values in importlib.import_module(model).PRESETS.items():
-        _, *configs = train.parse(['--model', model, '--preset', preset, '--seed', '3'])
-        settings = dataclasses.asdict(configs[0]) | dataclasses.asdict(configs[1])
+        settings = parsed('--model', model, '--preset', preset, '--seed', '3')
         assert settings == settings | values | dict(seed=3)
         micro_batch = settings['micro_batch'] * settings['block_size']
         assert settings['tokens_per_step'] % micro_batch == 0
@@ -420,8 +430,7 @@ def test_help_has_every_field_its_comment_and_default(capsys, model):
     with pytest.raises(SystemExit):
         train.parse(['--model', model, '--help'])
     screen = capsys.readouterr().out
-    _, *configs = train.parse(['--model', model])
-    for name in vars(configs[0]) | vars(configs[1]):
+    for name in parsed('--model', model):
         flag = ['--' + name.replace('_', '-'), '2']
         assert flag[0] in screen
         assert parse_args(['train.py', *flag]).training_script_args == flag     # not torchrun's
@@ -457,10 +466,12 @@ def test_init_starts_from_weights_and_their_tokenizer(first, capsys):
     assert 'step 1 of 1' in capsys.readouterr().out
 
 
-@mark.parametrize('more, message', [
-    ('--n-embd 32', "ckpt.pt has weights for other settings: {'n_embd': 16}"),
-    ('--tokenizer bytes', "{'vocab_size': 294}"), ('--model trime', '--model rpt'),
-    ('--init other.txt', 'other.txt is not a checkpoint')])
+NOT_FITTING = {'--n-embd 32': "ckpt.pt has weights for other settings: {'n_embd': 16}",
+               '--tokenizer bytes': "{'vocab_size': 294}", '--model trime': '--model rpt',
+               '--init other.txt': 'other.txt is not a checkpoint'}
+
+
+@mark.parametrize('more, message', NOT_FITTING.items())
 def test_init_names_what_does_not_fit(first, more, message):
     assert message in one_line(run, [*first, *more.split()])
 
@@ -470,11 +481,10 @@ def test_init_from_the_weights_in_assets(here, model):
     """With the flags of README only"""
     path = FILE.parent / 'assets' / f'{model}.pt'
     argv = ['--model', model, '--init', str(path), '--lr', '1e-3']
-    module, model_config, config = train.parse(argv)
-    state, *_ = train.read_checkpoint(path)
-    assert dataclasses.asdict(model_config) == state['config']
+    _, model_config, config = train.parse(argv)
+    state, *_ = train.read_checkpoint(path)             # whose weights fit its config
+    assert vars(model_config) == state['config']
     assert config.tokens_per_step % (model_config.micro_batch * model_config.block_size) == 0
-    getattr(module, model.upper())(model_config).load_state_dict(load(path)['model'])
 
 
 def test_a_checkpoint_that_is_not_of_this_program(here):
@@ -483,8 +493,8 @@ def test_a_checkpoint_that_is_not_of_this_program(here):
     path = 'out/trime/ckpt.pt'
     config = dict(n_layer=10 ** 6, dropout=math.nan, n_embd=32, stride=-1, micro_batch=True,
                   memory='all', unknown=1, n_head=2.0)
-    tokenizer = [('name', '/../../zz'), ('tokens', ['a'] * 256), ('tokens', [0] * 256),
-                 ('tokens', [*data.BYTES, 'ab']), ('pattern', '(?=a)|'), ('pattern', '(')]
+    tokenizer = [('name', '/../../zz'), ('tokens', [0] * 256), ('tokens', [*data.BYTES, 'ab']),
+                 ('pattern', '(?=a)|'), ('pattern', '(')]
     one = torch.ones(1)
     weights = [math.nan * torch.ones(16), torch.ones(17), one.expand(16), None]
     whole = ('data', 'corpus', 'tokens', 'step', 'config', 'tokenizer', 'model', 'model_name')
@@ -647,14 +657,13 @@ def test_draws_are_of_the_batchs_seed_and_of_training_only(model, more):
     """Dropout, in DRT Gumbel noise"""
     lm = make(flags(model, more), vocab_size=257)
     tokens = torch.arange(2 * lm.config.block_size).view(2, -1)
-    losses = []
-    for training in (True, False):
-        lm.train(training)
-        for seed in (0, 0, 1):
-            loss, _ = lm(batch_of(tokens, seed=seed), 0.9)
-            losses.append(loss.item())
-    assert losses[0] == losses[1] != losses[2]
-    assert losses[3] == losses[5]
+
+    def loss(seed):
+        return lm(batch_of(tokens, seed=seed), 0.9)[0].item()
+
+    assert loss(0) == loss(0) != loss(1)
+    lm.eval()
+    assert loss(0) == loss(1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -701,7 +710,7 @@ def test_on_a_gpu(here, capsys, model, more, dtype, error):
     losses = [x['loss'] for x in log_of('cpu')]
     entries = log_of('gpu')
     assert [x['loss'] for x in entries[:5]] == approx(losses, abs=error)
-    assert [x['step'] for x in entries] == [1, 2, 3, 4, 5, 6]
+    assert [x['step'] for x in entries] == list(range(1, 7))
     assert all(0 <= x.get('mfu', 0) < 1 and x['gb'] > 0 for x in entries)
 
     tokens = torch.randint(200, (1, 150), device='cuda')

@@ -166,7 +166,7 @@ def test_extreme_similarities():
     loss, log = model.float()(batch, 1.0)
     gradient, = torch.autograd.grad(loss, model.embedding.tables[0])
     assert loss > 50
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    close(loss.double(), expected, 5e-4)
     close(log['memory_prob'].double(), memory_prob, 1e-4)
     close(gradient.double(), by_autograd, 1e-3 * by_autograd.abs().max().item())
 
@@ -410,11 +410,10 @@ def test_trace(name, t, stores):
     _, past, ext = [*memories_of_each(model, TOKENS[:t + 2])][t]
     expected = {(True, j) for *_, j in past} | {(False, j) for *_, j in ext}
     assert expected == {(ids is TOKENS, end - 2) for _, ids, _, end in rows}
-    weights = [row[0] for row in rows]
-    assert weights == sorted(weights, reverse=True)
+    assert rows == sorted(rows, key=lambda row: -row[0])
     state = model.read(TOKENS[None, :t])
     model.read = None                                               # it is not read again
-    assert [row[0] for row in model.trace(TOKENS, t, state)] == approx(weights)
+    assert rows == model.trace(TOKENS, t, state)
 
 
 @WITH_MEMORIES
