@@ -921,69 +921,49 @@ class RPT(nn.Module):
 # self-attention: pieces of a stream begin with a block
 class DenseRetriever(nn.Module):
     """A Retriever that sees the tokens of a chunk alone. It is trained by contrast before RPT, then
-    fixed. The loss of chunk i is -log softmax_j(s_q(j)) of its positive, j: chunks of a micro-batch
+    fixed: softmax_j(s_q(j)) over all other chunks j of a micro-batch is to be large at a positive,
 
-        s_q(j) = cosine(W_Q c_i, W_K c_j) / 0.05
-
-    dpr         the positive is BM25's first for c_i and c_{i+1}; j: all but i (RPT, App. C)
-    contriever  it is a random earlier chunk of the document; j: this and those of other documents;
-                W_Q = W_K (RPT_contriever of DRT; Izacard et al. 2022: two spans of a document)"""
+        dpr         the first chunk by BM25 for c_i and c_{i+1} (RPT, App. C)
+        contriever  the chunk before c_i, as two spans of a document are alike (RPT_contriever of
+                    DRT; Izacard et al. 2022)"""
     def __init__(self, config):
         super().__init__()
-        self.kind = config.retriever
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.retriever = Retriever(config)
         self.requires_grad_(False)
         self.register_buffer('is_trained', torch.zeros(()))         # a checkpoint has it, too
 
     def forward(self, chunks):
-        """Tokens (B, N, m) -> queries and keys (B, N, C), whose product is sqrt(C) s_q"""
+        """Tokens (B, N, m) -> queries, keys (B, N, C)"""
         _, query, key = self.retriever(self.embedding(chunks))
-        if self.kind == 'contriever':
-            query = key
-        scale = (key.size(2) ** 0.5 / 0.05) ** 0.5
-        return [scale * F.normalize(fp32(x), dim=2) for x in (query, key)]
+        return query, key
 
 
-def contrast(dense, batch, config, idf):
-    """The loss () of a DenseRetriever on a data.Batch; 0 if no chunk has a positive."""
-    chunks = in_chunks(batch.tokens, config.chunk_size)                     # (B, N, m)
-    doc = doc_of_chunks(batch.doc, config.chunk_size)                       # (B, N)
-    number = torch.arange(doc.numel(), device=doc.device).view_as(doc)      # of a chunk
-
-    # the positive of each chunk; others of its group are left out
-    if dense.kind == 'dpr':
-        group = number
-        scores = torch.stack([bm25_candidates(*row, config.window_chunks, 1, idf)
-                              for row in zip(chunks, doc)])
-        mask = scores > 0
+def contrast(dense, chunks, doc, config, idf):
+    """The loss () of a DenseRetriever, 0 if there is no positive. chunks (B, N, m), doc (B, N)"""
+    # the positives of each chunk of a sequence: B of (N, N)
+    if config.retriever == 'dpr':
+        positives = [bm25_candidates(*row, config.window_chunks, 1, idf)
+                     for row in zip(chunks, doc)]
     else:
-        group = doc
-        mask = permitted(doc, 1)
-        torch.manual_seed(batch.seed)
-        scores = torch.rand(mask.shape, device=doc.device)                  # (B, N, N)
-    positive = top(scores, mask, 1)                                         # (B, N, 1)
-    valid = positive[..., 0] >= 0
-    j = (positive + number[:, :1, None])[valid]                             # (n, 1)
-    left_out = group[valid][:, None] == group.flatten()                     # (n, B N)
-    left_out.scatter_(1, j, False)
+        positives = permitted(doc, 1) & ~permitted(doc, 2)
+    positives = torch.block_diag(*positives)                                # (B N, B N)
 
-    query, key = dense(chunks)
-    s_q = query[valid] @ key.flatten(0, 1).T / key.size(2) ** 0.5           # (n, B N)
-    log_p = s_q.masked_fill(left_out, -math.inf).log_softmax(1)
-    return -log_p.gather(1, j).sum() / max(1, len(j))
+    query, key = (x.flatten(0, 1) for x in dense(chunks))                   # (B N, C)
+    s_q = query @ key.T / key.size(1) ** 0.5
+    log_p = s_q.fill_diagonal_(-1e9).log_softmax(1)
+    return -(log_p * positives).sum() / positives.sum().clamp(min=1)
 
 
 def train_dense(dense, batches, config, idf, progress):
-    """Trains a DenseRetriever on the first micro-batches of a run, then fixes it."""
-    dense.requires_grad_(True)
-    device = dense.embedding.weight.device
-    optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-3)
+    """Trains a DenseRetriever on the first micro-batches of a run."""
+    m, device = config.chunk_size, dense.embedding.weight.device
+    optimizer = torch.optim.AdamW(dense.requires_grad_().parameters(), lr=1e-3)
     for g in progress(range(config.reference_steps), 'training the retriever'):
-        batch = batches[g]
-        batch = batch._replace(tokens=batch.tokens.to(device), doc=batch.doc.to(device))
+        chunks = in_chunks(batches[g].tokens, m).to(device)
+        doc = doc_of_chunks(batches[g].doc, m).to(device)
         optimizer.zero_grad()
-        contrast(dense, batch, config, idf.to(device)).backward()
+        contrast(dense, chunks, doc, config, idf.to(device)).backward()
         optimizer.step()
     dense.requires_grad_(False)
     dense.is_trained.fill_(1)
