@@ -983,7 +983,7 @@ class MemorizingBlock(Block):
         super().__init__(config)
         self.config = config
         self.gate = nn.Parameter(torch.zeros(config.n_head, 1, 1))          # b
-        self.scale = nn.Parameter(torch.full((config.n_head, 1, 1), 10.0))  # s
+        self.scale = nn.Parameter(torch.full((config.n_head, 1), 10.0))     # s
 
     def forward(self, x, past, begins):
         """As Block; past (B, P, 2, H, D) has all whole blocks that the next piece reads."""
@@ -999,26 +999,28 @@ class MemorizingBlock(Block):
         if self.config.shift_values:
             q = kv[:, P:, 0]
             v = v.roll(-1, 1)
-        y, q, k, v = (z.transpose(1, 2) for z in (y, q, k, v))              # (B, H, ..., D)
-        q = self.scale * F.normalize(fp32(q), dim=3)
-        k = F.normalize(fp32(k), dim=3)
+        q = self.scale * F.normalize(q, dim=3)                              # (B, t, H, D)
+        k = F.normalize(k, dim=3)                                           # (B, P + t, H, D)
 
         # each block of tokens i reads tokens j that have left its window
-        doc = F.pad(begins.cumsum(1), (P, 0))[:, None]                      # (B, 1, P + t)
+        doc = F.pad(begins.cumsum(1), (P, 0))                               # (B, P + t)
         j = torch.arange(P + x.size(1), device=x.device)
         reads = []
         for i in j[P:].split(block):
             left = i[0] - block
             mask = (left - size <= j) & (j < left)
-            mask = mask & (doc[..., i, None] == doc[..., None, :])          # (B, 1, block, P + t)
-            z = product(q[:, :, i - P], k.mT).masked_fill(~mask, -1e9)
+            mask = mask & (doc[:, None, i, None] == doc[:, None, None])     # (B, 1, block, P + t)
+            z = torch.einsum('bihd, bjhd -> bhij', q[:, i - P], k)
+            z = z.masked_fill(~mask, -1e9)
             lowest = z.topk(min(len(j), self.config.n_nearest)).values[..., -1:]
             p = z.masked_fill(z < lowest, -math.inf).softmax(3).where(mask, 0)
-            g = self.gate.sigmoid() * mask.any(3, keepdim=True)             # (B, H, block, 1)
-            reads.append(torch.lerp(fp32(y[:, :, i - P]), p @ fp32(v), g))
-        y = torch.cat(reads, 2).transpose(1, 2).flatten(2)                  # (B, t, C)
+            memory = torch.einsum('bhij, bjhd -> bihd', p, v)
+            g = self.gate.sigmoid() * mask.any(3)[..., None]                # (B, H, block, 1)
+            y_window = y[:, i - P]                                          # (B, block, H, D)
+            reads.append(y_window + g.transpose(1, 2) * (memory - y_window))
 
-        x = x + self.dropout(self.attention.proj(y))
+        y = self.attention.proj(torch.cat(reads, 1).flatten(2))
+        x = x + self.dropout(y)
         end = len(j) // block * block
         past = kv[:, max(0, end - block - size):end]
         return x + self.dropout(self.mlp(self.norm2(x))), past

@@ -803,7 +803,7 @@ def memorizing_by_loops(layer, x, begins):
             cosine = [F.cosine_similarity(k[i, h], k[j, h], 0).item() for j in tokens]
             best = sorted(zip(cosine, tokens))[-3:]
             if best:
-                p = torch.tensor(best)[:, 0] * layer.scale[h, 0, 0]
+                p = torch.tensor(best)[:, 0] * layer.scale[h]
                 memory = p.softmax(0) @ v[[j + 1 for _, j in best], h]
                 y[i, h] += b.sigmoid() * (memory - y[i, h])
     return x + y.flatten(1) + mlp(layer, x + y.flatten(1))
@@ -846,7 +846,7 @@ def test_memories(memory, by_loops):
     model = small(**more)
     layer = model.upper[-1]
     tokens = tokens_of(b=1)
-    x = model.embedding(tokens)
+    x = torch.randn(1, T, 16, generator=generator(0))
     begins = torch.arange(T) % 9 == 8
     wanted = by_loops(layer, x[0], begins)
     close(layer(x, None, begins[None])[0][0], wanted)
