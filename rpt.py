@@ -982,8 +982,8 @@ class MemorizingBlock(Block):
     def __init__(self, config):
         super().__init__(config)
         self.config = config
-        self.gate = nn.Parameter(torch.zeros(config.n_head, 1, 1))          # b
-        self.scale = nn.Parameter(torch.full((config.n_head, 1), 10.0))     # s
+        self.gate = nn.Parameter(torch.zeros(config.n_head))                # b
+        self.scale = nn.Parameter(torch.full((config.n_head,), 10.0))       # s
 
     def forward(self, x, past, begins):
         """As Block; past (B, P, 2, H, D) has all whole blocks that the next piece reads."""
@@ -999,7 +999,7 @@ class MemorizingBlock(Block):
         if self.config.shift_values:
             q = kv[:, P:, 0]
             v = v.roll(-1, 1)
-        q = self.scale * F.normalize(q, dim=3)                              # (B, t, H, D)
+        q = self.scale[:, None] * F.normalize(q, dim=3)                              # (B, t, H, D)
         k = F.normalize(k, dim=3)                                           # (B, P + t, H, D)
 
         # each block of tokens i reads tokens j that have left its window
@@ -1015,9 +1015,9 @@ class MemorizingBlock(Block):
             lowest = z.topk(min(len(j), self.config.n_nearest)).values[..., -1:]
             p = z.masked_fill(z < lowest, -math.inf).softmax(3).where(mask, 0)
             memory = torch.einsum('bhij, bjhd -> bihd', p, v)
-            g = self.gate.sigmoid() * mask.any(3)[..., None]                # (B, H, block, 1)
-            y_window = y[:, i - P]                                          # (B, block, H, D)
-            reads.append(y_window + g.transpose(1, 2) * (memory - y_window))
+            found = mask.any(3).mT[..., None]                               # (B, block, 1, 1)
+            g = self.gate.sigmoid()[:, None] * found                        # (B, block, H, 1)
+            reads.append((1 - g) * y[:, i - P] + g * memory)
 
         y = self.attention.proj(torch.cat(reads, 1).flatten(2))
         x = x + self.dropout(y)
