@@ -526,9 +526,11 @@ def validate(model, forward, batches, progress, at_most=sys.maxsize):
 
 
 def average(tensors):
-    """Replaces tensors by their means over the processes, in one message, as each takes time."""
-    flat = parameters_to_vector(tensors)
-    dist.all_reduce(flat.div_(WORLD))
+    """Replaces tensors by their means over the processes. They are sent in messages of 16 MB, as
+    each message takes time, and as large ones take longer."""
+    flat = parameters_to_vector(tensors).div_(WORLD)
+    for message in flat.split(2 ** 22):
+        dist.all_reduce(message)
     vector_to_parameters(flat, tensors)
 
 
