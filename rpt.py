@@ -356,17 +356,19 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(C, C, bias=False)
 
     def heads(self, x, past):
-        """As forward -> y, q (B, t, H, D), and keys and values (B, P + t, 2, H, D)"""
+        """As forward, but P has no limit: what the tokens do not attend to comes first
+        -> y, q (B, t, H, D), all keys and values (B, P + t, 2, H, D)"""
         qkv = self.qkv(x).unflatten(2, (3, self.n_head, -1))            # (B, t, 3, H, D)
         q, kv = qkv[:, :, 0], qkv[:, :, 1:]
         if past is not None:
             kv = torch.cat([past, kv], 1)                               # (B, P + t, 2, H, D)
-        k, v = kv.unbind(2)
 
         # RoPE, so attend has no slopes. Position 0 is the first key, another one in the next piece:
         # `past` is not rotated
-        P = k.size(1) - x.size(1)
-        y = attend(rotate(q, P), rotate(k), v, self.block, 2 * self.block)
+        P = kv.size(1) - x.size(1)
+        start = max(0, P // self.block - 1) * self.block
+        k, v = kv[:, start:].unbind(2)
+        y = attend(rotate(q, P - start), rotate(k), v, self.block, 2 * self.block)
         return y, q, kv
 
     def forward(self, x, past):
@@ -588,7 +590,8 @@ class ChunkedCrossAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm Transformer layer; returns its keys and values too, for streaming."""
+    """One pre-norm Transformer layer; returns its keys and values too, for streaming. The compared
+    systems have another `attend`, whose inputs are `begins`."""
     def __init__(self, config, cross_attends=False):
         super().__init__()
         self.norm1 = RMSNorm(config.n_embd)
@@ -598,11 +601,14 @@ class Block(nn.Module):
         self.cca = ChunkedCrossAttention(config) if cross_attends else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, past, cca_inputs=None):
-        y, past = self.attention(self.norm1(x), past)
+    def attend(self, z, past, inputs):
+        return self.attention(z, past)
+
+    def forward(self, x, past, inputs=None):
+        y, past = self.attend(self.norm1(x), past, inputs)
         x = x + self.dropout(y)
-        if self.cca and cca_inputs:
-            x = x + self.dropout(self.cca(x, *cca_inputs))
+        if self.cca and inputs:
+            x = x + self.dropout(self.cca(x, *inputs))
         return x + self.dropout(self.mlp(self.norm2(x))), past
 
 
@@ -985,45 +991,43 @@ class MemorizingBlock(Block):
         self.gate = nn.Parameter(torch.zeros(config.n_head))                # b
         self.scale = nn.Parameter(torch.full((config.n_head,), 10.0))       # s
 
-    def forward(self, x, past, begins):
-        """As Block; past (B, P, 2, H, D) has all whole blocks that the next piece reads."""
+    def attend(self, z, past, begins):
+        """past (B, P, 2, H, D): of whole blocks, the last one and those of the memory"""
         size, block = self.config.memory_size, self.attention.block
-        if past is None:
-            past = x.new_zeros(len(x), 0, 2, self.config.n_head, x.size(2) // self.config.n_head)
-        y, q, kv = self.attention.heads(self.norm1(x), past[:, -block:])
-        kv = torch.cat([past[:, :-block], kv], 1)                           # (B, P + t, 2, H, D)
-        P = past.size(1)
+        y, q, kv = self.attention.heads(z, past)
+        P = kv.size(1) - z.size(1)
 
-        # queries, and keys and values of all tokens so far
-        k, v = kv.detach().unbind(2)
+        # queries, and keys and values of all tokens
+        k, v = kv.detach().unbind(2)                                        # (B, P + t, H, D)
         if self.config.shift_values:
             q = kv[:, P:, 0]
             v = v.roll(-1, 1)
-        q = self.scale[:, None] * F.normalize(q, dim=3)                              # (B, t, H, D)
-        k = F.normalize(k, dim=3)                                           # (B, P + t, H, D)
+        q = self.scale[:, None] * F.normalize(q, dim=3)                     # (B, t, H, D)
+        k = F.normalize(k, dim=3)
 
-        # each block of tokens i reads tokens j that have left its window
+        # each block of tokens i reads tokens j of its document that have left its window
         doc = F.pad(begins.cumsum(1), (P, 0))                               # (B, P + t)
-        j = torch.arange(P + x.size(1), device=x.device)
-        reads = []
-        for i in j[P:].split(block):
-            left = i[0] - block
-            mask = (left - size <= j) & (j < left)
-            mask = mask & (doc[:, None, i, None] == doc[:, None, None])     # (B, 1, block, P + t)
-            z = torch.einsum('bihd, bjhd -> bhij', q[:, i - P], k)
-            z = z.masked_fill(~mask, -1e9)
-            lowest = z.topk(min(len(j), self.config.n_nearest)).values[..., -1:]
-            p = z.masked_fill(z < lowest, -math.inf).softmax(3).where(mask, 0)
-            memory = torch.einsum('bhij, bjhd -> bihd', p, v)
+        outputs = []
+        for start in range(0, z.size(1), block):
+            i = slice(start, start + block)
+            left = max(0, P + start - block)
+            j = slice(max(0, left - size), left)
+            mask = doc[:, P:][:, None, i, None] == doc[:, None, None, j]    # (B, 1, block, n)
+            s_cos = torch.einsum('bihd, bjhd -> bhij', q[:, i], k[:, j])
+            s_cos = s_cos.masked_fill(~mask, -1e9)
+            K = min(s_cos.size(3), self.config.n_nearest)
+            lowest = s_cos.topk(K).values[..., -1:]
+            p = s_cos.masked_fill(s_cos < lowest, -math.inf).softmax(3)     # (B, H, block, n)
+            memory = torch.einsum('bhij, bjhd -> bihd', p, v[:, j])
+
+            # g is 0 where no token is found
             found = mask.any(3).mT[..., None]                               # (B, block, 1, 1)
             g = self.gate.sigmoid()[:, None] * found                        # (B, block, H, 1)
-            reads.append((1 - g) * y[:, i - P] + g * memory)
+            outputs.append((1 - g) * y[:, i] + g * memory)
 
-        y = self.attention.proj(torch.cat(reads, 1).flatten(2))
-        x = x + self.dropout(y)
-        end = len(j) // block * block
-        past = kv[:, max(0, end - block - size):end]
-        return x + self.dropout(self.mlp(self.norm2(x))), past
+        end = kv.size(1) // block * block
+        first = max(0, end - block - size) // block * block
+        return self.attention.proj(torch.cat(outputs, 1).flatten(2)), kv[:, first:end]
 
 
 def scan(a, b):
@@ -1102,16 +1106,14 @@ class StateBlock(Block):
         self.mix = nn.Linear(2 * C, C)                      # W, b
         self.gate = nn.Parameter(torch.randn(C))
 
-    def forward(self, x, past, begins):
-        """As Block; past also has s (B, n_states, C)."""
+    def attend(self, z, past, begins):
+        """past also has s (B, n_states, C)."""
         past, s = past or (None, self.initial)
-        H, block = self.attention.n_head, self.attention.block
-        z = self.norm1(x)
         y, past = self.attention(z, past)
+        H, block = self.attention.n_head, self.attention.block
         of_tokens = self.tokens(z).unflatten(2, (3, H, -1))                 # (B, t, 3, H, D)
         reads = []
-        blocks = zip(of_tokens.split(block, 1), begins.split(block, 1))
-        for of_block, begin in blocks:
+        for of_block, begin in zip(of_tokens.split(block, 1), begins.split(block, 1)):
             # the tokens attend to the states
             continues = ~begin.any(1)[:, None, None]                        # (B, 1, 1)
             s = s.where(continues, self.initial)
@@ -1124,27 +1126,22 @@ class StateBlock(Block):
             if of_block.size(1) == block:
                 from_states = softmax_attention(q, k, v)                    # (B, n_states, H, D)
                 from_tokens = softmax_attention(q_tokens, k_tokens, v_tokens)
-                both = torch.cat([from_states, from_tokens], 3).flatten(2)  # (B, n_states, 2C)
-                new = self.mix(both)
+                new = self.mix(torch.cat([from_states, from_tokens], 3).flatten(2))
                 g = self.gate.sigmoid()
                 s = g * s + (1 - g) * new                                   # (B, n_states, C)
                 s = s.where(continues, self.initial)
-
-        y = y + self.state_proj(torch.cat(reads, 1).flatten(2))
-        x = x + self.dropout(y)
-        return x + self.dropout(self.mlp(self.norm2(x))), (past, s)
+        return y + self.state_proj(torch.cat(reads, 1).flatten(2)), (past, s)
 
 
 def add_memory(upper, config):
-    """Griffin: as many recurrent layers as would cross-attend come last. Block-Recurrent: a layer
-    in the middle of the upper half is recurrent (its paper: the tenth of twelve)."""
-    if config.memory == 'state':
-        upper[len(upper) // 2] = StateBlock(config)
-    elif config.memory == 'knn':
-        upper[len(upper) // 2] = MemorizingBlock(config)
-    else:
+    """Griffin: as many recurrent layers as would cross-attend come last. Others: a layer in the
+    middle of the upper half has the memory (Block-Recurrent's paper: the tenth of twelve)."""
+    if config.memory == 'lru':
         n = config.n_cca or len(upper)
         upper.extend(RecurrentLayer(config) for _ in range(n))
+    else:
+        kinds = {'knn': MemorizingBlock, 'state': StateBlock}
+        upper[len(upper) // 2] = kinds[config.memory](config)
 
 
 # --------------------------------------------------------------------------------------------------

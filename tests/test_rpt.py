@@ -798,7 +798,7 @@ def memorizing_by_loops(layer, x, begins):
     y = self_attention(layer, x, 2 * block).unflatten(1, (2, -1))       # (t, H, D)
     for i in range(len(x)):
         left = (i // block - 1) * block                                 # those before it
-        tokens = [j for j in range(max(0, left - 12), left) if doc[i] == doc[j]]
+        tokens = [j for j in range(max(0, left - 10), left) if doc[i] == doc[j]]
         for h, b in enumerate(layer.gate.flatten()):
             cosine = [F.cosine_similarity(k[i, h], k[j, h], 0).item() for j in tokens]
             best = sorted(zip(cosine, tokens))[-3:]
@@ -840,7 +840,7 @@ def states_by_loops(layer, x, begins):
     ('lru', griffin_by_loops), ('state', states_by_loops), ('knn', memorizing_by_loops)])
 def test_memories(memory, by_loops):
     """A layer by its definition; streams; no future"""
-    more = dict(memory=memory, n_states=3, memory_size=12, n_nearest=3)
+    more = dict(memory=memory, n_states=3, memory_size=10, n_nearest=3)
     test_streaming_equals_the_full_pass(more)
     test_the_future_is_invisible(more)
     model = small(**more)
