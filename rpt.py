@@ -20,7 +20,7 @@ Where the paper is in this file (its equations have no numbers)
     §3.3     L_ret, LambdaRank with a margin            ranking_loss
     §3.3     L_LM + α L_ret                             RPT.forward
     §3.3     α and τ in the course of training          RPT.schedule
-    §3.4     scheduled sampling                         RPT.schedule, RPT.teacher_neighbors
+    §3.4     scheduled sampling                         RPT.schedule, RPT.forward
     §3.4     sliding-window attention                   SelfAttention
     §3.4     inference                                  RPT.encode, RPT.stream
     §5       Transformer-XL, RETRO, RPT-Lex             --retriever none, bm25, lex
@@ -89,7 +89,7 @@ class RPTConfig:
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper; tiny: 4, as m is half)
     n_cca: int = 0                # last layers that cross-attend; 0: upper half (paper: 5; tiny: 1)
     retriever: Retrievers = 'sem'   # RPT-Sem, RPT-Lex; RETRO; fixed before training; none (§5)
-    memory: Literal['none', 'knn', 'lru', 'state'] = 'none'     # no retriever; compared systems
+    memory: Literal['none', 'knn', 'lru', 'state'] = 'none'     # retriever none, m = window / 2 (§5)
     memory_size: int = 32_768     # of memory knn: tokens (its paper: 65K)
     n_nearest: int = 32           # of memory knn: tokens that a head reads (official code: 128)
     n_states: int = 128           # of memory state: vectors (ours; its paper: 512)
@@ -106,6 +106,11 @@ class RPTConfig:
     reference_cache: float = 0.2  # weight of its continuous cache, λ (ours; paper: 0)
 
     def __post_init__(self):
+        if self.memory != 'none':
+            if self.retriever not in ('sem', 'none'):
+                raise ValueError('memory: only with retriever none')
+            self.retriever = 'none'
+            self.chunk_size = self.window // 2          # its streams are cut between blocks
         check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd window '
                              'chunk_size n_neighbors n_candidates score_every reference_steps '
                              'n_states')
@@ -119,9 +124,6 @@ class RPTConfig:
             raise ValueError('n_candidates: at least n_neighbors')
         if self.block_size < self.window + 2 * self.chunk_size and self.retriever != 'none':
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
-        if self.memory != 'none':
-            self.retriever = 'none'
-            self.chunk_size = self.window // 2          # its streams are cut between blocks
         if self.reference and self.retriever != 'sem':
             raise ValueError('a reference is for retriever sem')
         if max(self.dropout, self.eta, self.reference_cache) >= 1:
@@ -371,16 +373,19 @@ class SelfAttention(nn.Module):
         y = attend(rotate(q, P - start), rotate(k), v, self.block, 2 * self.block)
         return y, q, kv
 
+    def kept(self, kv, older=0):
+        """Of all keys and values, the past of the next piece: of the unfinished block, the one
+        before and `older` tokens, up to the last whole chunk. The next piece encodes the unfinished
+        chunk again."""
+        end = kv.size(1) // self.m * self.m
+        start = max(0, (end - older) // self.block - 1) * self.block
+        return kv[:, start:end]
+
     def forward(self, x, past):
         """x (B, t, C), past: keys and values (B, P, 2, H, D) of the P tokens before, None at the
         beginning of a text -> (B, t, C), the past of the next piece"""
         y, _, kv = self.heads(x, past)
-
-        # the next piece needs the unfinished block and the one before, up to the last whole chunk:
-        # it encodes the unfinished chunk again
-        end = kv.size(1) // self.m * self.m
-        start = max(0, end // self.block - 1) * self.block
-        return self.proj(y.flatten(2)), kv[:, start:end]
+        return self.proj(y.flatten(2)), self.kept(kv)
 
 
 class Attention(nn.Module):
@@ -408,9 +413,7 @@ class Attention(nn.Module):
         v = v.flatten(1, -3)
 
         # e^-1e9 is 0; not -inf, as softmax of a row of -inf is nan
-        bias = None
-        if mask is not None:
-            bias = torch.where(mask, 0.0, -1e9).to(q.dtype)
+        bias = None if mask is None else torch.where(mask, 0.0, -1e9).to(q.dtype)
         y = softmax_attention(q, k, v, bias)                                # (n, a t, H, D)
         return self.proj(y.flatten(2)).view_as(x)
 
@@ -619,7 +622,7 @@ def rank_of(scores):
 
 def differences(x):
     """x_l - x_j of all pairs: (B, N, N) -> (B, N, N, N), the last two l and j"""
-    return x[..., :, None] - x[..., None, :]
+    return x[..., None] - x[..., None, :]
 
 
 def ranking_loss(s_q, s_t, tau):
@@ -684,28 +687,37 @@ class RPT(nn.Module):
         n_lower = config.n_layer // 2
         n_upper = config.n_layer - n_lower
         n_cca = config.n_cca or n_upper
-        if config.retriever == 'none':
-            n_cca = 0
+        retrieves = config.retriever != 'none'
 
         # the decoder
         self.config = config
-        self.way = 'on' if n_cca or config.memory == 'knn' else 'off'                                 # see ways
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)     # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(n_lower))
-        self.upper = nn.ModuleList(Block(config, i >= n_upper - n_cca) for i in range(n_upper))
+        self.upper = nn.ModuleList(Block(config, retrieves and i >= n_upper - n_cca)
+                                   for i in range(n_upper))
 
-        if config.memory != 'none':
-            add_memory(self.upper, config)                                  # compared systems
+        # compared systems: Griffin has as many recurrent layers as would cross-attend, after the
+        # others. Others have a memory in one layer (Block-Recurrent's paper: the tenth of twelve)
+        middle = n_upper // 2
+        if config.memory == 'lru':
+            self.upper.extend(RecurrentLayer(config) for _ in range(n_cca))
+        if config.memory == 'knn':
+            self.upper[middle] = MemorizingBlock(config)
+        if config.memory == 'state':
+            self.upper[middle] = StateBlock(config)
 
-        # retrieval: learned, by BM25 with the idf of the corpus, or none
-        self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
-        self.dense = None
+        # retrieval: learned, trained before (dense), by BM25 with the idf of the corpus, or none
+        self.retriever = self.dense = self.neighbor_encoder = None
+        if config.retriever in ('sem', 'lex'):
+            self.retriever = Retriever(config)
         if config.retriever in ('dpr', 'contriever'):
-            self.dense = DenseRetriever(config)                             # compared systems
-        self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
-        self.norm = RMSNorm(config.n_embd)                                  # of the output
+            self.dense = DenseRetriever(config)
         if config.retriever == 'bm25':
             self.register_buffer('idf', torch.zeros(config.vocab_size))     # see setup
+        if retrieves:
+            self.neighbor_encoder = NeighborEncoder(config)
+        self.norm = RMSNorm(config.n_embd)                                  # of the output
+        self.way = next(iter(self.ways()))
         self.init_weights(seed)
 
     def init_weights(self, seed):
@@ -741,13 +753,13 @@ class RPT(nn.Module):
         """§3.1, for N whole chunks: x (B, t, C) of the lower layers, tokens (B, t), doc (B, N) of
         chunks -> the new memory and s_q (B, N, M), -inf where a chunk may not be retrieved"""
         m, window_chunks = self.config.chunk_size, self.config.window_chunks
-        chunk_states = in_chunks(x, m)                                      # (B, N, m, C)
+        states = chunk_states = in_chunks(x, m)                             # (B, N, m, C)
         if self.retriever:
             states, query, key = self.retriever(chunk_states)
+        elif self.dense:
+            query, key = self.dense(in_chunks(tokens, m))
         else:
-            states = chunk_states
-            vectors_of = self.dense or functools.partial(bm25_vectors, idf=self.idf)
-            query, key = vectors_of(in_chunks(tokens, m))
+            query, key = bm25_vectors(in_chunks(tokens, m), self.idf)
 
         # what can be retrieved: each chunk and the next one, by the key of the first
         states = torch.cat([memory.last, states], 1)                    # N or N + 1 chunks
@@ -840,23 +852,11 @@ class RPT(nn.Module):
     def schedule(self, progress):
         """-> chance that the teacher chooses (§3.4); α and τ of L_ret (§3.3)"""
         config = self.config
-        chance = 0.5 * (1 + math.cos(math.pi * min(1, progress / 0.9)))
-        if config.teacher == 'always':
-            chance = 1
-        if config.teacher == 'never':
-            chance = 0
+        annealed = 0.5 * (1 + math.cos(math.pi * min(1, progress / 0.9)))
+        chances = {'annealed': annealed, 'always': 1, 'never': 0}
         alpha = config.alpha * min(1, progress / 0.2)
         tau = 1 + (config.tau - 1) * progress
-        return chance, alpha, tau
-
-    def teacher_neighbors(self, s_t, chance):
-        """The K chunks that help most, s_t (B, N, N) -> (B, N, K). Scheduled sampling (§3.4): each
-        chunk has them with this chance, else NOT_TAUGHT; in RETRO all have them."""
-        neighbors = top(s_t, s_t > 0, self.config.n_neighbors)
-        if not self.retriever:
-            return neighbors
-        student = torch.rand_like(s_t[..., :1]) >= chance                   # (B, N, 1)
-        return neighbors.masked_fill(student, self.NOT_TAUGHT)
+        return chances[config.teacher], alpha, tau
 
     def forward(self, batch, progress):
         """A batch (target -1: not scored; in training a TaughtBatch), step / max_steps
@@ -867,7 +867,12 @@ class RPT(nn.Module):
             torch.manual_seed(batch.seed)                   # for scheduled sampling, dropout
             s_t = getattr(batch, 'target_scores', None)                     # (B, N, N)
         if s_t is not None:
-            teacher = self.teacher_neighbors(s_t, chance)
+            # the K chunks that help most; scheduled sampling (§3.4): each chunk has them with this
+            # chance. In RETRO all have them
+            teacher = top(s_t, s_t > 0, self.config.n_neighbors)            # (B, N, K)
+            if self.retriever:
+                student = torch.rand_like(s_t[..., :1]) >= chance           # (B, N, 1)
+                teacher = teacher.masked_fill(student, self.NOT_TAUGHT)
         f, _, s_q = self.encode(batch.tokens, batch.doc, teacher)
         loss = cross_entropy(f, self.embedding.weight, batch.targets)
         if s_t is None or not self.retriever:
@@ -876,8 +881,8 @@ class RPT(nn.Module):
         # means over the chunks with a positive; `ranked` of them are in a micro-batch of the step
         of_chunks = ranking_loss(s_q, s_t, tau)                             # 2 x (B, N)
         ret_loss, ndcg = (x.sum() / batch.ranked for x in of_chunks)
-        n_ranked = (s_t > 0).any(2).sum()
-        log = dict(lm_loss=loss, ret_loss=ret_loss, ndcg=ndcg, ranked=n_ranked)
+        log = dict(lm_loss=loss, ret_loss=ret_loss, ndcg=ndcg,
+                   ranked=(s_t > 0).any(2).sum())
         return loss + alpha * ret_loss, log
 
     def log_probs(self, tokens):
@@ -966,8 +971,9 @@ def train_dense(dense, batches, config, idf, progress):
     m, device = config.chunk_size, dense.embedding.weight.device
     optimizer = torch.optim.AdamW(dense.requires_grad_().parameters(), lr=1e-3)
     for g in progress(range(config.reference_steps), 'training the retriever'):
-        chunks = in_chunks(batches[g].tokens, m).to(device)
-        doc = doc_of_chunks(batches[g].doc, m).to(device)
+        batch = batches[g]
+        chunks = in_chunks(batch.tokens, m).to(device)
+        doc = doc_of_chunks(batch.doc, m).to(device)
         optimizer.zero_grad()
         contrast(dense, chunks, doc, config, idf.to(device)).backward()
         optimizer.step()
@@ -1025,9 +1031,8 @@ class MemorizingBlock(Block):
             g = self.gate.sigmoid()[:, None] * found                        # (B, block, H, 1)
             outputs.append((1 - g) * y[:, i] + g * memory)
 
-        end = kv.size(1) // block * block
-        first = max(0, end - block - size) // block * block
-        return self.attention.proj(torch.cat(outputs, 1).flatten(2)), kv[:, first:end]
+        y = self.attention.proj(torch.cat(outputs, 1).flatten(2))
+        return y, self.attention.kept(kv, size)
 
 
 def scan(a, b):
@@ -1133,17 +1138,6 @@ class StateBlock(Block):
         return y + self.state_proj(torch.cat(reads, 1).flatten(2)), (past, s)
 
 
-def add_memory(upper, config):
-    """Griffin: as many recurrent layers as would cross-attend come last. Others: a layer in the
-    middle of the upper half has the memory (Block-Recurrent's paper: the tenth of twelve)."""
-    if config.memory == 'lru':
-        n = config.n_cca or len(upper)
-        upper.extend(RecurrentLayer(config) for _ in range(n))
-    else:
-        kinds = {'knn': MemorizingBlock, 'state': StateBlock}
-        upper[len(upper) // 2] = kinds[config.memory](config)
-
-
 # --------------------------------------------------------------------------------------------------
 # supervision: what RPT learns from is computed before the training, by setup
 VERSION = 1     # of the scores on disk: raise it when a change of this section changes a score
@@ -1213,14 +1207,12 @@ def target_scores(reference, chunks, candidates):
     candidates = candidates.to(chunks.device)
 
     # the second term is the first one of j = i - 2, which may be a candidate, too
-    i = torch.arange(2, N)
     needed = candidates.clone()
-    needed[i, i - 2] |= candidates[i].any(1)
+    needed.diagonal(-2)[:] |= candidates[2:].any(1)
 
     # the first terms, of 4,096 tokens at once
     log_p = torch.zeros(N, N, device=chunks.device)
-    pairs_at_once = max(1, 4096 // (4 * m))
-    for pairs in needed.nonzero().split(pairs_at_once):
+    for pairs in needed.nonzero().split(max(1, 1024 // m)):
         i, j = pairs.unbind(1)                                              # (n,)
         prompts = chunks[torch.stack([j, j + 1, i, i + 1], 1)]              # (n, 4, m)
         log_p[i, j] = target_log_p(reference, prompts.flatten(1), m)
@@ -1270,28 +1262,29 @@ def print_gain_of_copy(reference, chunks):
     print(f'a copy of the target is worth {gain:.3f} nats per token to the reference LM{hint}')
 
 
-def sequence_scores(chunks, doc, config, idf, reference):
-    """s_t (N, N) of a sequence: for every n-th chunk by the reference LM, else as in RPT-Lex.
-    chunks (N, m), doc (N,)"""
-    s_t = bm25_candidates(chunks, doc, config.window_chunks, config.n_candidates, idf)
-    candidates = s_t > 0
-    candidates[torch.arange(len(doc)) % config.score_every > 0] = False
-    if reference is None or not candidates.any():
-        return s_t
-    by_reference = target_scores(reference, chunks, candidates).cpu()
-    return by_reference.where(candidates, s_t)
-
-
-def read_scores(path, N):
-    """s_t (N, N) of a file; None if there is none, or if it was cut short or has something else"""
-    if not path.exists():
-        return None
+def sequence_scores(path, chunks, doc, config, idf, reference):
+    """s_t (N, N) of a sequence, stored in the file `path`: for every n-th chunk by the reference
+    LM, else as in RPT-Lex. chunks (N, m), doc (N,)"""
+    N = len(doc)
     try:
         s_t = np.load(path)
         assert s_t.shape == (N, N) and s_t.dtype == np.float32 and np.isfinite(s_t).all()
         return torch.from_numpy(s_t)
+    except FileNotFoundError:
+        pass
     except Exception:                                   # a broken file can raise anything
         print(f'{path} does not have {N} x {N} scores: they are computed again')
+
+    s_t = bm25_candidates(chunks, doc, config.window_chunks, config.n_candidates, idf)
+    if reference is not None:
+        candidates = s_t > 0
+        candidates[torch.arange(N) % config.score_every > 0] = False
+        by_reference = target_scores(reference, chunks, candidates).cpu()
+        s_t = by_reference.where(candidates, s_t)
+    temporary = path.with_name(f'{os.getpid()}.tmp.npy')
+    np.save(temporary, s_t.float())
+    temporary.replace(path)
+    return s_t
 
 
 # data.Batch, s_t (B, N, N), and `ranked`, the number of chunks with a positive in a micro-batch:
@@ -1304,8 +1297,9 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     name of their folder is a hash of all that they depend on: runs that differ in other settings
     share them. -> attach(batch, g), which adds s_t to batch, the micro-batch number g"""
     config, m = model.config, model.config.chunk_size
+    attach_nothing = lambda batch, g: batch
     if config.retriever == 'none':
-        return lambda batch, g: batch
+        return attach_nothing
 
     # a chunk retrieves chunks before its window, for its target: the chunk after it
     needed = config.window + 2 * m
@@ -1328,22 +1322,24 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
             for x in model.dense.state_dict().values():
                 torch.distributed.broadcast(x, 0)
         print(f'stage 2 of 2: RPT, {train_config.max_steps} steps')
-        return lambda batch, g: batch
-    n_stages, reference, weights = 2, None, b''
+        return attach_nothing
+
+    seed = train_config.seed if corpus.hops else 0                          # of the needles
+    facts = [VERSION, corpus.fingerprint, corpus.hops, seed, train_config.dtype, m,
+             config.window_chunks, config.n_candidates, config.score_every, config.reference_cache]
+    digest = hashlib.sha256(repr(facts).encode())
+    n_stages, reference = 2, None
     if config.retriever == 'sem':
         n_stages = 3
         reference = load_reference(config, train_config, corpus, train_reference)
-        weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
+        for p in reference.parameters():
+            digest.update(p.numpy())
         reference.to(model.embedding.weight.device)
         # encode runs under autocast; target_log_p outside it, so scores remain fp32
         reference.encode = autocast()(reference.encode)
         print_gain_of_copy(reference, in_chunks(batches[0].tokens, m)[0])
 
     # the folder of the scores, and how many are computed
-    seed = train_config.seed if corpus.hops else 0                          # of the needles
-    facts = [VERSION, corpus.fingerprint, corpus.hops, seed, train_config.dtype, m,
-             config.window_chunks, config.n_candidates, config.score_every, config.reference_cache]
-    digest = hashlib.sha256(repr(facts).encode() + weights)
     folder = corpus.folder / f'scores-{digest.hexdigest()[:16]}'
     folder.mkdir(exist_ok=True)
     n = train_config.tokens_per_step // (batches.B * batches.T)             # micro-batches per step
@@ -1358,13 +1354,7 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         s_t = torch.zeros(*doc.shape, doc.size(1))
         for b, row in enumerate(batches.rows(g)):
             path = folder / f'{batch.tokens.size(1)}-{row}.npy'
-            scores = read_scores(path, doc.size(1))
-            if scores is None:
-                scores = sequence_scores(chunks[b], doc[b], config, idf, reference).float()
-                temporary = folder / f'{os.getpid()}.tmp.npy'
-                np.save(temporary, scores)
-                temporary.replace(path)
-            s_t[b] = scores
+            s_t[b] = sequence_scores(path, chunks[b], doc[b], config, idf, reference)
         return s_t
 
     # compute the scores
