@@ -89,7 +89,7 @@ class RPTConfig:
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper; tiny: 4, as m is half)
     n_cca: int = 0                # last layers that cross-attend; 0: upper half (paper: 5; tiny: 1)
     retriever: Retrievers = 'sem'   # RPT-Sem, RPT-Lex; RETRO; fixed before training; none (§5)
-    memory: Literal['none', 'knn', 'lru', 'state'] = 'none'     # retriever none, m = window / 2 (§5)
+    memory: Literal['none', 'knn', 'lru', 'state'] = 'none'     # no retriever; m = window / 2 (§5)
     memory_size: int = 32_768     # of memory knn: tokens (its paper: 65K)
     n_nearest: int = 32           # of memory knn: tokens that a head reads (official code: 128)
     n_states: int = 128           # of memory state: vectors (ours; its paper: 512)
@@ -413,7 +413,9 @@ class Attention(nn.Module):
         v = v.flatten(1, -3)
 
         # e^-1e9 is 0; not -inf, as softmax of a row of -inf is nan
-        bias = None if mask is None else torch.where(mask, 0.0, -1e9).to(q.dtype)
+        bias = None
+        if mask is not None:
+            bias = torch.where(mask, 0.0, -1e9).to(q.dtype)
         y = softmax_attention(q, k, v, bias)                                # (n, a t, H, D)
         return self.proj(y.flatten(2)).view_as(x)
 
@@ -1012,13 +1014,14 @@ class MemorizingBlock(Block):
         k = F.normalize(k, dim=3)
 
         # each block of tokens i reads tokens j of its document that have left its window
-        doc = F.pad(begins.cumsum(1), (P, 0))                               # (B, P + t)
+        doc = begins.cumsum(1)                                              # (B, t)
+        doc_j = F.pad(doc, (P, 0))                                          # (B, P + t)
         outputs = []
         for start in range(0, z.size(1), block):
             i = slice(start, start + block)
             left = max(0, P + start - block)
             j = slice(max(0, left - size), left)
-            mask = doc[:, P:][:, None, i, None] == doc[:, None, None, j]    # (B, 1, block, n)
+            mask = doc[:, None, i, None] == doc_j[:, None, None, j]         # (B, 1, block, n)
             s_cos = torch.einsum('bihd, bjhd -> bhij', q[:, i], k[:, j])
             s_cos = s_cos.masked_fill(~mask, -1e9)
             K = min(s_cos.size(3), self.config.n_nearest)
@@ -1131,7 +1134,8 @@ class StateBlock(Block):
             if of_block.size(1) == block:
                 from_states = softmax_attention(q, k, v)                    # (B, n_states, H, D)
                 from_tokens = softmax_attention(q_tokens, k_tokens, v_tokens)
-                new = self.mix(torch.cat([from_states, from_tokens], 3).flatten(2))
+                both = torch.cat([from_states, from_tokens], 3)             # (B, n_states, H, 2D)
+                new = self.mix(both.flatten(2))
                 g = self.gate.sigmoid()
                 s = g * s + (1 - g) * new                                   # (B, n_states, C)
                 s = s.where(continues, self.initial)
@@ -1141,6 +1145,8 @@ class StateBlock(Block):
 # --------------------------------------------------------------------------------------------------
 # supervision: what RPT learns from is computed before the training, by setup
 VERSION = 1     # of the scores on disk: raise it when a change of this section changes a score
+RANK = int(os.getenv('RANK', 0))                # number of this process
+WORLD = int(os.getenv('WORLD_SIZE', 1))         # number of processes
 
 
 def corpus_idf(corpus, config):
@@ -1268,7 +1274,7 @@ def sequence_scores(path, chunks, doc, config, idf, reference):
     N = len(doc)
     try:
         s_t = np.load(path)
-        assert s_t.shape == (N, N) and s_t.dtype == np.float32 and np.isfinite(s_t).all()
+        assert s_t.shape == (N, N) and s_t.dtype == np.float32
         return torch.from_numpy(s_t)
     except FileNotFoundError:
         pass
@@ -1312,13 +1318,11 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     idf = corpus_idf(corpus, config)
     if config.retriever == 'bm25':
         model.idf.copy_(idf)
-    rank = int(os.environ.get('RANK', 0))
-    world = int(os.environ.get('WORLD_SIZE', 1))
     if model.dense:
-        if rank == 0 and not model.dense.is_trained:
+        if RANK == 0 and not model.dense.is_trained:
             print(f'stage 1 of 2: the retriever, {config.reference_steps} steps')
             train_dense(model.dense, batches, config, idf, progress)
-        if world > 1:
+        if WORLD > 1:
             for x in model.dense.state_dict().values():
                 torch.distributed.broadcast(x, 0)
         print(f'stage 2 of 2: RPT, {train_config.max_steps} steps')
@@ -1360,7 +1364,7 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     # compute the scores
     print(f'stage {n_stages - 1} of {n_stages}: scores of {total * batches.B} sequences '
           f'in {folder}')
-    for g in progress(range(rank, total, world), 'scores', quiet=rank > 0):
+    for g in progress(range(RANK, total, WORLD), 'scores', quiet=RANK > 0):
         scores_of(g)
 
     def attach(batch, g):
@@ -1406,13 +1410,6 @@ def target_losses(model, texts, chosen):
     return in_chunks(torch.cat(nats), m).mean(2)
 
 
-def report(result, name, row, rows):
-    """Prints and stores means over these chunks, of a row {column: (n, N), nan: not counted}."""
-    result[name] = {key: x[:, rows].nanmean().item()
-                    for key, x in row.items()}
-    print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
-
-
 @torch.no_grad()
 def ranks(runs, args):
     """Table 3: are the chunks that help ranked first? By chance, recency, BM25 and each run but the
@@ -1426,8 +1423,7 @@ def ranks(runs, args):
     config = runs[0].model.config
     m = config.chunk_size
     N = config.block_size // m
-    texts = torch.cat([in_chunks(x[None], N * m)[0]
-                       for x in runs[0].documents])
+    texts = torch.cat([in_chunks(x[None], N * m)[0] for x in runs[0].documents])
 
     # the last run must be able to score what each of the others retrieves
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
@@ -1457,13 +1453,18 @@ def ranks(runs, args):
     for run in rankers:
         rankings[run.name] = run.model.encode(texts)[2]                     # (n, N, N)
 
-    # of chunks that may retrieve and have a target
-    rows = slice(window_chunks, N - 1)
     result = {}
-    rankings = {name: s_q.to(s_t).where(mask, -math.inf)
-                for name, s_q in rankings.items()}
+
+    def report(name, row):
+        """Prints and stores means over the chunks that may retrieve and have a target, of a row
+        {column: (n, N), nan: not counted}."""
+        result[name] = {key: x[:, window_chunks:N - 1].nanmean().item()
+                        for key, x in row.items()}
+        print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
+
     for name, s_q in rankings.items():
-        report(result, name, ranking_measures(s_q, s_t), rows)
+        rankings[name] = s_q.to(s_t).where(mask, -math.inf)
+        report(name, ranking_measures(rankings[name], s_t))
 
     # the best of the first k by BM25
     oracle = s_t.where(mask, -math.inf)
@@ -1471,7 +1472,7 @@ def ranks(runs, args):
     rank = rank_of(scores.where(mask, -math.inf))
     best = {f'of {k}': oracle.where(rank < k, -math.inf).amax(2)
             for k in (1, 2, 5, 20)}
-    report(result, 'best s_t', best, rows)
+    report('best s_t', best)
 
     # the losses of each run with the first chunks of each ranking
     terms = tf.clamp(max=1)
@@ -1492,7 +1493,7 @@ def ranks(runs, args):
             row['without'] = gain.where(missed, math.nan)
             for key, x in ('shares', shared), ('with target', shared.roll(-1, 1)):
                 row[key] = x.where(rank < 1, 0).sum(2)
-            report(result, f'{run.name} reads {name}', row, rows)
+            report(f'{run.name} reads {name}', row)
     return result
 
 

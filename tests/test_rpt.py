@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pytest import approx, fixture, mark
+from pytest import approx, fixture, mark, raises
 
 import data, rpt, train
 from helpers import (batch_of, close, formula, learn, one_line, ranking, rope, streamed,
@@ -793,12 +793,14 @@ def memorizing_by_loops(layer, x, begins):
     """Wu et al. 2022, token by token and head by head: x (t, C) -> (t, C)"""
     module, block = layer.attention, layer.attention.block
     doc = begins.cumsum(0)
-    _, k, v = module.qkv(norm(layer.norm1, x)).unflatten(1, (3, 2, -1)).unbind(1)
+    qkv = module.qkv(norm(layer.norm1, x))
+    _, k, v = qkv.unflatten(1, (3, 2, -1)).unbind(1)
     module.proj.weight.data = torch.eye(16)                             # y of the heads
     y = self_attention(layer, x, 2 * block).unflatten(1, (2, -1))       # (t, H, D)
     for i in range(len(x)):
         left = (i // block - 1) * block                                 # those before it
-        tokens = [j for j in range(max(0, left - 10), left) if doc[i] == doc[j]]
+        tokens = range(max(0, left - 10), left)
+        tokens = [j for j in tokens if doc[i] == doc[j]]
         for h, b in enumerate(layer.gate.flatten()):
             cosine = [F.cosine_similarity(k[i, h], k[j, h], 0).item() for j in tokens]
             best = sorted(zip(cosine, tokens))[-3:]
@@ -806,7 +808,8 @@ def memorizing_by_loops(layer, x, begins):
                 p = torch.tensor(best)[:, 0] * layer.scale[h]
                 memory = p.softmax(0) @ v[[j + 1 for _, j in best], h]
                 y[i, h] += b.sigmoid() * (memory - y[i, h])
-    return x + y.flatten(1) + mlp(layer, x + y.flatten(1))
+    x = x + y.flatten(1)
+    return x + mlp(layer, x)
 
 
 def states_by_loops(layer, x, begins):
@@ -839,7 +842,8 @@ def states_by_loops(layer, x, begins):
 @mark.parametrize('memory, by_loops', [
     ('lru', griffin_by_loops), ('state', states_by_loops), ('knn', memorizing_by_loops)])
 def test_memories(memory, by_loops):
-    """A layer by its definition; streams; no future"""
+    """A layer by its definition; streams; no future; no retriever"""
+    assert raises(ValueError, RPTConfig, memory=memory, retriever='dpr').match('retriever')
     more = dict(memory=memory, n_states=3, memory_size=10, n_nearest=3)
     test_streaming_equals_the_full_pass(more)
     test_the_future_is_invisible(more)
@@ -877,12 +881,12 @@ def test_ranks_reports_losses(n=20):
         nats[way] = -log_p.view(-1, CHUNK).mean(1)
     gain = nats['off'] - nats['on']
     helps = (s_t[i[:, None], chosen] > 0).any(1)                        # none is -1: the last chunk
-    ids = F.one_hot(chunks, V).amax(1)                   # (n, V)
+    ids = F.one_hot(chunks, V).amax(1)                                  # (n, V)
     first = ids[chosen[:, 0]]
     shared = (ids[i] * first).sum(1).double()
-    wanted = [x.mean().item() for x in (gain[helps], gain[~helps], shared)]
     _, _, _, *facts = result['x reads x'].values()
-    assert facts[:3] == approx(wanted)
+    wanted = gain[helps], gain[~helps], shared
+    assert facts[:3] == approx([x.mean().item() for x in wanted])
 
 
 @mark.parametrize('retriever', ['dpr', 'contriever'])
