@@ -23,7 +23,7 @@ Where the paper is in this file (its equations have no numbers)
     §3.4     scheduled sampling                         RPT.schedule, RPT.forward
     §3.4     sliding-window attention                   SelfAttention
     §3.4     inference                                  RPT.encode, RPT.stream
-    §5       Transformer-XL, RETRO, RPT-Lex             --retriever none, bm25, lex
+    §5       Transformer-XL, RETRO, RPT-Lex, DPR        --retriever none, bm25, lex, dpr
     §5       Griffin, Block-Recurrent Transformer       --memory lru, state
     §5       Tables 2 to 4, Figures 4 to 6              ranks
 
@@ -927,11 +927,7 @@ class RPT(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# compared systems: --memory lru, state
-# A layer of the upper half is replaced, or layers are added to it. In place of cross-attention's
-# inputs they get `begins` (B, t), True: the token begins another document. A memory is of one
-# document; self-attention and the convolution are not. A chunk is half a window, a block of
-# self-attention: pieces of a stream begin with a block
+# compared systems: --retriever dpr, contriever
 class DenseRetriever(nn.Module):
     """A Retriever that sees the tokens of a chunk alone. It is trained by contrast before RPT, then
     fixed: softmax_j(s_q(j)) over all other chunks j of a micro-batch is to be large at a positive,
@@ -983,9 +979,15 @@ def train_dense(dense, batches, config, idf, progress):
     dense.is_trained.fill_(1)
 
 
+# --------------------------------------------------------------------------------------------------
+# compared systems: --memory knn, lru, state
+# A layer of the upper half is replaced, or layers are added to it. In place of cross-attention's
+# inputs they get `begins` (B, t), True: the token begins another document. A memory is of one
+# document; self-attention and the convolution are not. A chunk is half a window, a block of
+# self-attention: pieces of a stream begin with a block
 class MemorizingBlock(Block):
     """Memorizing Transformer (Wu et al. 2022, §3): each head also attends to tokens that have left
-    the window, to the K of them whose keys are most similar to its query:
+    the window, to the n_nearest ones whose keys are most similar to its query:
 
         y = (1 - g) y_window + g Σ_j softmax_j(s cosine(q, k_j)) v_j,   g = σ(b)
 
@@ -1000,7 +1002,8 @@ class MemorizingBlock(Block):
         self.scale = nn.Parameter(torch.full((config.n_head,), 10.0))       # s
 
     def attend(self, z, past, begins):
-        """past (B, P, 2, H, D): of whole blocks, the last one and those of the memory"""
+        """z (B, t, C), past (B, P, 2, H, D): of the last block and, before it, the memory, in whole
+        blocks -> what the layer adds to x (B, t, C), the past of the next piece"""
         size, block = self.config.memory_size, self.attention.block
         y, q, kv = self.attention.heads(z, past)
         P = kv.size(1) - z.size(1)
@@ -1115,7 +1118,7 @@ class StateBlock(Block):
         self.gate = nn.Parameter(torch.randn(C))
 
     def attend(self, z, past, begins):
-        """past also has s (B, n_states, C)."""
+        """As above; past also has s (B, n_states, C)."""
         past, s = past or (None, self.initial)
         y, past = self.attention(z, past)
         H, block = self.attention.n_head, self.attention.block
