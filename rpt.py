@@ -20,10 +20,10 @@ Where the paper is in this file (its equations have no numbers)
     §3.3     L_ret, LambdaRank with a margin            ranking_loss
     §3.3     L_LM + α L_ret                             RPT.forward
     §3.3     α and τ in the course of training          RPT.schedule
-    §3.4     scheduled sampling                         RPT.schedule, RPT.teacher_neighbors
+    §3.4     scheduled sampling                         RPT.schedule, RPT.forward
     §3.4     sliding-window attention                   SelfAttention
     §3.4     inference                                  RPT.encode, RPT.stream
-    §5       Transformer-XL, RETRO, RPT-Lex             --retriever none, bm25, lex
+    §5       Transformer-XL, RETRO, RPT-Lex, DPR        --retriever none, bm25, lex, dpr
     §5       Griffin, Block-Recurrent Transformer       --memory lru, state
     §5       Tables 2 to 4, Figures 4 to 6              ranks
 
@@ -71,6 +71,9 @@ def check_positive(config, names):
             raise ValueError(f'{name} must be 1 or more')
 
 
+Retrievers = Literal['sem', 'lex', 'bm25', 'dpr', 'contriever', 'none']
+
+
 @dataclass
 class RPTConfig:
     vocab_size: int = 4096        # ids of the tokenizer; for bpe, the number to train (ours)
@@ -85,8 +88,10 @@ class RPTConfig:
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
     n_neighbors: int = 2          # chunks that a chunk retrieves, K (paper; tiny: 4, as m is half)
     n_cca: int = 0                # last layers that cross-attend; 0: upper half (paper: 5; tiny: 1)
-    retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # RPT-Sem, RPT-Lex; RETRO; none (§5)
-    memory: Literal['none', 'lru', 'state'] = 'none'    # no retriever: Griffin, Block-Recurrent
+    retriever: Retrievers = 'sem'   # RPT-Sem, RPT-Lex; RETRO; fixed before training; none (§5)
+    memory: Literal['none', 'knn', 'lru', 'state'] = 'none'     # no retriever; m = window / 2 (§5)
+    memory_size: int = 32_768     # of memory knn: tokens (its paper: 65K)
+    n_nearest: int = 32           # of memory knn: tokens that a head reads (official code: 128)
     n_states: int = 128           # of memory state: vectors (ours; its paper: 512)
     shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
@@ -97,10 +102,15 @@ class RPTConfig:
     n_candidates: int = 20        # BM25 candidates of a chunk, J (paper)
     score_every: int = 1          # the reference LM scores every n-th chunk; others: as lex (ours)
     reference: str = ''           # .pt file, or folder with ckpt.pt; default: one is trained first
-    reference_steps: int = 600    # steps of its training, at most as many as RPT's (ours)
+    reference_steps: int = 600    # steps of its training, or of dpr's, at most RPT's (ours)
     reference_cache: float = 0.2  # weight of its continuous cache, λ (ours; paper: 0)
 
     def __post_init__(self):
+        if self.memory != 'none':
+            if self.retriever not in ('sem', 'none'):
+                raise ValueError('memory: only with retriever none')
+            self.retriever = 'none'
+            self.chunk_size = self.window // 2          # its streams are cut between blocks
         check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd window '
                              'chunk_size n_neighbors n_candidates score_every reference_steps '
                              'n_states')
@@ -114,9 +124,6 @@ class RPTConfig:
             raise ValueError('n_candidates: at least n_neighbors')
         if self.block_size < self.window + 2 * self.chunk_size and self.retriever != 'none':
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size')
-        if self.memory != 'none':
-            self.retriever = 'none'
-            self.chunk_size = self.window // 2          # its streams are cut between blocks
         if self.reference and self.retriever != 'sem':
             raise ValueError('a reference is for retriever sem')
         if max(self.dropout, self.eta, self.reference_cache) >= 1:
@@ -350,25 +357,35 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(C, 3 * C, bias=False)
         self.proj = nn.Linear(C, C, bias=False)
 
-    def forward(self, x, past):
-        """x (B, t, C), past: keys and values (B, P, 2, H, D) of the P tokens before, None at the
-        beginning of a text -> (B, t, C), the past of the next piece"""
+    def heads(self, x, past):
+        """As forward, but P has no limit: what the tokens do not attend to comes first
+        -> y, q (B, t, H, D), all keys and values (B, P + t, 2, H, D)"""
         qkv = self.qkv(x).unflatten(2, (3, self.n_head, -1))            # (B, t, 3, H, D)
         q, kv = qkv[:, :, 0], qkv[:, :, 1:]
         if past is not None:
             kv = torch.cat([past, kv], 1)                               # (B, P + t, 2, H, D)
-        k, v = kv.unbind(2)
 
         # RoPE, so attend has no slopes. Position 0 is the first key, another one in the next piece:
         # `past` is not rotated
-        P = k.size(1) - x.size(1)
-        y = attend(rotate(q, P), rotate(k), v, self.block, 2 * self.block)  # (B, t, H, D)
+        P = kv.size(1) - x.size(1)
+        start = max(0, P // self.block - 1) * self.block
+        k, v = kv[:, start:].unbind(2)
+        y = attend(rotate(q, P - start), rotate(k), v, self.block, 2 * self.block)
+        return y, q, kv
 
-        # the next piece needs the unfinished block and the one before, up to the last whole chunk:
-        # it encodes the unfinished chunk again
-        end = k.size(1) // self.m * self.m
-        start = max(0, end // self.block - 1) * self.block
-        return self.proj(y.flatten(2)), kv[:, start:end]
+    def kept(self, kv, older=0):
+        """Of all keys and values, the past of the next piece: of the unfinished block, the one
+        before and `older` tokens, up to the last whole chunk. The next piece encodes the unfinished
+        chunk again."""
+        end = kv.size(1) // self.m * self.m
+        start = max(0, (end - older) // self.block - 1) * self.block
+        return kv[:, start:end]
+
+    def forward(self, x, past):
+        """x (B, t, C), past: keys and values (B, P, 2, H, D) of the P tokens before, None at the
+        beginning of a text -> (B, t, C), the past of the next piece"""
+        y, _, kv = self.heads(x, past)
+        return self.proj(y.flatten(2)), self.kept(kv)
 
 
 class Attention(nn.Module):
@@ -578,7 +595,8 @@ class ChunkedCrossAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm Transformer layer; returns its keys and values too, for streaming."""
+    """One pre-norm Transformer layer; returns its keys and values too, for streaming. The compared
+    systems have another `attend`, whose inputs are `begins`."""
     def __init__(self, config, cross_attends=False):
         super().__init__()
         self.norm1 = RMSNorm(config.n_embd)
@@ -588,11 +606,14 @@ class Block(nn.Module):
         self.cca = ChunkedCrossAttention(config) if cross_attends else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, past, cca_inputs=None):
-        y, past = self.attention(self.norm1(x), past)
+    def attend(self, z, past, inputs):
+        return self.attention(z, past)
+
+    def forward(self, x, past, inputs=None):
+        y, past = self.attend(self.norm1(x), past, inputs)
         x = x + self.dropout(y)
-        if self.cca and cca_inputs:
-            x = x + self.dropout(self.cca(x, *cca_inputs))
+        if self.cca and inputs:
+            x = x + self.dropout(self.cca(x, *inputs))
         return x + self.dropout(self.mlp(self.norm2(x))), past
 
 
@@ -603,7 +624,7 @@ def rank_of(scores):
 
 def differences(x):
     """x_l - x_j of all pairs: (B, N, N) -> (B, N, N, N), the last two l and j"""
-    return x[..., :, None] - x[..., None, :]
+    return x[..., None] - x[..., None, :]
 
 
 def ranking_loss(s_q, s_t, tau):
@@ -668,25 +689,37 @@ class RPT(nn.Module):
         n_lower = config.n_layer // 2
         n_upper = config.n_layer - n_lower
         n_cca = config.n_cca or n_upper
-        if config.retriever == 'none':
-            n_cca = 0
+        retrieves = config.retriever != 'none'
 
         # the decoder
         self.config = config
-        self.way = 'on' if n_cca else 'off'                                 # see ways
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)     # also the output's
         self.lower = nn.ModuleList(Block(config) for _ in range(n_lower))
-        self.upper = nn.ModuleList(Block(config, i >= n_upper - n_cca) for i in range(n_upper))
+        self.upper = nn.ModuleList(Block(config, retrieves and i >= n_upper - n_cca)
+                                   for i in range(n_upper))
 
-        if config.memory != 'none':
-            add_memory(self.upper, config)                                  # compared systems
+        # compared systems: Griffin has as many recurrent layers as would cross-attend, after the
+        # others. Others have a memory in one layer (Block-Recurrent's paper: the tenth of twelve)
+        middle = n_upper // 2
+        if config.memory == 'lru':
+            self.upper.extend(RecurrentLayer(config) for _ in range(n_cca))
+        if config.memory == 'knn':
+            self.upper[middle] = MemorizingBlock(config)
+        if config.memory == 'state':
+            self.upper[middle] = StateBlock(config)
 
-        # retrieval: learned, by BM25 with the idf of the corpus, or none
-        self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
-        self.neighbor_encoder = NeighborEncoder(config) if n_cca else None
-        self.norm = RMSNorm(config.n_embd)                                  # of the output
+        # retrieval: learned, trained before (dense), by BM25 with the idf of the corpus, or none
+        self.retriever = self.dense = self.neighbor_encoder = None
+        if config.retriever in ('sem', 'lex'):
+            self.retriever = Retriever(config)
+        if config.retriever in ('dpr', 'contriever'):
+            self.dense = DenseRetriever(config)
         if config.retriever == 'bm25':
             self.register_buffer('idf', torch.zeros(config.vocab_size))     # see setup
+        if retrieves:
+            self.neighbor_encoder = NeighborEncoder(config)
+        self.norm = RMSNorm(config.n_embd)                                  # of the output
+        self.way = next(iter(self.ways()))
         self.init_weights(seed)
 
     def init_weights(self, seed):
@@ -722,11 +755,12 @@ class RPT(nn.Module):
         """§3.1, for N whole chunks: x (B, t, C) of the lower layers, tokens (B, t), doc (B, N) of
         chunks -> the new memory and s_q (B, N, M), -inf where a chunk may not be retrieved"""
         m, window_chunks = self.config.chunk_size, self.config.window_chunks
-        chunk_states = in_chunks(x, m)                                      # (B, N, m, C)
+        states = chunk_states = in_chunks(x, m)                             # (B, N, m, C)
         if self.retriever:
             states, query, key = self.retriever(chunk_states)
+        elif self.dense:
+            query, key = self.dense(in_chunks(tokens, m))
         else:
-            states = chunk_states
             query, key = bm25_vectors(in_chunks(tokens, m), self.idf)
 
         # what can be retrieved: each chunk and the next one, by the key of the first
@@ -739,12 +773,12 @@ class RPT(nn.Module):
         s_q = product(query, keys.mT) / query.size(2) ** 0.5                # (B, N, M)
         doc = F.pad(doc, (first, 0))                    # of a stream: its chunks have doc 0
         mask = permitted(doc, window_chunks, first)
-        if not self.retriever:
+        if self.config.retriever == 'bm25':
             mask = mask & (s_q > 0)                     # RETRO: only chunks with a common term
         scores = s_q
         if self.way == 'shuffled':
             scores = pseudorandom(s_q.size(2), first, x.device)             # (N, M)
-        elif self.retriever and not self.training:
+        elif self.config.retriever != 'bm25' and not self.training:
             # the scores of a chunk that recurs differ by errors of rounding, which depend on the
             # pieces in which a text is read: rounded to 1 / 256 they are ties
             scores = (256 * s_q).round()
@@ -798,8 +832,9 @@ class RPT(nn.Module):
         cca_inputs = s_q = None
         if doc is None:
             doc = torch.zeros_like(tokens)
-        if self.config.memory != 'none':
-            cca_inputs = F.pad(doc.diff() != 0, (1, 0))                 # see compared systems
+        if self.config.memory != 'none':                                # compared systems
+            cca_inputs = F.pad(doc.diff() != 0, (1, 0))
+            cca_inputs |= self.config.memory == 'knn' and self.way == 'off'
         elif self.way != 'off':
             chunk_doc = doc_of_chunks(doc, m)                               # (B, N)
             if end > 0:
@@ -819,23 +854,11 @@ class RPT(nn.Module):
     def schedule(self, progress):
         """-> chance that the teacher chooses (§3.4); α and τ of L_ret (§3.3)"""
         config = self.config
-        chance = 0.5 * (1 + math.cos(math.pi * min(1, progress / 0.9)))
-        if config.teacher == 'always':
-            chance = 1
-        if config.teacher == 'never':
-            chance = 0
+        annealed = 0.5 * (1 + math.cos(math.pi * min(1, progress / 0.9)))
+        chances = {'annealed': annealed, 'always': 1, 'never': 0}
         alpha = config.alpha * min(1, progress / 0.2)
         tau = 1 + (config.tau - 1) * progress
-        return chance, alpha, tau
-
-    def teacher_neighbors(self, s_t, chance):
-        """The K chunks that help most, s_t (B, N, N) -> (B, N, K). Scheduled sampling (§3.4): each
-        chunk has them with this chance, else NOT_TAUGHT; in RETRO all have them."""
-        neighbors = top(s_t, s_t > 0, self.config.n_neighbors)
-        if not self.retriever:
-            return neighbors
-        student = torch.rand_like(s_t[..., :1]) >= chance                   # (B, N, 1)
-        return neighbors.masked_fill(student, self.NOT_TAUGHT)
+        return chances[config.teacher], alpha, tau
 
     def forward(self, batch, progress):
         """A batch (target -1: not scored; in training a TaughtBatch), step / max_steps
@@ -846,7 +869,12 @@ class RPT(nn.Module):
             torch.manual_seed(batch.seed)                   # for scheduled sampling, dropout
             s_t = getattr(batch, 'target_scores', None)                     # (B, N, N)
         if s_t is not None:
-            teacher = self.teacher_neighbors(s_t, chance)
+            # the K chunks that help most; scheduled sampling (§3.4): each chunk has them with this
+            # chance. In RETRO all have them
+            teacher = top(s_t, s_t > 0, self.config.n_neighbors)            # (B, N, K)
+            if self.retriever:
+                student = torch.rand_like(s_t[..., :1]) >= chance           # (B, N, 1)
+                teacher = teacher.masked_fill(student, self.NOT_TAUGHT)
         f, _, s_q = self.encode(batch.tokens, batch.doc, teacher)
         loss = cross_entropy(f, self.embedding.weight, batch.targets)
         if s_t is None or not self.retriever:
@@ -855,8 +883,8 @@ class RPT(nn.Module):
         # means over the chunks with a positive; `ranked` of them are in a micro-batch of the step
         of_chunks = ranking_loss(s_q, s_t, tau)                             # 2 x (B, N)
         ret_loss, ndcg = (x.sum() / batch.ranked for x in of_chunks)
-        n_ranked = (s_t > 0).any(2).sum()
-        log = dict(lm_loss=loss, ret_loss=ret_loss, ndcg=ndcg, ranked=n_ranked)
+        log = dict(lm_loss=loss, ret_loss=ret_loss, ndcg=ndcg,
+                   ranked=(s_t > 0).any(2).sum())
         return loss + alpha * ret_loss, log
 
     def log_probs(self, tokens):
@@ -880,6 +908,8 @@ class RPT(nn.Module):
     def ways(self):
         """What eval.py compares: {name: attributes of the model to set}"""
         names = 'on shuffled off' if self.neighbor_encoder else 'off'
+        if self.config.memory == 'knn':
+            names = 'on off'
         return {name: {'way': name} for name in names.split()}
 
     def trace(self, tokens, t, state=None):
@@ -897,11 +927,120 @@ class RPT(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# compared systems: --memory lru, state
+# compared systems: --retriever dpr, contriever
+class DenseRetriever(nn.Module):
+    """A Retriever that sees the tokens of a chunk alone. It is trained by contrast before RPT, then
+    fixed: softmax_j(s_q(j)) over all other chunks j of a micro-batch is to be large at a positive,
+
+        dpr         the first chunk by BM25 for c_i and c_{i+1} (RPT, App. C)
+        contriever  the chunk before c_i, as two spans of a document are alike (RPT_contriever of
+                    DRT; Izacard et al. 2022)"""
+    def __init__(self, config):
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.retriever = Retriever(config)
+        self.requires_grad_(False)
+        self.register_buffer('is_trained', torch.zeros(()))         # a checkpoint has it, too
+
+    def forward(self, chunks):
+        """Tokens (B, N, m) -> queries, keys (B, N, C)"""
+        _, query, key = self.retriever(self.embedding(chunks))
+        return query, key
+
+
+def contrast(dense, chunks, doc, config, idf):
+    """The loss () of a DenseRetriever, 0 if there is no positive. chunks (B, N, m), doc (B, N)"""
+    # the positives of each chunk of a sequence: B of (N, N)
+    if config.retriever == 'dpr':
+        positives = [bm25_candidates(*row, config.window_chunks, 1, idf)
+                     for row in zip(chunks, doc)]
+    else:
+        positives = permitted(doc, 1) & ~permitted(doc, 2)
+    positives = torch.block_diag(*positives)                                # (B N, B N)
+
+    query, key = (x.flatten(0, 1) for x in dense(chunks))                   # (B N, C)
+    s_q = query @ key.T / key.size(1) ** 0.5
+    log_p = s_q.fill_diagonal_(-1e9).log_softmax(1)
+    return -(log_p * positives).sum() / positives.sum().clamp(min=1)
+
+
+def train_dense(dense, batches, config, idf, progress):
+    """Trains a DenseRetriever on the first micro-batches of a run."""
+    m, device = config.chunk_size, dense.embedding.weight.device
+    optimizer = torch.optim.AdamW(dense.requires_grad_().parameters(), lr=1e-3)
+    for g in progress(range(config.reference_steps), 'training the retriever'):
+        batch = batches[g]
+        chunks = in_chunks(batch.tokens, m).to(device)
+        doc = doc_of_chunks(batch.doc, m).to(device)
+        optimizer.zero_grad()
+        contrast(dense, chunks, doc, config, idf.to(device)).backward()
+        optimizer.step()
+    dense.requires_grad_(False)
+    dense.is_trained.fill_(1)
+
+
+# --------------------------------------------------------------------------------------------------
+# compared systems: --memory knn, lru, state
 # A layer of the upper half is replaced, or layers are added to it. In place of cross-attention's
 # inputs they get `begins` (B, t), True: the token begins another document. A memory is of one
 # document; self-attention and the convolution are not. A chunk is half a window, a block of
 # self-attention: pieces of a stream begin with a block
+class MemorizingBlock(Block):
+    """Memorizing Transformer (Wu et al. 2022, §3): each head also attends to tokens that have left
+    the window, to the n_nearest ones whose keys are most similar to its query:
+
+        y = (1 - g) y_window + g Σ_j softmax_j(s cosine(q, k_j)) v_j,   g = σ(b)
+
+    b and s are learned for each head; no gradient reaches k_j and v_j. With shift_values (ours) q
+    is the token's own key, as queries learn to match keys of the window only, and v_j is that of
+    the token after j. In training the memory is of the sequence (paper: of those before it, too).
+    """
+    def __init__(self, config):
+        super().__init__(config)
+        self.config = config
+        self.gate = nn.Parameter(torch.zeros(config.n_head))                # b
+        self.scale = nn.Parameter(torch.full((config.n_head,), 10.0))       # s
+
+    def attend(self, z, past, begins):
+        """z (B, t, C), past (B, P, 2, H, D): of the last block and, before it, the memory, in whole
+        blocks -> what the layer adds to x (B, t, C), the past of the next piece"""
+        size, block = self.config.memory_size, self.attention.block
+        y, q, kv = self.attention.heads(z, past)
+        P = kv.size(1) - z.size(1)
+
+        # queries, and keys and values of all tokens
+        k, v = kv.detach().unbind(2)                                        # (B, P + t, H, D)
+        if self.config.shift_values:
+            q = kv[:, P:, 0]
+            v = v.roll(-1, 1)
+        q = self.scale[:, None] * F.normalize(q, dim=3)                     # (B, t, H, D)
+        k = F.normalize(k, dim=3)
+
+        # each block of tokens i reads tokens j of its document that have left its window
+        doc = begins.cumsum(1)                                              # (B, t)
+        doc_j = F.pad(doc, (P, 0))                                          # (B, P + t)
+        outputs = []
+        for start in range(0, z.size(1), block):
+            i = slice(start, start + block)
+            left = max(0, P + start - block)
+            j = slice(max(0, left - size), left)
+            mask = doc[:, None, i, None] == doc_j[:, None, None, j]         # (B, 1, block, n)
+            s_cos = torch.einsum('bihd, bjhd -> bhij', q[:, i], k[:, j])
+            s_cos = s_cos.masked_fill(~mask, -1e9)
+            K = min(s_cos.size(3), self.config.n_nearest)
+            lowest = s_cos.topk(K).values[..., -1:]
+            p = s_cos.masked_fill(s_cos < lowest, -math.inf).softmax(3)     # (B, H, block, n)
+            memory = torch.einsum('bhij, bjhd -> bihd', p, v[:, j])
+
+            # g is 0 where no token is found
+            found = mask.any(3).mT[..., None]                               # (B, block, 1, 1)
+            g = self.gate.sigmoid()[:, None] * found                        # (B, block, H, 1)
+            outputs.append((1 - g) * y[:, i] + g * memory)
+
+        y = self.attention.proj(torch.cat(outputs, 1).flatten(2))
+        return y, self.attention.kept(kv, size)
+
+
 def scan(a, b):
     """h_t = a_t h_{t-1} + b_t with h_{-1} = 0, in log2 T steps: after n = 1, 2, 4, ... b_t has the
     terms of the last n tokens, and a_t is the product of theirs. a, b (..., T) -> (..., T)"""
@@ -978,16 +1117,14 @@ class StateBlock(Block):
         self.mix = nn.Linear(2 * C, C)                      # W, b
         self.gate = nn.Parameter(torch.randn(C))
 
-    def forward(self, x, past, begins):
-        """As Block; past also has s (B, n_states, C)."""
+    def attend(self, z, past, begins):
+        """As above; past also has s (B, n_states, C)."""
         past, s = past or (None, self.initial)
-        H, block = self.attention.n_head, self.attention.block
-        z = self.norm1(x)
         y, past = self.attention(z, past)
+        H, block = self.attention.n_head, self.attention.block
         of_tokens = self.tokens(z).unflatten(2, (3, H, -1))                 # (B, t, 3, H, D)
         reads = []
-        blocks = zip(of_tokens.split(block, 1), begins.split(block, 1))
-        for of_block, begin in blocks:
+        for of_block, begin in zip(of_tokens.split(block, 1), begins.split(block, 1)):
             # the tokens attend to the states
             continues = ~begin.any(1)[:, None, None]                        # (B, 1, 1)
             s = s.where(continues, self.initial)
@@ -1000,30 +1137,19 @@ class StateBlock(Block):
             if of_block.size(1) == block:
                 from_states = softmax_attention(q, k, v)                    # (B, n_states, H, D)
                 from_tokens = softmax_attention(q_tokens, k_tokens, v_tokens)
-                both = torch.cat([from_states, from_tokens], 3).flatten(2)  # (B, n_states, 2C)
-                new = self.mix(both)
+                both = torch.cat([from_states, from_tokens], 3)             # (B, n_states, H, 2D)
+                new = self.mix(both.flatten(2))
                 g = self.gate.sigmoid()
                 s = g * s + (1 - g) * new                                   # (B, n_states, C)
                 s = s.where(continues, self.initial)
-
-        y = y + self.state_proj(torch.cat(reads, 1).flatten(2))
-        x = x + self.dropout(y)
-        return x + self.dropout(self.mlp(self.norm2(x))), (past, s)
-
-
-def add_memory(upper, config):
-    """Griffin: as many recurrent layers as would cross-attend come last. Block-Recurrent: a layer
-    in the middle of the upper half is recurrent (its paper: the tenth of twelve)."""
-    if config.memory == 'state':
-        upper[len(upper) // 2] = StateBlock(config)
-    else:
-        n = config.n_cca or len(upper)
-        upper.extend(RecurrentLayer(config) for _ in range(n))
+        return y + self.state_proj(torch.cat(reads, 1).flatten(2)), (past, s)
 
 
 # --------------------------------------------------------------------------------------------------
 # supervision: what RPT learns from is computed before the training, by setup
 VERSION = 1     # of the scores on disk: raise it when a change of this section changes a score
+RANK = int(os.getenv('RANK', 0))                # number of this process
+WORLD = int(os.getenv('WORLD_SIZE', 1))         # number of processes
 
 
 def corpus_idf(corpus, config):
@@ -1090,14 +1216,12 @@ def target_scores(reference, chunks, candidates):
     candidates = candidates.to(chunks.device)
 
     # the second term is the first one of j = i - 2, which may be a candidate, too
-    i = torch.arange(2, N)
     needed = candidates.clone()
-    needed[i, i - 2] |= candidates[i].any(1)
+    needed.diagonal(-2)[:] |= candidates[2:].any(1)
 
     # the first terms, of 4,096 tokens at once
     log_p = torch.zeros(N, N, device=chunks.device)
-    pairs_at_once = max(1, 4096 // (4 * m))
-    for pairs in needed.nonzero().split(pairs_at_once):
+    for pairs in needed.nonzero().split(max(1, 1024 // m)):
         i, j = pairs.unbind(1)                                              # (n,)
         prompts = chunks[torch.stack([j, j + 1, i, i + 1], 1)]              # (n, 4, m)
         log_p[i, j] = target_log_p(reference, prompts.flatten(1), m)
@@ -1147,28 +1271,29 @@ def print_gain_of_copy(reference, chunks):
     print(f'a copy of the target is worth {gain:.3f} nats per token to the reference LM{hint}')
 
 
-def sequence_scores(chunks, doc, config, idf, reference):
-    """s_t (N, N) of a sequence: for every n-th chunk by the reference LM, else as in RPT-Lex.
-    chunks (N, m), doc (N,)"""
-    s_t = bm25_candidates(chunks, doc, config.window_chunks, config.n_candidates, idf)
-    candidates = s_t > 0
-    candidates[torch.arange(len(doc)) % config.score_every > 0] = False
-    if reference is None or not candidates.any():
-        return s_t
-    by_reference = target_scores(reference, chunks, candidates).cpu()
-    return by_reference.where(candidates, s_t)
-
-
-def read_scores(path, N):
-    """s_t (N, N) of a file; None if there is none, or if it was cut short or has something else"""
-    if not path.exists():
-        return None
+def sequence_scores(path, chunks, doc, config, idf, reference):
+    """s_t (N, N) of a sequence, stored in the file `path`: for every n-th chunk by the reference
+    LM, else as in RPT-Lex. chunks (N, m), doc (N,)"""
+    N = len(doc)
     try:
         s_t = np.load(path)
-        assert s_t.shape == (N, N) and s_t.dtype == np.float32 and np.isfinite(s_t).all()
+        assert s_t.shape == (N, N) and s_t.dtype == np.float32
         return torch.from_numpy(s_t)
+    except FileNotFoundError:
+        pass
     except Exception:                                   # a broken file can raise anything
         print(f'{path} does not have {N} x {N} scores: they are computed again')
+
+    s_t = bm25_candidates(chunks, doc, config.window_chunks, config.n_candidates, idf)
+    if reference is not None:
+        candidates = s_t > 0
+        candidates[torch.arange(N) % config.score_every > 0] = False
+        by_reference = target_scores(reference, chunks, candidates).cpu()
+        s_t = by_reference.where(candidates, s_t)
+    temporary = path.with_name(f'{os.getpid()}.tmp.npy')
+    np.save(temporary, s_t.float())
+    temporary.replace(path)
+    return s_t
 
 
 # data.Batch, s_t (B, N, N), and `ranked`, the number of chunks with a positive in a micro-batch:
@@ -1181,8 +1306,9 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     name of their folder is a hash of all that they depend on: runs that differ in other settings
     share them. -> attach(batch, g), which adds s_t to batch, the micro-batch number g"""
     config, m = model.config, model.config.chunk_size
+    attach_nothing = lambda batch, g: batch
     if config.retriever == 'none':
-        return lambda batch, g: batch
+        return attach_nothing
 
     # a chunk retrieves chunks before its window, for its target: the chunk after it
     needed = config.window + 2 * m
@@ -1195,21 +1321,32 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     idf = corpus_idf(corpus, config)
     if config.retriever == 'bm25':
         model.idf.copy_(idf)
-    n_stages, reference, weights = 2, None, b''
+    if model.dense:
+        if RANK == 0 and not model.dense.is_trained:
+            print(f'stage 1 of 2: the retriever, {config.reference_steps} steps')
+            train_dense(model.dense, batches, config, idf, progress)
+        if WORLD > 1:
+            for x in model.dense.state_dict().values():
+                torch.distributed.broadcast(x, 0)
+        print(f'stage 2 of 2: RPT, {train_config.max_steps} steps')
+        return attach_nothing
+
+    seed = train_config.seed if corpus.hops else 0                          # of the needles
+    facts = [VERSION, corpus.fingerprint, corpus.hops, seed, train_config.dtype, m,
+             config.window_chunks, config.n_candidates, config.score_every, config.reference_cache]
+    digest = hashlib.sha256(repr(facts).encode())
+    n_stages, reference = 2, None
     if config.retriever == 'sem':
         n_stages = 3
         reference = load_reference(config, train_config, corpus, train_reference)
-        weights = b''.join(p.numpy().tobytes() for p in reference.parameters())
+        for p in reference.parameters():
+            digest.update(p.numpy())
         reference.to(model.embedding.weight.device)
         # encode runs under autocast; target_log_p outside it, so scores remain fp32
         reference.encode = autocast()(reference.encode)
         print_gain_of_copy(reference, in_chunks(batches[0].tokens, m)[0])
 
     # the folder of the scores, and how many are computed
-    seed = train_config.seed if corpus.hops else 0                          # of the needles
-    facts = [VERSION, corpus.fingerprint, corpus.hops, seed, train_config.dtype, m,
-             config.window_chunks, config.n_candidates, config.score_every, config.reference_cache]
-    digest = hashlib.sha256(repr(facts).encode() + weights)
     folder = corpus.folder / f'scores-{digest.hexdigest()[:16]}'
     folder.mkdir(exist_ok=True)
     n = train_config.tokens_per_step // (batches.B * batches.T)             # micro-batches per step
@@ -1224,21 +1361,13 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         s_t = torch.zeros(*doc.shape, doc.size(1))
         for b, row in enumerate(batches.rows(g)):
             path = folder / f'{batch.tokens.size(1)}-{row}.npy'
-            scores = read_scores(path, doc.size(1))
-            if scores is None:
-                scores = sequence_scores(chunks[b], doc[b], config, idf, reference).float()
-                temporary = folder / f'{os.getpid()}.tmp.npy'
-                np.save(temporary, scores)
-                temporary.replace(path)
-            s_t[b] = scores
+            s_t[b] = sequence_scores(path, chunks[b], doc[b], config, idf, reference)
         return s_t
 
     # compute the scores
     print(f'stage {n_stages - 1} of {n_stages}: scores of {total * batches.B} sequences '
           f'in {folder}')
-    rank = int(os.environ.get('RANK', 0))
-    world = int(os.environ.get('WORLD_SIZE', 1))
-    for g in progress(range(rank, total, world), 'scores', quiet=rank > 0):
+    for g in progress(range(RANK, total, WORLD), 'scores', quiet=RANK > 0):
         scores_of(g)
 
     def attach(batch, g):
@@ -1284,13 +1413,6 @@ def target_losses(model, texts, chosen):
     return in_chunks(torch.cat(nats), m).mean(2)
 
 
-def report(result, name, row, rows):
-    """Prints and stores means over these chunks, of a row {column: (n, N), nan: not counted}."""
-    result[name] = {key: x[:, rows].nanmean().item()
-                    for key, x in row.items()}
-    print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
-
-
 @torch.no_grad()
 def ranks(runs, args):
     """Table 3: are the chunks that help ranked first? By chance, recency, BM25 and each run but the
@@ -1304,8 +1426,7 @@ def ranks(runs, args):
     config = runs[0].model.config
     m = config.chunk_size
     N = config.block_size // m
-    texts = torch.cat([in_chunks(x[None], N * m)[0]
-                       for x in runs[0].documents])
+    texts = torch.cat([in_chunks(x[None], N * m)[0] for x in runs[0].documents])
 
     # the last run must be able to score what each of the others retrieves
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
@@ -1335,13 +1456,18 @@ def ranks(runs, args):
     for run in rankers:
         rankings[run.name] = run.model.encode(texts)[2]                     # (n, N, N)
 
-    # of chunks that may retrieve and have a target
-    rows = slice(window_chunks, N - 1)
     result = {}
-    rankings = {name: s_q.to(s_t).where(mask, -math.inf)
-                for name, s_q in rankings.items()}
+
+    def report(name, row):
+        """Prints and stores means over the chunks that may retrieve and have a target, of a row
+        {column: (n, N), nan: not counted}."""
+        result[name] = {key: x[:, window_chunks:N - 1].nanmean().item()
+                        for key, x in row.items()}
+        print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
+
     for name, s_q in rankings.items():
-        report(result, name, ranking_measures(s_q, s_t), rows)
+        rankings[name] = s_q.to(s_t).where(mask, -math.inf)
+        report(name, ranking_measures(rankings[name], s_t))
 
     # the best of the first k by BM25
     oracle = s_t.where(mask, -math.inf)
@@ -1349,7 +1475,7 @@ def ranks(runs, args):
     rank = rank_of(scores.where(mask, -math.inf))
     best = {f'of {k}': oracle.where(rank < k, -math.inf).amax(2)
             for k in (1, 2, 5, 20)}
-    report(result, 'best s_t', best, rows)
+    report('best s_t', best)
 
     # the losses of each run with the first chunks of each ranking
     terms = tf.clamp(max=1)
@@ -1370,7 +1496,7 @@ def ranks(runs, args):
             row['without'] = gain.where(missed, math.nan)
             for key, x in ('shares', shared), ('with target', shared.roll(-1, 1)):
                 row[key] = x.where(rank < 1, 0).sum(2)
-            report(result, f'{run.name} reads {name}', row, rows)
+            report(f'{run.name} reads {name}', row)
     return result
 
 

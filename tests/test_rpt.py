@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pytest import approx, fixture, mark
+from pytest import approx, fixture, mark, raises
 
 import data, rpt, train
 from helpers import (batch_of, close, formula, learn, one_line, ranking, rope, streamed,
@@ -22,7 +22,7 @@ SETTINGS = [{}, dict(retriever='lex'), dict(retriever='bm25'), dict(retriever='n
             dict(gate=False), dict(n_neighbors=1), dict(n_cca=1, n_neighbors=3),
             dict(window=4 * CHUNK, n_layer=3), dict(chunk_size=1, window=4),
             dict(eta=0.5, n_neighbors=4), dict(retriever='bm25', gate=False, dropout=0.5),
-            dict(shift_values=False)]
+            dict(shift_values=False), dict(retriever='dpr'), dict(retriever='contriever')]
 CONFIG = train.TrainConfig(tokens_per_step=4 * 48, max_steps=3, dtype='fp32')
 
 
@@ -149,12 +149,17 @@ def rank_chunks(model, chunks, tokens, permitted):
         return chunks, order
 
     # the mean of the tokens of a chunk, after attention to each other
-    states = []
-    for x in chunks:
+    states, encoded = [], chunks
+    if model.dense:
+        r = model.dense.retriever
+        encoded = model.dense.embedding.weight[tokens].split(len(chunks[0]))[:n]
+    for x in encoded:
         y = norm(r.norm, x)
         states.append(x + attention(r.attention, y, y))
     query = [r.query(norm(r.norm_q, x.mean(0))) for x in states]
     key = [r.key(norm(r.norm_k, x.mean(0))) for x in states]
+    if model.dense:
+        states = chunks
     order = []
     for i in range(n):
         s_q = {j: (query[i] @ key[j]).item() / 16 ** 0.5 for j in permitted[i]}
@@ -784,6 +789,29 @@ def griffin_by_loops(layer, x, begins):
     return x + layer.proj(F.gelu(gate) * torch.stack(states))
 
 
+def memorizing_by_loops(layer, x, begins):
+    """Wu et al. 2022, token by token and head by head: x (t, C) -> (t, C)"""
+    module, block = layer.attention, layer.attention.block
+    doc = begins.cumsum(0)
+    qkv = module.qkv(norm(layer.norm1, x))
+    _, k, v = qkv.unflatten(1, (3, 2, -1)).unbind(1)
+    module.proj.weight.data = torch.eye(16)                             # y of the heads
+    y = self_attention(layer, x, 2 * block).unflatten(1, (2, -1))       # (t, H, D)
+    for i in range(len(x)):
+        left = (i // block - 1) * block                                 # those before it
+        tokens = range(max(0, left - 10), left)
+        tokens = [j for j in tokens if doc[i] == doc[j]]
+        for h, b in enumerate(layer.gate.flatten()):
+            cosine = [F.cosine_similarity(k[i, h], k[j, h], 0).item() for j in tokens]
+            best = sorted(zip(cosine, tokens))[-3:]
+            if best:
+                p = torch.tensor(best)[:, 0] * layer.scale[h]
+                memory = p.softmax(0) @ v[[j + 1 for _, j in best], h]
+                y[i, h] += b.sigmoid() * (memory - y[i, h])
+    x = x + y.flatten(1)
+    return x + mlp(layer, x)
+
+
 def states_by_loops(layer, x, begins):
     """Hutchins et al. 2022, block by block: x (t, C) -> (t, C)"""
     def attend(*qkv):                                                   # 3 x (n, H, D)
@@ -812,19 +840,20 @@ def states_by_loops(layer, x, begins):
 
 
 @mark.parametrize('memory, by_loops', [
-    ('lru', griffin_by_loops), ('state', states_by_loops)])
+    ('lru', griffin_by_loops), ('state', states_by_loops), ('knn', memorizing_by_loops)])
 def test_memories(memory, by_loops):
-    """A layer by its definition; streams; no future"""
-    more = dict(memory=memory, n_states=3)
+    """A layer by its definition; streams; no future; no retriever"""
+    assert raises(ValueError, RPTConfig, memory=memory, retriever='dpr').match('retriever')
+    more = dict(memory=memory, n_states=3, memory_size=10, n_nearest=3)
     test_streaming_equals_the_full_pass(more)
     test_the_future_is_invisible(more)
     model = small(**more)
     layer = model.upper[-1]
     tokens = tokens_of(b=1)
-    x = model.embedding(tokens)
+    x = torch.randn(1, T, 16, generator=generator(0))
     begins = torch.arange(T) % 9 == 8
-    y, _ = layer(x, None, begins[None])
-    close(y[0], by_loops(layer, x[0], begins))
+    wanted = by_loops(layer, x[0], begins)
+    close(layer(x, None, begins[None])[0][0], wanted)
 
     f, *_ = model.encode(tokens)
     difference = f - model.encode(tokens, docs_of(8, 36))[0]
@@ -852,9 +881,35 @@ def test_ranks_reports_losses(n=20):
         nats[way] = -log_p.view(-1, CHUNK).mean(1)
     gain = nats['off'] - nats['on']
     helps = (s_t[i[:, None], chosen] > 0).any(1)                        # none is -1: the last chunk
-    ids = F.one_hot(chunks, V).amax(1)                   # (n, V)
+    ids = F.one_hot(chunks, V).amax(1)                                  # (n, V)
     first = ids[chosen[:, 0]]
     shared = (ids[i] * first).sum(1).double()
-    wanted = [x.mean().item() for x in (gain[helps], gain[~helps], shared)]
     _, _, _, *facts = result['x reads x'].values()
-    assert facts[:3] == approx(wanted)
+    wanted = gain[helps], gain[~helps], shared
+    assert facts[:3] == approx([x.mean().item() for x in wanted])
+
+
+@mark.parametrize('retriever', ['dpr', 'contriever'])
+def test_dense_retrievers_are_trained_by_contrast(start, retriever, capsys):
+    """The loss by loops: dpr's positives are BM25's first, contriever's the chunks before"""
+    (batch, _), corpus, model, _ = start(retriever=retriever, reference_steps=2)
+    assert 'stage 1 of 2: the retriever, 2 steps' in capsys.readouterr().out
+    dense, n = model.dense, 12                                          # chunks of a sequence
+    assert dense.is_trained and not any(p.requires_grad for p in dense.parameters())
+    idf = corpus_idf(corpus.train.tokens.tolist(), 257)
+    chunks = batch.tokens.unflatten(1, (-1, CHUNK))
+    doc = rpt.doc_of_chunks(batch.doc, CHUNK)
+    query, key = (x.flatten(0, 1) for x in dense(chunks))
+    losses = []
+    for i in range(2 * n):
+        b, row = divmod(i, n)
+        if retriever == 'dpr':
+            best = bm25_candidates(chunks[b], doc[b], 4, 1, idf)[row].nonzero()
+        else:
+            best = [row - 1] if row and doc[b, row - 1] == doc[b, row] >= 0 else []
+        if len(best):
+            s_q = key @ query[i] / 4
+            s_q[i] = -math.inf
+            losses.append(-s_q.log_softmax(0)[b * n + int(best[0])])
+    loss = rpt.contrast(dense, chunks, doc, model.config, idf)
+    close(loss, torch.stack(losses).mean())
