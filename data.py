@@ -18,7 +18,7 @@ A row of niah has N chunks of S tokens.
 """
 import contextlib, functools, gzip, hashlib, heapq, json, math, os, re, shutil, sys, sysconfig
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from itertools import filterfalse, pairwise
 from pathlib import Path
@@ -153,18 +153,6 @@ def learn_bpe(counts, n_merges):
     return tokens
 
 
-def gpt2_tokens():
-    """GPT-2's tokens but <|endoftext|>, str by id, one character per byte; and its pattern"""
-    try:
-        gpt2 = tiktoken.get_encoding('gpt2')
-    except Exception:                           # of several packages
-        raise SystemExit('gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its vocab.bpe, '
-                         'named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and its encoder.json, '
-                         'named 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
-    tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
-    return [token.decode('latin-1') for token in tokens], gpt2._pat_str
-
-
 class Tokenizer:
     """bytes   the 256 bytes and <|endoftext|>
     bpe     the 256 bytes, tokens learned from the corpus, and <|endoftext|>
@@ -195,7 +183,14 @@ class Tokenizer:
         if name == 'bytes':
             return cls(name)
         if name == 'gpt2':
-            return cls(name, *gpt2_tokens())
+            try:
+                gpt2 = tiktoken.get_encoding(name)
+            except Exception:                                   # of several packages
+                raise SystemExit('gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its '
+                                 'vocab.bpe, named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and '
+                                 'encoder.json, named 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
+            tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
+            return cls(name, [token.decode('latin-1') for token in tokens], gpt2._pat_str)
 
         # word and bpe: count the words
         counts, n_characters = Counter(), 0
@@ -622,11 +617,12 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
 
 # --------------------------------------------------------------------------------------------------
 # batches
-class Batch(NamedTuple):
-    tokens: torch.Tensor    # (B, T) int64; 0 at padding
-    targets: torch.Tensor   # (B, T) int64, the next tokens; -1 where there is none to predict
-    doc: torch.Tensor       # (B, T) int64, each token's document (niah: row); -1 at padding
-    seed: int               # different for each batch: the only source of the model's randomness
+# What a model is trained on
+#     tokens   (B, T) int64     0 at padding
+#     targets  (B, T) int64     the next tokens; -1 where there is none to predict
+#     doc      (B, T) int64     each token's document (niah: row); -1 at padding
+#     seed     int              of all random draws of the model, different for each batch
+Batch = namedtuple('Batch', 'tokens targets doc seed')
 
 
 def nearest_segments(segments, low, high):

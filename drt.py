@@ -46,9 +46,10 @@ Where this differs from the paper, and why
     $ python train.py --model drt
 """
 import inspect, math, tempfile, zlib
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -136,13 +137,12 @@ def batches(config):
 
 
 def setup(model, corpus, *args):
-    """Adds nothing to batches; warns if no document has two chunks and a token, which reads one."""
+    """Warns if no document has two chunks and a token, which reads one."""
     needed = 2 * model.config.chunk_size - 1
     longest = np.diff(corpus.train.offsets).max()
     if longest < needed and 'on' in model.ways() and not corpus.hops:
         print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
               f'than {needed}. Try longer documents or a smaller --chunk-size')
-    return lambda batch, g: batch
 
 
 # --------------------------------------------------------------------------------------------------
@@ -453,13 +453,13 @@ class ChunkEncoder(nn.Module):
 COMPILED = (Block, EncoderBlock)        # layers that train.py compiles
 
 
-class State(NamedTuple):
-    """What streaming keeps of a text (§3.3). Only landmarks and kv grow, once a chunk."""
-    past: list                  # of each layer, keys and values of the last W positions
-    unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the chunk not yet complete
-    landmarks: list             # of pieces, l_k of their chunks, (B, n, C)
-    kv: list                    # of each chunk, (2, B, S, H, D) 16 bits; in forward a tensor
-    chosen: list                # of each group, w and idx (B, n, K); the last: of the unfinished
+# What a stream keeps of a text (§3.3); only landmarks and kv grow, once a chunk
+#     past        list          of each layer, keys and values of the last W positions
+#     unfinished  (B, s, C)     the encoder's input, of the chunk that is not yet complete
+#     landmarks   list          of pieces, l_k of their chunks, (B, n, C)
+#     kv          list          of each chunk, (2, B, S, H, D) 16 bits; in forward a tensor
+#     chosen      list          of each group, w and idx (B, n, K), the last of the unfinished chunk
+State = namedtuple('State', 'past unfinished landmarks kv chosen')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -785,8 +785,7 @@ class DRT(nn.Module):
         """The chunks that are read to predict token t + 1, by all groups or one: a list of (weight,
         ids, start, end), largest weight first. The chunk is ids[start:end], with next_chunk two,
         of tokens (n,) or of a corpus. state: that of read(tokens[None, :t])"""
-        if state is None:
-            state = self.read(tokens[None, :t])
+        state = state or self.read(tokens[None, :t])
         n_tokens = self.config.chunk_size - 1                           # of a chunk
         n_corpus = len(self.empty_state(1).kv)
         n_read = 2 * n_tokens if self.config.next_chunk else n_tokens

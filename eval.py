@@ -363,8 +363,11 @@ def examples(runs, args, n=3):
             tokens = run.documents[np.argmax(page_gains)][:PAGE_TOKENS]
         if args.html:
             pages.append(trace_text(run, tokens))
-    if pages:
-        write_page(args.html, pages)
+    if pages:                                   # assets/trace.html with the data of the runs in it
+        script = json.dumps(pages).replace('<', '\\u003c')      # no text ends the script
+        template = Path(__file__).parent / 'assets/trace.html'
+        train.write(args.html, template.read_text('utf-8').replace('{{runs}}', script))
+        print(f'\n{args.html}')
     return result
 
 
@@ -393,14 +396,6 @@ def trace_text(run, tokens):
     return dict(run=run.name, chunk=chunk, traces=traces,
                 tokens=tokens.tolist(), losses=np.round(losses, 3).tolist(),
                 tokenizer=run.tokenizer.to_dict())
-
-
-def write_page(path, pages):
-    """assets/trace.html with the data of the runs in it"""
-    script = json.dumps(pages).replace('<', '\\u003c')          # no text ends the script
-    template = Path(__file__).parent / 'assets/trace.html'
-    train.write(path, template.read_text('utf-8').replace('{{runs}}', script))
-    print(f'\n{path}')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -758,6 +753,5 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    train.keep_printing(sys.stdout)
-    train.keep_printing(sys.stderr)
+    train.keep_printing()
     main(sys.argv[1:])

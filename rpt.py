@@ -51,7 +51,7 @@ Where we differ from the paper, and why
     $ python train.py --model rpt           a reference LM, then RPT, which it teaches
 """
 import functools, hashlib, inspect, math, os, zlib
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -107,8 +107,6 @@ class RPTConfig:
 
     def __post_init__(self):
         if self.memory != 'none':
-            if self.retriever not in ('sem', 'none'):
-                raise ValueError('memory: only with retriever none')
             self.retriever = 'none'
             self.chunk_size = self.window // 2          # its streams are cut between blocks
         check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd window '
@@ -713,7 +711,10 @@ class RPT(nn.Module):
         if config.retriever in ('sem', 'lex'):
             self.retriever = Retriever(config)
         if config.retriever in ('dpr', 'contriever'):
-            self.dense = DenseRetriever(config)
+            self.dense = nn.Sequential(OrderedDict(
+                embedding=nn.Embedding(config.vocab_size, config.n_embd),
+                retriever=Retriever(config))).requires_grad_(False)
+            self.dense.register_buffer('is_trained', torch.zeros(()))       # see setup
         if config.retriever == 'bm25':
             self.register_buffer('idf', torch.zeros(config.vocab_size))     # see setup
         if retrieves:
@@ -759,7 +760,7 @@ class RPT(nn.Module):
         if self.retriever:
             states, query, key = self.retriever(chunk_states)
         elif self.dense:
-            query, key = self.dense(in_chunks(tokens, m))
+            _, query, key = self.dense(in_chunks(tokens, m))
         else:
             query, key = bm25_vectors(in_chunks(tokens, m), self.idf)
 
@@ -915,41 +916,27 @@ class RPT(nn.Module):
     def trace(self, tokens, t, state=None):
         """What is retrieved to predict token t + 1 of tokens (n,): [(gate, tokens, start, end)],
         largest gate first. state: of read(tokens[None, :t]), computed if None"""
-        if state is None:
-            state = self.read(tokens[None, :t])
+        state = state or self.read(tokens[None, :t])
         memory = self.read(tokens[None, t:t + 1], state).memory
 
         # the last whole chunk has retrieved chunks j and j + 1
         m = self.config.chunk_size
         pairs = zip(memory.gates[0, -1].tolist(), memory.chosen[0, -1].tolist())
-        retrieved = [(gate, tokens, j * m, (j + 2) * m) for gate, j in pairs if j >= 0]
-        return sorted(retrieved, key=lambda item: -item[0])
+        return sorted([(gate, tokens, j * m, (j + 2) * m) for gate, j in pairs if j >= 0],
+                      key=lambda item: -item[0])
 
 
 # --------------------------------------------------------------------------------------------------
 # compared systems: --retriever dpr, contriever
-class DenseRetriever(nn.Module):
-    """A Retriever that sees the tokens of a chunk alone. It is trained by contrast before RPT, then
-    fixed: softmax_j(s_q(j)) over all other chunks j of a micro-batch is to be large at a positive,
+def contrast(dense, chunks, doc, config, idf):
+    """The loss of RPT.dense, a Retriever that sees the tokens of a chunk alone. It is trained
+    first, then fixed: softmax_j(s_q(j)) over all other chunks j of a micro-batch is to be large at
 
         dpr         the first chunk by BM25 for c_i and c_{i+1} (RPT, App. C)
         contriever  the chunk before c_i, as two spans of a document are alike (RPT_contriever of
-                    DRT; Izacard et al. 2022)"""
-    def __init__(self, config):
-        super().__init__()
-        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
-        self.retriever = Retriever(config)
-        self.requires_grad_(False)
-        self.register_buffer('is_trained', torch.zeros(()))         # a checkpoint has it, too
+                    DRT; Izacard et al. 2022)
 
-    def forward(self, chunks):
-        """Tokens (B, N, m) -> queries, keys (B, N, C)"""
-        _, query, key = self.retriever(self.embedding(chunks))
-        return query, key
-
-
-def contrast(dense, chunks, doc, config, idf):
-    """The loss () of a DenseRetriever, 0 if there is no positive. chunks (B, N, m), doc (B, N)"""
+    chunks (B, N, m), doc (B, N) -> (), 0 if no chunk has a positive"""
     # the positives of each chunk of a sequence: B of (N, N)
     if config.retriever == 'dpr':
         positives = [bm25_candidates(*row, config.window_chunks, 1, idf)
@@ -958,14 +945,14 @@ def contrast(dense, chunks, doc, config, idf):
         positives = permitted(doc, 1) & ~permitted(doc, 2)
     positives = torch.block_diag(*positives)                                # (B N, B N)
 
-    query, key = (x.flatten(0, 1) for x in dense(chunks))                   # (B N, C)
-    s_q = query @ key.T / key.size(1) ** 0.5
+    _, query, key = dense(chunks)                                           # (B, N, C)
+    s_q = query.flatten(0, 1) @ key.flatten(0, 1).T / key.size(2) ** 0.5    # (B N, B N)
     log_p = s_q.fill_diagonal_(-1e9).log_softmax(1)
     return -(log_p * positives).sum() / positives.sum().clamp(min=1)
 
 
 def train_dense(dense, batches, config, idf, progress):
-    """Trains a DenseRetriever on the first micro-batches of a run."""
+    """Trains RPT.dense on the first micro-batches of a run."""
     m, device = config.chunk_size, dense.embedding.weight.device
     optimizer = torch.optim.AdamW(dense.requires_grad_().parameters(), lr=1e-3)
     for g in progress(range(config.reference_steps), 'training the retriever'):
@@ -1261,16 +1248,6 @@ def load_reference(config, train_config, corpus, train_reference):
     return reference
 
 
-def print_gain_of_copy(reference, chunks):
-    """A reference LM that does not copy cannot teach. Prints the mean s_t of candidate i of chunk
-    i, whose prompt c_i, c_{i+1}, c_i contains the target; chunks (N, m)"""
-    itself = torch.eye(len(chunks)) > 0
-    itself[[0, 1, -1]] = False                          # without a baseline, or a target
-    gain = target_scores(reference, chunks, itself)[itself].mean()
-    hint = ', too little to teach: see --reference-cache' if gain < 0.5 else ''
-    print(f'a copy of the target is worth {gain:.3f} nats per token to the reference LM{hint}')
-
-
 def sequence_scores(path, chunks, doc, config, idf, reference):
     """s_t (N, N) of a sequence, stored in the file `path`: for every n-th chunk by the reference
     LM, else as in RPT-Lex. chunks (N, m), doc (N,)"""
@@ -1304,11 +1281,11 @@ TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores r
 def setup(model, corpus, batches, train_config, autocast, train_reference, progress):
     """Computes s_t of all sequences of the run, each process its share, and stores it in files. The
     name of their folder is a hash of all that they depend on: runs that differ in other settings
-    share them. -> attach(batch, g), which adds s_t to batch, the micro-batch number g"""
+    share them. -> attach(batch, g), which adds s_t to batch, the micro-batch number g;
+    None: there is no s_t"""
     config, m = model.config, model.config.chunk_size
-    attach_nothing = lambda batch, g: batch
     if config.retriever == 'none':
-        return attach_nothing
+        return
 
     # a chunk retrieves chunks before its window, for its target: the chunk after it
     needed = config.window + 2 * m
@@ -1329,7 +1306,7 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
             for x in model.dense.state_dict().values():
                 torch.distributed.broadcast(x, 0)
         print(f'stage 2 of 2: RPT, {train_config.max_steps} steps')
-        return attach_nothing
+        return
 
     seed = train_config.seed if corpus.hops else 0                          # of the needles
     facts = [VERSION, corpus.fingerprint, corpus.hops, seed, train_config.dtype, m,
@@ -1344,7 +1321,6 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         reference.to(model.embedding.weight.device)
         # encode runs under autocast; target_log_p outside it, so scores remain fp32
         reference.encode = autocast()(reference.encode)
-        print_gain_of_copy(reference, in_chunks(batches[0].tokens, m)[0])
 
     # the folder of the scores, and how many are computed
     folder = corpus.folder / f'scores-{digest.hexdigest()[:16]}'
@@ -1431,9 +1407,8 @@ def ranks(runs, args):
     # the last run must be able to score what each of the others retrieves
     kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
     retrieve = rankers and all(run.model.neighbor_encoder for run in rankers)
-    is_lm = reference.model.neighbor_encoder is None
-    has_window = reference.model.config.window_chunks >= 4
-    if not (len(texts) and retrieve and is_lm and has_window and len(kinds) == 1):
+    is_lm = not reference.model.neighbor_encoder and reference.model.config.window_chunks >= 4
+    if not (len(texts) and retrieve and is_lm and len(kinds) == 1):
         raise SystemExit('ranks: runs that retrieve, then their reference LM (window: 4 chunks), '
                          f'of one tokenizer and chunk size; a document of {N * m} tokens or more')
 

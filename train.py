@@ -16,8 +16,8 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
     COMPILED                classes of layers, for torch.compile
     batches(config)         arguments of data.Corpus.batches: what a micro-batch consists of
     setup(model, corpus, batches, config, autocast, train_reference, progress)
-                            optional, before training: computes what a teacher knows, and returns
-                            attach(batch, g), which adds that to micro-batch g, a data.Batch
+                            optional, before training: computes what a teacher knows; returns None
+                            or attach(batch, g), which adds that to micro-batch g, a data.Batch
     X(config)               the model
     .forward(batch, progress)   loss () and a dict of numbers () to log; batch: tokens, targets, doc
                             (B, T), and a seed of all its random draws; progress: step / max_steps
@@ -424,7 +424,11 @@ def check_folder(out, about, state, resume):
     files = sorted({*os.listdir(out)} - {LOCK, 'config.json'})      # that of a run killed at once
     saved, trouble = {}, ''
     if 'ckpt.pt' in files:
-        saved = read_config(out / 'config.json')
+        try:
+            saved = dict(hops=0) | json.loads((out / 'config.json').read_text('utf-8'))
+        except Exception as e:                          # a broken file can raise anything
+            raise SystemExit(f'{out}/config.json is damaged ({e!r:.200}): --init {out}/ckpt.pt '
+                             'with another --out starts from its weights')
         saved |= dict(state['config'], corpus=state['corpus'], model=state['model_name'])
         differ = [key for key in about if key not in NOT_COMPARED and saved.get(key) != about[key]]
         if differ or resume == 'no':
@@ -443,15 +447,6 @@ def check_folder(out, about, state, resume):
             message += f'; --init {out}/best.pt has its weights'
         raise SystemExit(message)
     return saved.get('max_steps')
-
-
-def read_config(file):
-    """config.json of a run, a dict. SystemExit if it is damaged"""
-    try:
-        return dict(hops=0) | json.loads(file.read_text('utf-8'))
-    except Exception as e:                              # a broken file can raise anything
-        raise SystemExit(f'{file} is damaged ({e!r:.200}): --init {file.parent}/ckpt.pt with '
-                         'another --out starts from its weights')
 
 
 def write_config(out, about, ran_on):
@@ -694,7 +689,7 @@ def train(module, model_config, config, corpus=None):
         with locked(Path(config.out)):
             return train(module, reference_config, config, corpus)
 
-    attach = lambda batch, g: batch
+    attach = None
     if hasattr(module, 'setup'):
         attach = module.setup(model, corpus, batches, config, autocast, train_reference,
                               data.progress)
@@ -710,7 +705,8 @@ def train(module, model_config, config, corpus=None):
         metrics = collections.Counter()
         for i in range(passes):
             g = (done * passes + i) * WORLD + RANK      # its number for any WORLD
-            loss, more = forward(attach(batches[g], g), done / max_steps)
+            batch = attach(batches[g], g) if attach else batches[g]
+            loss, more = forward(batch, done / max_steps)
             (loss / passes).backward()      # micro-batches count alike, also those with padding
             for key, value in {'loss': loss, **more}.items():
                 metrics[key] += value.detach() / passes
@@ -753,22 +749,19 @@ def short_errors(program, smaller):
         raise SystemExit(f'{program}: is the disk full? {e!r:.200}')    # of torch, of faiss
 
 
-def keep_printing(stream):
+def keep_printing():
     """Without a reader, as after `| head`, what is printed is dropped, and the program continues.
     Characters that a console lacks are replaced."""
-    if stream is None:                                  # it is closed
-        return
-    stream.reconfigure(errors='replace')
-    write = stream.write
-
-    def write_or_drop(text):
+    def write_or_drop(stream, write, text):
         try:
             write(text)
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
-    stream.write = write_or_drop
+    for stream in filter(None, (sys.stdout, sys.stderr)):       # None: it is closed
+        stream.reconfigure(errors='replace')
+        stream.write = functools.partial(write_or_drop, stream, stream.write)
 
 
 def main(argv=None):
@@ -789,6 +782,5 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    keep_printing(sys.stdout)
-    keep_printing(sys.stderr)
+    keep_printing()
     main()

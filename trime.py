@@ -52,15 +52,16 @@ Where this differs from the paper, and why
     $ python train.py --model trime
 """
 import hashlib, inspect, json, math, os, random, re, shutil
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
@@ -707,12 +708,12 @@ class Datastore:
 COMPILED = (Block,)     # layers that train.py compiles
 
 
-class State(NamedTuple):
-    """What `stream` keeps of a text; its size is bounded."""
-    text: Tensor        # (B, L) its last tokens, at most long + T
-    keys: Tensor        # (B, L, C) g of each of them, as first encoded
-    window: Tensor      # (B, n, C) g of the tokens of the current window, the last of the text
-    past: list          # the attention's keys and values of the window
+# What a stream keeps of a text; its size is bounded
+#     text    (B, L)        its last tokens, at most long + T
+#     keys    (B, L, C)     g of each of them, as first encoded
+#     window  (B, n, C)     g of the tokens of the current window, the last of the text
+#     past    list          the attention's keys and values of the window
+State = namedtuple('State', 'text keys window past')
 
 
 class TRIME(nn.Module):

@@ -591,7 +591,8 @@ def start(tmp_path):
         attach = rpt.setup(model, corpus, batches, train_config,
                            partial(torch.autocast, 'cpu', enabled=False), train_reference,
                            data.progress)
-        return [attach(batches[g], g) for g in range(n)], corpus, model, reference
+        taught = [attach(batches[g], g) if attach else batches[g] for g in range(n)]
+        return taught, corpus, model, reference
     return run
 
 
@@ -650,9 +651,7 @@ def test_scores_are_computed_once(count, monkeypatch, capsys):
     assert count() == 0
     assert count(eta=0.3, tau=1.0, reference_steps=2) == 0
     assert count(micro_batch=4, n=1, n_cca=2) == 0
-    assert 'too little' not in capsys.readouterr().out
     assert count(reference_cache=0.0) > 0
-    assert 'too little' in capsys.readouterr().out                      # it hardly copies
     for more in (dict(score_every=3), dict(n_candidates=5), dict(window=6 * CHUNK),
                  dict(shift=0.1), dict(retriever='lex'), dict(block_size=44),
                  dict(train_config=replace(CONFIG, dtype='bf16'))):
@@ -899,7 +898,7 @@ def test_dense_retrievers_are_trained_by_contrast(start, retriever, capsys):
     idf = corpus_idf(corpus.train.tokens.tolist(), 257)
     chunks = batch.tokens.unflatten(1, (-1, CHUNK))
     doc = rpt.doc_of_chunks(batch.doc, CHUNK)
-    query, key = (x.flatten(0, 1) for x in dense(chunks))
+    query, key = (x.flatten(0, 1) for x in dense(chunks)[1:])
     losses = []
     for i in range(2 * n):
         b, row = divmod(i, n)

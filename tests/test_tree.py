@@ -5,8 +5,8 @@ from pathlib import Path
 from pytest import mark
 
 ROOT = Path(__file__).parent.parent
-BUDGET = {'trime.py': 7700, 'rpt.py': 10300, 'drt.py': 7100, 'gca_kernel.py': 4500, 'bm25.py': 1200,
-          'data.py': 6000, 'train.py': 5700, 'eval.py': 5900}   # Python tokens; in all 48000
+BUDGET = {'trime.py': 7600, 'rpt.py': 11200, 'drt.py': 7000, 'gca_kernel.py': 4500, 'bm25.py': 1200,
+          'data.py': 6000, 'train.py': 5500, 'eval.py': 5900}   # Python tokens; in all 48000
 TESTS = [f'tests/{path.name}' for path in Path(__file__).parent.glob('*.py')]
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'setup', 'demo'}
