@@ -365,8 +365,8 @@ def examples(runs, args, n=3):
             pages.append(trace_text(run, tokens))
     if pages:                                   # assets/trace.html with the data of the runs in it
         script = json.dumps(pages).replace('<', '\\u003c')      # no text ends the script
-        template = Path(__file__).parent / 'assets/trace.html'
-        train.write(args.html, template.read_text('utf-8').replace('{{runs}}', script))
+        page = (Path(__file__).parent / 'assets/trace.html').read_text('utf-8')
+        train.write(args.html, page.replace('{{runs}}', script))
         print(f'\n{args.html}')
     return result
 

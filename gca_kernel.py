@@ -104,9 +104,9 @@ def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
     # the blocks; their scores are computed again in the backward pass
     k = fp32(k)
     v = fp32(v)
-    blocks = zip(q.split(rows * chunk, 1), w.split(rows, 1), idx.split(rows, 1))
     outputs = []
-    for q_block, w_block, idx_block in blocks:
+    for q_block, w_block, idx_block in zip(
+            q.split(rows * chunk, 1), w.split(rows, 1), idx.split(rows, 1)):
         o = checkpoint(
             gca_reference, q_block, k, v, w_block, idx_block,
             chunk, n_keys, sink, scale, use_reentrant=False)

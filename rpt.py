@@ -698,13 +698,12 @@ class RPT(nn.Module):
 
         # compared systems: Griffin has as many recurrent layers as would cross-attend, after the
         # others. Others have a memory in one layer (Block-Recurrent's paper: the tenth of twelve)
-        middle = n_upper // 2
         if config.memory == 'lru':
             self.upper.extend(RecurrentLayer(config) for _ in range(n_cca))
         if config.memory == 'knn':
-            self.upper[middle] = MemorizingBlock(config)
+            self.upper[n_upper // 2] = MemorizingBlock(config)
         if config.memory == 'state':
-            self.upper[middle] = StateBlock(config)
+            self.upper[n_upper // 2] = StateBlock(config)
 
         # retrieval: learned, trained before (dense), by BM25 with the idf of the corpus, or none
         self.retriever = self.dense = self.neighbor_encoder = None
@@ -1300,12 +1299,11 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         model.idf.copy_(idf)
     if model.dense:
         if RANK == 0 and not model.dense.is_trained:
-            print(f'stage 1 of 2: the retriever, {config.reference_steps} steps')
+            print(f'stage 1 of 2: the retriever, {config.reference_steps} steps; then RPT')
             train_dense(model.dense, batches, config, idf, progress)
         if WORLD > 1:
             for x in model.dense.state_dict().values():
                 torch.distributed.broadcast(x, 0)
-        print(f'stage 2 of 2: RPT, {train_config.max_steps} steps')
         return
 
     seed = train_config.seed if corpus.hops else 0                          # of the needles
