@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pytest import approx, fixture, mark, raises
+from pytest import approx, fixture, mark
 
 import data, rpt, train
 from helpers import (batch_of, close, formula, learn, one_line, ranking, rope, streamed,
@@ -841,8 +841,7 @@ def states_by_loops(layer, x, begins):
 @mark.parametrize('memory, by_loops', [
     ('lru', griffin_by_loops), ('state', states_by_loops), ('knn', memorizing_by_loops)])
 def test_memories(memory, by_loops):
-    """A layer by its definition; streams; no future; no retriever"""
-    assert raises(ValueError, RPTConfig, memory=memory, retriever='dpr').match('retriever')
+    """A layer by its definition; streams; no future"""
     more = dict(memory=memory, n_states=3, memory_size=10, n_nearest=3)
     test_streaming_equals_the_full_pass(more)
     test_the_future_is_invisible(more)
