@@ -327,7 +327,8 @@ def show(run, tokens, t, **facts):
         retrieved.append(row)
         add_row(lines, dict(row, text=shown))
     if not lines:
-        print(f'\nnothing: among {t + 1} tokens is no chunk or memory that may be retrieved')
+        print(f'\nnothing: among {t + 1} tokens is no chunk or memory that may be retrieved; what '
+              '--memory knn reads is not shown')
     return dict(run=run.name, **facts, retrieved=retrieved)
 
 

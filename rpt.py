@@ -23,8 +23,9 @@ Where the paper is in this file (its equations have no numbers)
     §3.4     scheduled sampling                         RPT.schedule, RPT.forward
     §3.4     sliding-window attention                   SelfAttention
     §3.4     inference                                  RPT.encode, RPT.stream
-    §5       Transformer-XL, RETRO, RPT-Lex, DPR        --retriever none, bm25, lex, dpr
-    §5       Griffin, Block-Recurrent Transformer       --memory lru, state
+    §5       Transformer-XL, RETRO, RPT-Lex             --retriever none, bm25, lex
+    §5       Memorizing and Block-Recurrent, Griffin    --memory knn, state, lru
+    App. C   DPR; also Contriever                       --retriever dpr, contriever
     §5       Tables 2 to 4, Figures 4 to 6              ranks
 
 Letters in the shape comments
