@@ -562,8 +562,7 @@ class DRT(nn.Module):
             # standard deviation 1: that of numbers from 0 to 1 is 1 / sqrt(12)
             generator = torch.Generator().manual_seed(g)
             table = torch.rand(M, h.size(2), generator=generator)[M - N:]
-            table = table * 12 ** 0.5 - 3 ** 0.5                        # (N, C)
-            h = table.to(h)
+            h = (table * 12 ** 0.5 - 3 ** 0.5).to(h)                    # (N, C)
         elif self.config.compare_means:
             n_chunks = mask.sum(2, keepdim=True).clamp(min=1)
             mean = product(mask.type_as(l_k), l_k) / n_chunks           # (B, N, C)

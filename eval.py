@@ -327,8 +327,7 @@ def show(run, tokens, t, **facts):
         retrieved.append(row)
         add_row(lines, dict(row, text=shown))
     if not lines:
-        print(f'\nnothing: among {t + 1} tokens is no chunk or memory that may be retrieved; what '
-              '--memory knn reads is not shown')
+        print(f'\nnothing: among {t + 1} tokens is none to retrieve (--memory knn: not shown)')
     return dict(run=run.name, **facts, retrieved=retrieved)
 
 

@@ -103,7 +103,7 @@ class RPTConfig:
     n_candidates: int = 20        # BM25 candidates of a chunk, J (paper)
     score_every: int = 1          # the reference LM scores every n-th chunk; others: as lex (ours)
     reference: str = ''           # .pt file, or folder with ckpt.pt; default: one is trained first
-    reference_steps: int = 600    # steps of its training, or of dpr's, at most RPT's (ours)
+    reference_steps: int = 600    # of its training, at most RPT's; of dpr and contriever (ours)
     reference_cache: float = 0.2  # weight of its continuous cache, λ (ours; paper: 0)
 
     def __post_init__(self):
@@ -112,7 +112,7 @@ class RPTConfig:
             self.chunk_size = self.window // 2          # its streams are cut between blocks
         check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd window '
                              'chunk_size n_neighbors n_candidates score_every reference_steps '
-                             'n_states')
+                             'n_states n_nearest')
         if self.n_embd % (2 * self.n_head):
             raise ValueError('n_embd: a multiple of 2 n_head')
         if self.n_cca > self.n_layer - self.n_layer // 2:
@@ -953,12 +953,12 @@ def contrast(dense, chunks, doc, config, idf):
 
 def train_dense(dense, batches, config, idf, progress):
     """Trains RPT.dense on the first micro-batches of a run."""
-    m, device = config.chunk_size, dense.embedding.weight.device
+    device = dense.embedding.weight.device
     optimizer = torch.optim.AdamW(dense.requires_grad_().parameters(), lr=1e-3)
     for g in progress(range(config.reference_steps), 'training the retriever'):
         batch = batches[g]
-        chunks = in_chunks(batch.tokens, m).to(device)
-        doc = doc_of_chunks(batch.doc, m).to(device)
+        chunks = in_chunks(batch.tokens, config.chunk_size).to(device)
+        doc = doc_of_chunks(batch.doc, config.chunk_size).to(device)
         optimizer.zero_grad()
         contrast(dense, chunks, doc, config, idf.to(device)).backward()
         optimizer.step()
@@ -1014,18 +1014,18 @@ class MemorizingBlock(Block):
             mask = doc[:, None, i, None] == doc_j[:, None, None, j]         # (B, 1, block, n)
             s_cos = torch.einsum('bihd, bjhd -> bhij', q[:, i], k[:, j])
             s_cos = s_cos.masked_fill(~mask, -1e9)
-            K = min(s_cos.size(3), self.config.n_nearest)
-            lowest = s_cos.topk(K).values[..., -1:]
+            lowest = s_cos.topk(
+                min(s_cos.size(3), self.config.n_nearest)).values[..., -1:]
             p = s_cos.masked_fill(s_cos < lowest, -math.inf).softmax(3)     # (B, H, block, n)
             memory = torch.einsum('bhij, bjhd -> bihd', p, v[:, j])
 
-            # g is 0 where no token is found
-            found = mask.any(3).mT[..., None]                               # (B, block, 1, 1)
-            g = self.gate.sigmoid()[:, None] * found                        # (B, block, H, 1)
-            outputs.append((1 - g) * y[:, i] + g * memory)
+            # g (B, block, H, 1) is 0 where no token is found
+            g = self.gate.sigmoid()[:, None] * mask.any(3).mT[..., None]
+            outputs.append((1 - g) * y[:, i]
+                           + g * memory)
 
-        y = self.attention.proj(torch.cat(outputs, 1).flatten(2))
-        return y, self.attention.kept(kv, size)
+        y = torch.cat(outputs, 1)                                           # (B, t, H, D)
+        return self.attention.proj(y.flatten(2)), self.attention.kept(kv, size)
 
 
 def scan(a, b):
@@ -1255,6 +1255,7 @@ def sequence_scores(path, chunks, doc, config, idf, reference):
     try:
         s_t = np.load(path)
         assert s_t.shape == (N, N) and s_t.dtype == np.float32
+        assert np.isfinite(s_t).all()
         return torch.from_numpy(s_t)
     except FileNotFoundError:
         pass
@@ -1265,8 +1266,8 @@ def sequence_scores(path, chunks, doc, config, idf, reference):
     if reference is not None:
         candidates = s_t > 0
         candidates[torch.arange(N) % config.score_every > 0] = False
-        by_reference = target_scores(reference, chunks, candidates).cpu()
-        s_t = by_reference.where(candidates, s_t)
+        s_t = target_scores(
+            reference, chunks, candidates).cpu().where(candidates, s_t)
     temporary = path.with_name(f'{os.getpid()}.tmp.npy')
     np.save(temporary, s_t.float())
     temporary.replace(path)

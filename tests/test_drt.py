@@ -202,6 +202,17 @@ def test_the_future_is_invisible(settings):
         assert differ[t], f'token {t} does not change the next prediction'
 
 
+@mark.parametrize('groups', [1, 2])
+def test_nothing_is_late(groups):
+    """Chunk 0 is read from the first token after the landmark of chunk 1 on."""
+    model = small(groups=groups, window=2, n_neighbors=9, chunk_size=8)
+    tokens = random_tokens(t=28)
+    changed = (tokens + F.one_hot(torch.tensor(0), 28)) % V             # the first one
+    differ = positions_that_differ(model.log_probs(tokens), model.log_probs(changed))
+    assert differ[:5].all() and not differ[5:14].any()                  # 4 layers, window 2
+    assert differ[14:].all(), 'the tokens after the landmark of chunk 1 do not read chunk 0'
+
+
 def f_of_tokens(model, batch):
     """The states (B, T, C) from which forward predicts the targets of a batch"""
     states = []
