@@ -871,15 +871,10 @@ class LandmarkAttention(SelfAttention):
 # a demo
 def demo():
     """From tokens to the loss, and what is retrieved, with the weights of assets/drt.pt"""
-    import tiktoken
-    file = torch.load(Path(__file__).parent / 'assets/drt.pt', weights_only=True)
-    model = DRT(DRTConfig(**file['config'])).eval()
-    model.load_state_dict(file['model'])
-    ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}
-    tokenizer = tiktoken.Encoding('demo', pat_str=file['tokenizer']['pattern'],
-                                  mergeable_ranks=ranks, special_tokens={})
-
-    ids = tokenizer.encode(inspect.getsource(DRTConfig))[:401]
+    from eval import load
+    model, tokenizer = load(Path(__file__).parent / 'assets/drt.pt')
+    source = inspect.getsource(DRTConfig)
+    ids = tokenizer.encode(source)[:401].tolist()
     tokens = torch.tensor([ids])
     x = model.insert(tokens[:, :-1], model.config.vocab_size)
     f, chunks, state = model.encode(x, model.empty_state(1))

@@ -1482,15 +1482,10 @@ TASKS = {'ranks': ranks}
 # a demo
 def demo():
     """The source of RPTConfig, from tokens to the loss; what a chunk retrieves; of assets/rpt.pt"""
-    import tiktoken
-    file = torch.load(Path(__file__).parent / 'assets/rpt.pt', weights_only=True)
-    model = RPT(RPTConfig(**file['config'])).eval()
-    model.load_state_dict(file['model'])
-    ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}
-    tokenizer = tiktoken.Encoding('demo', pat_str=file['tokenizer']['pattern'],
-                                  mergeable_ranks=ranks, special_tokens={})
-
-    ids = tokenizer.encode(inspect.getsource(RPTConfig))[-513:]
+    from eval import load
+    model, tokenizer = load(Path(__file__).parent / 'assets/rpt.pt')
+    source = inspect.getsource(RPTConfig)
+    ids = tokenizer.encode(source)[-513:].tolist()
     tokens = torch.tensor([ids])
     f, state, s_q = model.encode(tokens[:, :-1])
     loss = cross_entropy(f, model.embedding.weight, tokens[:, 1:])

@@ -362,7 +362,7 @@ def read_checkpoint(path):
         # on the device meta a model has shapes, but no memory; then it gets the weights
         with torch.device('meta'), mock.patch('torch.Tensor.normal_'):      # which is slow there
             model = getattr(module, name.upper())(Config(**config))
-        model.load_state_dict(weights, assign=True)
+        model.load_state_dict(dict(weights), assign=True)       # not for later loads of weights
         for key, x in weights.items():
             assert x.is_contiguous() and x.isfinite().all(), key
         return state, model.float(), tokenizer

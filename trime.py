@@ -1113,15 +1113,10 @@ TASKS = {'datastore': datastore_accuracy}
 def demo():
     """The source of TRIMEConfig, from tokens to the loss; memories of one. With assets/trime.pt, a
     model of the default configuration"""
-    import tiktoken
-    file = torch.load(Path(__file__).parent / 'assets/trime.pt', weights_only=True)
-    model = TRIME(TRIMEConfig()).eval()
-    model.load_state_dict(file['model'])
-    ranks = {x.encode('latin-1'): i for i, x in enumerate(file['tokenizer']['tokens'])}
-    tokenizer = tiktoken.Encoding('demo', pat_str=file['tokenizer']['pattern'],
-                                  mergeable_ranks=ranks, special_tokens={})
-
-    ids = tokenizer.encode(inspect.getsource(TRIMEConfig))[:360]
+    from eval import load
+    model, tokenizer = load(Path(__file__).parent / 'assets/trime.pt')
+    source = inspect.getsource(TRIMEConfig)
+    ids = tokenizer.encode(source)[:360].tolist()
     tokens = torch.tensor([ids])
     log_p, state = model.stream(tokens)
     print(f"""tokens                    (B, T)     {tuple(tokens.shape)}

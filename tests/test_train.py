@@ -466,6 +466,13 @@ def test_init_starts_from_weights_and_their_tokenizer(first, capsys):
     assert 'step 1 of 1' in capsys.readouterr().out
 
 
+def test_weights_of_a_checkpoint_are_copied(first):
+    """Not assigned: on a GPU a run that is resumed would have weights on the CPU."""
+    state, model, _ = train.read_checkpoint('first/ckpt.pt')
+    model.double().load_state_dict(state['model'])
+    assert all(p.dtype == torch.float64 for p in model.parameters())
+
+
 NOT_FITTING = {'--n-embd 32': "ckpt.pt has weights for other settings: {'n_embd': 16}",
                '--tokenizer bytes': "{'vocab_size': 294}", '--model trime': '--model rpt',
                '--init other.txt': 'other.txt is not a checkpoint'}
