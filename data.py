@@ -1,5 +1,5 @@
 """
-Text in, batches out: tokenizers, corpora on disk, and four ways to cut a corpus into batches.
+Text in, batches out: tokenizers, corpora on disk, and several ways to cut a corpus into batches.
 
 A corpus is a folder that `load` makes on first use:
 
@@ -32,7 +32,7 @@ import torch
 from bm25 import BM25
 
 SPLITS = 'train', 'val', 'test'
-VERSION = 2             # of the rules by which a corpus is prepared: others make another folder
+VERSION = 3             # of the rules by which a corpus is prepared: others make another folder
 
 
 def digest(*values):
@@ -253,7 +253,8 @@ WORD = regex.compile(
     r'(?:\p{Lu}+(?!\p{Ll})|\p{Lu}?\p{Ll}+)(?![^/]*[.](?i:py|pyi|ipynb|sh|bat|js|ts|c|h|cc|cpp|hpp|'
     r'cu|java|go|rs|rb|pl|r|lua|jl|php|cs|kt|swift|ya?ml|toml)$)')
 JSON = re.compile('(?i).*[.](json|jsonl|jsonlines|ndjson)([.]gz)?')
-PACKED = re.compile('(?i).*[.](txt|json|jsonl|jsonlines|ndjson)[.]gz')
+PAIRS = re.compile('(?i).*[.]tsv([.]gz)?')      # lines "source TAB target", see Pairs
+PACKED = re.compile('(?i).*[.](txt|tsv|json|jsonl|jsonlines|ndjson)[.]gz')
 # Where an article of WikiText begins, after some text: ' = Title = ' between blank lines. {} are
 # what follows and precedes the title's line; files of others lack some blank lines, see documents.
 ARTICLE = r'(?m)^(?= = (?!= ).*(?<! =) = ?{})(?<=\S\s*{})'
@@ -379,11 +380,12 @@ def split_files(files, code):
     return sources, about
 
 
-def cut(text, part, is_json):
+def cut(text, part, of_lines):
     """Where a part of a text begins and ends: train is about its first 90%, val ends at 95%, test
-    is the rest. They end with a line of JSON, or at blanks, if 2.5% of a text has any."""
+    is the rest. They end with a line of JSON or of a pair, or at blanks, if 2.5% of a text has any.
+    """
     end, length = r'\s+|\Z', len(text) // 40
-    if is_json:
+    if of_lines:
         end, length = r'\n|\Z', len(text)
 
     def stop(percent):
@@ -398,8 +400,8 @@ def cut(text, part, is_json):
 
 
 def documents(paths, part):
-    """Yields the documents of files, str: lines or items of JSON, articles of WikiText, or all as
-    one. part: all, or train, val or test (see cut)"""
+    """Yields the documents of files, str: lines or items of JSON, lines of pairs, articles of
+    WikiText, or all as one. part: all, or train, val or test (see cut)"""
     text = ''
     for path in paths:
         if text and not text.endswith('\n'):
@@ -422,21 +424,28 @@ def documents(paths, part):
         article = ARTICLE.format(blank, '')
 
     # the part, and the number of its first line
-    start, stop = cut(text, part, is_json)
+    is_pairs = PAIRS.fullmatch(paths[0].name)
+    of_lines = is_json or is_pairs
+    start, stop = cut(text, part, of_lines)
     first = text.count('\n', 0, start) + 1
     text = text[start:stop]
 
-    if not is_json:
+    if not of_lines:
         yield from regex.split(article, text)
         return
     for number, line in enumerate(text.split('\n'), first):
         if not line.strip():
             continue
         try:
-            yield unix(json.loads(line)['text'].encode('utf-8', 'replace').decode())
+            if is_pairs:    # without blanks, which tokenizers join with TAB, and further columns
+                source, target, *_ = map(str.strip, line.split('\t'))
+                yield f'{source}\t{target}'
+            else:
+                yield unix(json.loads(line)['text'].encode('utf-8', 'replace').decode())
         except Exception:
-            raise SystemExit(f'{str(paths[0])!a}, line {number}: {line[:60]!r} is not '
-                             '{"text": "..."}: mend it or move the file away')
+            raise SystemExit(f'{str(paths[0])!a}, line {number}: {line[:60]!r} is neither '
+                             '{"text": "..."} nor source TAB target (.tsv): mend it or move the '
+                             'file away')
 
 
 def pieces(text):
@@ -461,7 +470,8 @@ class Split(NamedTuple):
 
 class Corpus:
     """A folder that `prepare` made. train, val, test: Splits or None; fingerprint: hashes of the
-    text and of the tokenizer; hops 1 or 2: batches are of Needles. `load` sets name and hops.
+    text and of the tokenizer; hops 1 or 2: batches are of Needles; tab: the id of TAB if they are
+    of Pairs, else -1. `load` sets name, hops and tab.
     A damaged folder raises an exception of any type."""
     train = val = test = None
 
@@ -484,11 +494,13 @@ class Corpus:
         self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
 
     def batches(self, split, chunk=32, grow=0, **options):
-        """Batches of a split, or Needles if the corpus has hops; options: arguments of Batches"""
+        """Batches of a split, Needles or Pairs; options: arguments of Batches"""
         if self.hops:
             return Needles(split, self.tokenizer, self.hops, chunk=chunk, grow=grow, **options)
         if grow:
             raise SystemExit('--grow-context is for --data niah or niah2')
+        if self.tab >= 0:
+            return Pairs(split, self.tab, **options)
         return Batches(split, **options)
 
 
@@ -607,7 +619,15 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     if not corpus:
         prepare(folder, path, files, code, tokenizer, vocab_size)
         corpus = Corpus(folder)
-    corpus.name, corpus.hops = name, hops
+    corpus.name, corpus.hops, corpus.tab = name, hops, -1
+
+    # pairs: all files are .tsv, and the tokenizer has a token for the TAB
+    pairs = list(filter(PAIRS.fullmatch, files))
+    if pairs:
+        if len(pairs) < len(files) or corpus.tokenizer.name == 'word':
+            raise SystemExit(f'--data {data!a}: .tsv files cannot be used with other files, or '
+                             'with the tokenizer word, which has no TAB')
+        corpus.tab = corpus.tokenizer.ids['\t']
     if not quiet:
         print(f'{folder}: fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
         for split, about in corpus.about.items():
@@ -644,22 +664,14 @@ def shuffled(n, *seed):
     return np.random.default_rng(seed).permutation(n)
 
 
-def pack(split, T, same_document, seed):
-    """An order of the segments of T tokens in which similar ones follow each other (TRIME,
-    Algorithm 1): after a segment comes the most similar of its 20 neighbors that is not yet in the
-    order, else a random segment. same_document: neighbors are of other documents (§4.3)
-    -> (n,) numbers of the segments"""
-    tokens = split.tokens[:-1]
-    starts = np.arange(0, len(tokens), T)
-    segments = np.split(tokens, starts[1:])
-    n = len(segments)
-
+def pack(segments, first_doc, last_doc, seed):
+    """An order of n segments in which similar ones follow each other (TRIME, Algorithm 1): after a
+    segment comes the most similar of its 20 neighbors that is not yet in the order, else a random
+    segment. Neighbors are of other documents (§4.3); first_doc, last_doc (n,): the documents in
+    which segments begin and end -> (n,) numbers of the segments"""
     # segment i shares a document with segments low[i], ..., high[i] - 1 (i is one): they are
     # excluded. The first and the last documents of segments ascend, so a binary search has them.
-    first_doc = last_doc = np.arange(n)                         # as if each is a document
-    if same_document:
-        first_doc = split.doc_of(starts)
-        last_doc = split.doc_of(starts + T - 1)
+    n = len(segments)
     low = np.searchsorted(last_doc, first_doc)
     high = np.searchsorted(first_doc, last_doc, 'right')
     if n > 1 and (high - low).min() == n:
@@ -716,7 +728,13 @@ class Batches:
             self.group = consecutive or micro_batch
         if kind == 'packed' and bm25:
             self.group = micro_batch
-            self.order = pack(split, block_size, same_document, seed)
+            starts = np.arange(0, n_tokens - 1, block_size)
+            first_doc = last_doc = self.order                   # as if each segment is a document
+            if same_document:
+                first_doc = split.doc_of(starts)
+                last_doc = split.doc_of(starts + block_size - 1)
+            segments = np.split(split.tokens[:-1], starts[1:])
+            self.order = pack(segments, first_doc, last_doc, seed)
         if micro_batch % self.group:
             raise SystemExit(f'--micro-batch {micro_batch} is not a multiple of --n-consecutive '
                              f'{self.group}')
@@ -736,6 +754,15 @@ class Batches:
             groups = np.sort(groups)
         return np.concatenate([self.order[j * size:(j + 1) * size] for j in groups])
 
+    def positions(self, row, column):
+        """Tokens of rows, both of a shape that broadcasts -> their positions in the split; whether
+        they are padding, (B, T) each"""
+        streamed = row * self.T + column                        # positions in the stream
+        padding = streamed >= self.range_stop[-1]
+        streamed[padding] = 0
+        ranges = np.searchsorted(self.range_stop, streamed, 'right')
+        return streamed + self.shift[ranges], padding
+
     def __getitem__(self, g):
         """Micro-batch g, a Batch; from len(batches) on, of the next epoch"""
         sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
@@ -744,15 +771,10 @@ class Batches:
 
     def take(self, rows, seed):
         """The Batch of these rows, at most B numbers, and of rows of padding if there are fewer"""
-        split = self.split
-
-        # the positions of the tokens, first in the stream; rows of padding are beyond its end
+        # rows of padding are beyond the end of the stream
         rows = np.pad(rows, (0, self.B - len(rows)), constant_values=self.n_rows)   # (B,)
-        streamed = rows[:, None] * self.T + np.arange(self.T)   # (B, T) positions in the stream
-        padding = streamed >= self.range_stop[-1]               # (B, T)
-        streamed[padding] = 0
-        ranges = np.searchsorted(self.range_stop, streamed, 'right')
-        position = streamed + self.shift[ranges]                # (B, T) positions in the split
+        position, padding = self.positions(rows[:, None], np.arange(self.T))        # (B, T)
+        split = self.split
         doc = split.doc_of(position)
         doc[padding] = -1
 
@@ -768,6 +790,35 @@ class Batches:
         targets = split.tokens[following].astype(int)
         targets[~predicted] = -1
         return Batch(*map(torch.from_numpy, (tokens, targets, doc)), seed)
+
+
+class Pairs(Batches):
+    """Row r is document r, "source TAB target <|endoftext|>": a decoder alone reads the source and
+    predicts what follows TAB, as far as it is within T tokens. A micro-batch has random rows;
+    packed, with bm25: those of similar targets (TRIME, App. C)."""
+    def __init__(self, split, tab, kind, block_size, micro_batch, seed, bm25=True, **_):
+        super().__init__(split, 'documents', block_size, micro_batch, seed)
+        self.tab, self.n_rows = tab, len(split.offsets) - 1
+        self.order = np.arange(self.n_rows)
+        if kind == 'packed' and bm25:
+            self.group = micro_batch
+            starts = 1 + np.flatnonzero(split.tokens == tab)    # of the targets
+            targets = [split.tokens[start:stop] for start, stop in zip(starts, split.offsets[1:])]
+            self.order = pack(targets, self.order, self.order, seed)
+
+    def positions(self, row, column):
+        # a row of padding is a document without tokens
+        offsets = np.append(self.split.offsets, self.split.offsets[-1])
+        position = offsets[row] + column
+        padding = position >= offsets[row + 1]
+        position[padding] = 0
+        return position, padding
+
+    def take(self, rows, seed):
+        batch = super().take(rows, seed)
+        is_source = (batch.tokens == self.tab).cumsum(1) == 0
+        batch.targets[is_source] = -1
+        return batch
 
 
 class Needles(Batches):

@@ -673,7 +673,7 @@ def train(module, model_config, config, corpus=None):
         state = dict(
             model_name=name, config=vars(model_config), data=config.data, step=0, log_size=0,
             corpus=corpus.fingerprint, tokenizer=corpus.tokenizer.to_dict(),
-            tokens=state.get('tokens', 0), best=math.nan if batches.kind == 'packed' else math.inf)
+            tokens=state.get('tokens', 0), best=math.nan if sizes['kind'] == 'packed' else math.inf)
     state['model'] = model.state_dict()                 # the same tensors: steps change them, too
 
     # what the console shows of it

@@ -11,7 +11,7 @@ import torch
 from pytest import approx, fixture, mark, raises
 
 import data
-from data import Batches, Needles, Split, Tokenizer, load
+from data import Batches, Needles, Pairs, Split, Tokenizer, load
 from helpers import formula, jsonl, one_line, ranking, write, write_splits
 
 PROSE = ("The cat's tail isn't 123456 long; it's  red.\n\n\tWhat'll it do?\r\n  naïve 日本語 🎉\n"
@@ -240,6 +240,16 @@ def test_json(src, name, content):
         name: content, 'val.json': json.dumps(dict(text='v'), indent=1)}))
     assert texts_of(corpus) == [JSON_TEXTS, ['v'], ['a\nb']]
     assert corpus.about['not used'] == "1 files, ['train.csv.gz']"
+
+
+def test_files_of_pairs(src):
+    """Blanks around fields, further columns and empty lines are left out."""
+    path = src(train_tsv=' a  b \t c \r\n\n d\te\tf\n', val_tsv='\tx')
+    assert texts_of(prepared(path))[:2] == [['a  b\tc', 'd\te'], ['\tx']]
+    assert 'word' in one_line(prepared, path, 'word')
+    assert "train.tsv', line 2: 'a b'" in one_line(prepared, write(path, train_tsv='a\tb\na b'))
+    mixed = write(path, train_tsv='a\tb', test_txt='a')
+    assert 'other files' in one_line(prepared, mixed)
 
 
 def test_other_files_are_split_by_the_hash_of_their_names(src):
@@ -547,6 +557,34 @@ def test_what_cannot_be_batched():
     Batches(make_split([99, 99]), 'packed', 98, 2, seed=0)      # one segment is of both documents
     for T, chunk in ((256, 8), (300, 32), (224, 32)):
         one_line(Needles, make_split([999]), Tokenizer('bytes'), 1, T, 2, 0, chunk)
+
+
+# --------------------------------------------------------------------------------------------------
+# pairs
+def shown(rows):
+    return [''.join('.' if x < 0 else chr(x) for x in row) for row in rows.tolist()]
+
+
+def test_rows_of_pairs(src):
+    """8 tokens at most; what follows TAB is predicted, to <|endoftext|>, which is Ā here."""
+    path = src(train_tsv='ab\tcd\nabcdefgh\ti\n\tabcdefghi\n', val_tsv='\tx')
+    corpus = prepared(path)
+    batches = corpus.batches(corpus.train, kind='documents', block_size=8, micro_batch=4, seed=0)
+    tokens, targets, doc, _ = batches.take([0, 1, 2], 0)
+    assert shown(tokens) == ['ab\tcdĀ\0\0', 'abcdefgh', '\tabcdefg', 8 * '\0']
+    assert shown(targets) == ['..cdĀ...', 8 * '.', 'abcdefgh', 8 * '.']
+    assert shown(doc) == ['\0\0\0\0\0\0..', 8 * '\1', 8 * '\2', 8 * '.']
+    assert sorted(batches.rows(0)) == [0, 1, 2]
+
+
+def test_pairs_are_packed_by_their_targets():
+    """App. C; 8 is TAB."""
+    rng = np.random.default_rng(0)
+    targets = [[*rng.integers(10, 40, 5), 9] for _ in range(90)]
+    pairs = [[1, 8, *target] for target in targets]
+    split = Split('train', np.concatenate(pairs), np.arange(0, 721, 8))
+    rows = Pairs(split, 8, 'packed', 16, 90, seed=0).rows(0)
+    assert rows.tolist() == algorithm_1(targets, [{r} for r in range(90)])
 
 
 # --------------------------------------------------------------------------------------------------
