@@ -2,6 +2,7 @@
 Evaluates trained models: any mixture of them in one table, on the same text.
 
     $ python eval.py out/trime out/rpt out/drt      the table, examples, samples, loss.png
+    $ python eval.py out/pairs                      after --data x.tsv: translations, BLEU, ROUGE
     $ python eval.py out/drt --task examples        what is retrieved where it helps most
     $ python eval.py out/drt --task examples --html out/page.html       the same in a browser
     $ python eval.py out/trime --help               all tasks and flags, those of its model too
@@ -64,17 +65,19 @@ def output(text):
 
 @dataclass
 class EvalConfig:
-    task: str = ''  # a report, table, examples, generate, niah, speed, frequency, datastore, ranks
+    task: str = ''  # table, examples, generate, pairs, niah, speed, frequency, datastore, ranks
     data: train.source = ''     # another corpus than the one of training
     retrieve_from: train.source = ''    # trime, drt: retrieve from the train split of this corpus
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split's
     html: output = None         # examples: a file for a page, a document and what is retrieved
-    max_tokens: int = 200       # generate: new tokens, at most
+    max_tokens: int = 200       # generate, pairs: new tokens, at most
     temperature: float = 0.8    # generate: 0 takes the likeliest token
     top_k: int = 0              # generate: from so many of the likeliest tokens; 0: from all
     top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
     seed: int = 0               # generate, niah, ranks: of the random draws
+    beam: int = 4               # pairs: hypotheses that are kept (TRIME: 4); 1: the likeliest token
+    lines: int = 200            # pairs: the first lines of the split; 0: all
     lengths: numbers = '1k,4k,16k'      # niah, speed: tokens of the text; k is 2^10, m is 2^20
     depths: numbers = '0,25,50,75,100'  # niah: places of the needles, in %
     json: output = None         # a file for the numbers and texts of the task
@@ -460,6 +463,83 @@ def samples(runs, args):
 
 
 # --------------------------------------------------------------------------------------------------
+# pairs
+def beam_search(model, prompt, eot, args):
+    """The ids, a list, that continue a prompt (t,) to <|endoftext|> (eot) or max_tokens, with the
+    largest score = log P / length^0.6 that is found with args.beam hypotheses. The power is ours;
+    with log P alone short texts win."""
+    def score(hypothesis):
+        log_p, ids, _ = hypothesis
+        return log_p / (len(ids) - 1) ** 0.6
+
+    # log P, ids from the last one of the prompt on, the state before the last id
+    state = model.read(prompt[None, :-1])
+    hypotheses = [(0.0, prompt[-1:].tolist(), state)]
+    for _ in range(args.max_tokens):
+        # each one that has not ended, with each of its likeliest next tokens; a state is never
+        # changed, so several can continue it
+        longer = []
+        for log_p, ids, state in hypotheses:
+            if ids[-1] == eot:
+                longer.append((log_p, ids, state))
+                continue
+            log_probs, state = model.stream(prompt.new_tensor([ids[-1:]]), state)
+            values, tokens = log_probs[0, -1].sort(descending=True)
+            for x, token in zip(values[:args.beam].tolist(), tokens.tolist()):
+                longer.append((log_p + x, [*ids, token], state))
+
+        # the best ones are kept, until the best of all has ended
+        hypotheses = sorted(longer, key=score, reverse=True)[:args.beam]
+        if hypotheses[0][1][-1] == eot:
+            break
+    return hypotheses[0][1][1:]
+
+
+def pairs(runs, args):
+    """Translations or summaries of lines of a split (TRIME, Table 6; DRT, Table 2): BLEU and chrF
+    of all lines, means of the F1 of ROUGE; the first lines. -> the rows; the source, reference and
+    hypothesis of each line"""
+    try:
+        import sacrebleu
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise SystemExit('eval.py: --task pairs needs: pip install sacrebleu rouge-score')
+    if runs[0].corpus.tab < 0 or args.beam < 1:
+        raise SystemExit('eval.py: --task pairs needs .tsv files, and a --beam of 1 or more')
+    names = 'rouge1', 'rouge2', 'rougeL'
+    scorer = RougeScorer(names)
+    rows, texts = [], {}
+    for run, way in [(run, way) for run in runs for way in run.ways]:
+        # source, reference, hypothesis of each line
+        run.set_way(way)
+        name, lines = f'{run.name}, {way}', []
+        for tokens in data.progress(run.documents[:args.lines or None], f'{name}, lines'):
+            n = 1 + tokens.tolist().index(run.corpus.tab)
+            ids = beam_search(run.model, tokens[:n], run.tokenizer.eot, args)
+            parts = map(run.tokenizer.decode, (tokens[:n - 1], tokens[n:], ids))
+            lines.append([text.removesuffix('<|endoftext|>') for text in parts])
+        texts[name] = lines
+
+        # the metrics
+        _, references, hypotheses = zip(*lines)
+        rouge = [scorer.score(*line[1:]) for line in lines]
+        add_row(rows, {
+            'run': run.name,
+            'way': way,
+            'lines': len(lines),
+            'BLEU': sacrebleu.corpus_bleu(hypotheses, [references]).score,
+            'chrF': sacrebleu.corpus_chrf(hypotheses, [references]).score,
+            **{key: 100 * np.mean([scores[key].fmeasure for scores in rouge]) for key in names}})
+
+    # the first lines
+    for name, lines in texts.items():
+        print(f'\n{name}')
+        for line in [('source', 'reference', 'hypothesis'), *lines[:3]]:
+            print(*(f'{text:40.40}' for text in line))
+    return dict(rows=rows, texts=texts)
+
+
+# --------------------------------------------------------------------------------------------------
 # pictures
 def draw(runs, name, plot, facts):
     """Saves what plot(figure, facts) draws next to the first checkpoint, if it is possible"""
@@ -709,7 +789,7 @@ def report(runs, args):
     return result
 
 
-TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples,
+TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples, 'pairs': pairs,
          'speed': speed, 'niah': niah, 'frequency': frequency}
 
 
@@ -747,6 +827,8 @@ def main(argv):
             run.prepare(args)
             if run.text != runs[0].text:
                 parser.error(f'different texts, {runs[0].text} and {run.text}: use --data')
+        if runs[0].corpus.tab >= 0:
+            tasks[''] = pairs
         result = tasks[args.task](runs, args)
         if args.json:
             train.write(args.json, json.dumps(result, indent=1))

@@ -23,6 +23,7 @@ Where the paper is in this file
     App. A, Eq. 7           memories at test time                   TRIME.memories
     App. B, Algorithm 1     similar segments in a micro-batch       pack in data.py
     App. D                  overlapping windows                     TRIME.windows
+    App. C                  translation                             of_target, Pairs in data.py
     Table 1, 5              which memories a model has              TRIME.prepare_eval
     Table 9                 the models                              PRESETS
     Table 13                accuracy of the datastore               datastore_accuracy
@@ -46,7 +47,9 @@ Where this differs from the paper, and why
     over all memories (official code: the external ones), K is tuned (App. D: 1,024), similarities
     of fp16 keys are exact (official code: or of quantized keys). We read the "evaluation segment
     length" of Table 9 as the stride, the tokens scored per window.
-    Not here: translation, SRU++ (App. E).
+    For translation the paper has an encoder and a decoder. Here a pair is a text "source TAB
+    target" for the decoder alone; only the target is predicted, and only its contexts are memories.
+    Not here: SRU++ (App. E).
 
     $ python trime.py                       a demo of ten seconds
     $ python train.py --model trime
@@ -74,7 +77,6 @@ def check_positive(config, names):
 
 MASKED = -1e30      # similarity to a memory that is masked: finite, so no row gives nan
 R = 512             # queries of a block of TrimeLoss
-VERSION = 2         # of tuned.json: raise it when a change of the code makes tuned constants stale
 
 
 @dataclass
@@ -591,6 +593,13 @@ def interpolate(P, log_factor, sim, columns, tau, lam):
     return P, log_factor + torch.log1p(-lam)
 
 
+def of_target(text, tab):
+    """Which contexts of texts (B, n), or of the ends of texts, are not of the source of a pair
+    "source TAB target": no TAB, the id tab, is after them -> (B, n)"""
+    tabs = (text == tab).cumsum(1)
+    return tabs == tabs[:, -1:]
+
+
 def to_numpy(x):
     """A tensor as faiss needs it: an array of fp32"""
     return x.float().cpu().numpy()
@@ -624,9 +633,10 @@ class Datastore:
     The keys are fp16 in a faiss inverted file, memory-mapped; similarities are exact."""
     SHARD = 2 ** 31                     # bytes of keys held in memory while a store is built
 
-    def __init__(self, folder, model, text, about, progress, nprobe):
+    def __init__(self, folder, model, text, about, progress, nprobe, pairs=None):
         """Opens the store of text (n + 1,) in folder; builds it if there is none or it is damaged.
-        about: what it depends on; nprobe: lists that a search reads, 0: all"""
+        about: what it depends on; nprobe: lists that a search reads, 0: all; pairs: data.Pairs of
+        the text, of which only targets have entries"""
         import faiss
         self.text = model.on_device(text)
         self.nprobe = nprobe
@@ -635,7 +645,7 @@ class Datastore:
             # in a folder of this process: no half of a store is left, nor mixed with another one
             temporary = folder.with_name(f'{folder.name}.{os.getpid()}.tmp')
             try:
-                self.build(temporary, model, progress)
+                self.build(temporary, model, progress, pairs)
                 (temporary / 'about.json').write_text(json.dumps(about))
                 shutil.rmtree(folder, ignore_errors=True)           # a damaged one
                 temporary.rename(folder)
@@ -650,8 +660,24 @@ class Datastore:
             self.index.metric_type = faiss.METRIC_INNER_PRODUCT
             self.factor = 1.0                                       # TRIME: q · k
 
+    def keys(self, model, progress, desc, pairs):
+        """Yields keys (m, C) of contexts of the text, and their positions (m,)."""
+        if pairs:                                                   # each is encoded alone
+            for i in progress(range(len(pairs)), desc):
+                batch = pairs[i]
+                _, g, _ = model.encode(batch.tokens.to(self.text.device))
+                position = pairs.split.offsets[batch.doc] + np.arange(g.size(1))    # (B, T)
+                scored = batch.targets >= 0
+                yield g[scored], position[scored]
+            return
+        start = 0
+        text = self.text[None, :-1]
+        for _, g, _ in progress(model.windows(text), desc, 1 + text.size(1) // model.stride):
+            yield g[0], start + np.arange(g.size(1))
+            start += g.size(1)
+
     @torch.no_grad()
-    def build(self, folder, model, progress):
+    def build(self, folder, model, progress, pairs):
         """Writes the index, keys.faiss, and what its lists have, keys.ivfdata. SystemExit if the
         disk has no room for them"""
         import faiss
@@ -659,8 +685,8 @@ class Datastore:
         text = self.text[None, :-1]                                 # (1, n)
         n, T, C = text.size(1), model.config.block_size, model.config.n_embd
         size = 2 * C + 8                                            # bytes: a key, its number
-        print(f'{folder}: {n:,} entries, {n * size / 1e9:.2f} GB on disk; to build it, twice that '
-              f'and {min(n * size, self.SHARD) / 1e9:.2f} GB of memory')
+        print(f'{folder}: at most {n:,} entries, {n * size / 1e9:.2f} GB on disk; to build it, '
+              f'twice that and {min(n * size, self.SHARD) / 1e9:.2f} GB of memory')
         folder.mkdir(exist_ok=True)
         if shutil.disk_usage(folder).free < 2 * n * size:
             raise SystemExit(f'{folder} needs {2 * n * size / 1e9:.2f} GB of free disk space')
@@ -678,15 +704,18 @@ class Datastore:
         index.train(to_numpy(torch.cat(sample, 1)[0]))
 
         # keys are added; when the index has SHARD bytes, it is written to a file, then emptied
-        shards, n_added = [], 0
-        for _, g, _ in progress(model.windows(text), folder.name, 1 + n // model.stride):
-            entries = n_added + np.arange(g.size(1))
-            index.add_with_ids(to_numpy(g[0]), entries)
-            n_added += len(entries)
-            if index.ntotal * size >= self.SHARD or n_added == n:
-                shards.append(f'{folder}/shard-{len(shards)}')
-                faiss.write_index(index, shards[-1])
-                index.reset()
+        shards = []
+
+        def write_shard():
+            shards.append(f'{folder}/shard-{len(shards)}')
+            faiss.write_index(index, shards[-1])
+            index.reset()
+
+        for keys, positions in self.keys(model, progress, folder.name, pairs):
+            index.add_with_ids(to_numpy(keys), positions)
+            if index.ntotal * size >= self.SHARD:
+                write_shard()
+        write_shard()
 
         # the files become one
         merge_ondisk(index, shards, f'{folder}/keys.ivfdata')
@@ -747,6 +776,7 @@ class TRIME(nn.Module):
         self.stride = config.stride or config.block_size // 2 or 1
         self.shuffle = False            # True: a memory has the value of another one
         self.store = None               # the Datastore
+        self.tab = -1                   # the id of TAB in pairs; -1: texts are no pairs
 
     def on_device(self, ids):
         """Token ids of a corpus, an array -> a tensor where the model is"""
@@ -768,8 +798,8 @@ class TRIME(nn.Module):
             return 'none'
         if config.memory != 'ext':
             return config.memory
-        if not self.training:           # ext is not causal: other segments are the future, too
-            return 'local'
+        if not self.training:           # ext is not causal: other segments are the future, too;
+            return 'local' if config.p < 1 else 'none'          # with p = 1 local is not trained
         if random.Random(seed).random() < config.p:             # §4.3: no local memory
             return 'ext'
         return 'local,ext'
@@ -846,7 +876,8 @@ class TRIME(nn.Module):
         # similarities
         g = g[:, queries]
         sim = g @ key[:, first:-1].mT / g.size(2) ** 0.5            # (B, n, M)
-        sim = sim.masked_fill(j >= i, MASKED).flatten(0, 1)         # Eq. 2, 3
+        mask = of_target(text, self.tab)[:, None, first:-1] & (j < i)       # Eq. 2, 3
+        sim = sim.masked_fill(~mask, MASKED).flatten(0, 1)
 
         # values; shuffled: that of another one of the n_past memories of the query
         j = j.expand(len(i), -1)                                    # (n, M)
@@ -923,11 +954,12 @@ class TRIME(nn.Module):
         return sorted(rows, key=lambda row: -row[0])
 
     def prepare_eval(self, corpus, external, args, path, progress):
-        """Opens the datastore of external.train, tunes on a split of corpus; both are kept in the
-        folder of the checkpoint `path`. args: EvalConfig, and split, retrieve_from of eval.py"""
+        """Opens the datastore of external.train, which is kept in the folder of the checkpoint
+        `path`; tunes on a split of corpus. args: EvalConfig, and split, retrieve_from of eval.py"""
         # which memories: those of Table 1, or with --retrieve-from of Table 5
         self.stride = args.stride or self.stride
         self.inference = Inference()
+        self.tab = corpus.tab
         trained = self.config.memory
         default = dict(long='local,long', ext='local,long,ext').get(trained, trained)
         names = args.memory or default
@@ -951,12 +983,16 @@ class TRIME(nn.Module):
             if external.train is None:
                 raise SystemExit(f'{external.folder} has no split train for a datastore')
             inference.n_neighbors = 1024
+            pairs = None
+            if external.tab >= 0:
+                T = self.config.block_size
+                pairs = external.batches(external.train, kind='documents', block_size=T,
+                                         micro_batch=1 + 4096 // T, seed=0)
             self.store = Datastore(path.parent / f'datastore-{external.folder.name}', self,
-                                   external.train.tokens, about, progress, args.nprobe)
+                                   external.train.tokens, about, progress, args.nprobe, pairs)
 
         # τ, λ, K and the tokens of long memory
-        key = repr([VERSION, about, corpus.fingerprint, split.name, inference, args.nprobe])
-        self.inference = tuned(self, split, inference, key, path, progress)
+        self.inference = tune(collect(self, split, inference, progress, 4096), inference)
 
         # on the screen there is no long memory if windows hold whole documents
         shown = self.inference
@@ -988,29 +1024,6 @@ def tuning_split(corpus, scored):
     return getattr(corpus, scored)
 
 
-def tuned(model, split, inference, key, path, progress):
-    """`inference` with the constants that tuned.json, in the folder of the checkpoint `path`, has
-    for this key (all that they depend on), else with those of `tune`"""
-    file = path.with_name('tuned.json')
-    try:
-        known = json.loads(file.read_text())
-        for constants in known.values():
-            kinds = {name: type(x) for name, x in constants.items()}
-            assert kinds == Inference.__annotations__
-    except Exception as e:                                  # its shape can be any
-        known = {}
-        if file.exists():
-            print(f'{file} is damaged, so the constants are tuned again: {e!r:.200}')
-    if key not in known:
-        windows = collect(model, split, inference, progress, 4096)
-        known[key] = vars(tune(windows, inference))
-        try:
-            file.write_text(json.dumps(known, indent=1))
-        except OSError:                                     # the folder may be read-only
-            pass
-    return Inference(**known[key])
-
-
 @torch.no_grad()
 def collect(model, split, inference, progress, n_queries):
     """What `tune` needs: for each window of the first 65,536 tokens, the arguments of
@@ -1024,13 +1037,15 @@ def collect(model, split, inference, progress, n_queries):
 
     # the queries are random, as each n-th token could be the first of a document, without memory
     rng = np.random.default_rng(0)
-    for ids in progress(documents, 'tokens read to tune, once for a text', size=len):
+    for ids in progress(documents, 'tokens read to tune', size=len):
         tokens = model.on_device(ids)
-        targets = tokens[1:, None]
+        drawn = model.on_device(rng.random(len(ids) - 1) < n_queries / len(text))
+        drawn *= of_target(tokens[None, :-1], model.tab)[0]
+        targets = tokens[1:].where(drawn > 0, -1)[:, None]                      # -1: not a query
         for f, g, state in model.windows(tokens[None, :-1]):
             new, targets = targets.tensor_split([f.size(1)])
-            queries = np.flatnonzero(rng.random(len(new)) < n_queries / len(text))
-            if not queries.size:
+            queries = torch.where(new >= 0)[0]                                  # (Q,)
+            if not len(queries):
                 continue
             w = new[queries]                                                    # (Q, 1)
             logits, log_words = model.embedding.logits(f[0, queries])           # (Q, V)
