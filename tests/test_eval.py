@@ -12,7 +12,7 @@ from pytest import approx, fixture, mark
 
 import data, train
 import eval as evaluation
-from helpers import flags, one_line, write_splits
+from helpers import flags, one_line, write, write_splits
 
 TEXTS = ['The first text has\nsome words.\n', 'third\n' * 800, 'A text of two lines,\nénd this.\n']
 WAYS = {'on': 1.0, 'shuffled': -1.0, 'off': 0.0}        # of the stand-in: its strength
@@ -480,6 +480,51 @@ def test_the_share_of_repeated_8_grams(text, share):
 
 
 # --------------------------------------------------------------------------------------------------
+# pairs
+@mark.parametrize('seed', range(4))
+def test_beam_search(model, seed):
+    """One hypothesis is greedy decoding; with many the best of all texts of 3 tokens is found."""
+    ids = [97, 98, 99, 256]
+    torch.manual_seed(seed)
+    model.table.data[:] = -math.inf
+    model.table.data[:, ids] = torch.randn(257, 4)
+
+    def found(beam):
+        args = evaluation.EvalConfig(beam=beam, max_tokens=3)
+        return evaluation.beam_search(model, torch.tensor([1, 2, 120]), 256, args)
+
+    def score(text):
+        log_p = model.table.log_softmax(-1)[[120, *text[:-1]], text]
+        return log_p.sum().item() / len(text) ** 0.6
+
+    greedy = generate(model, 'x', 3, temperature=0)
+    assert bytes(token for token in found(1) if token < 256).decode() == greedy
+    texts = [text[:[*text, 256].index(256) + 1] for text in itertools.product(ids, repeat=3)]
+    assert found(64) == list(max(texts, key=score))
+    assert score(found(4)) >= score(found(1))
+
+
+def test_the_scores_of_pairs(run, monkeypatch, capsys):
+    """Two lines of three; a right translation is worth 100."""
+    pytest.importorskip('sacrebleu')
+    lines = [['ab', 'the sun is up, too'], ['', 'it is a very good day'], ['c', 'd']]
+    text = '\n'.join(map('\t'.join, lines))
+    write(Path('pairs'), train_tsv=text, val_tsv=text)
+    answers = iter(3 * [[*target.encode(), 256] for _, target in lines[:2]])
+    monkeypatch.setattr(evaluation, 'beam_search', lambda *_: next(answers))
+    result = evaluate('a --data pairs --task pairs --lines 2')
+    scores = list(result['rows'][0].values())
+    assert scores == ['a', 'on', 2, *5 * [approx(100)]]
+    assert result['texts']['a, off'] == [[*line, line[1]] for line in lines[:2]]
+    assert re.search('ab +the sun is up, too +the sun', capsys.readouterr().out)
+
+    # what is refused
+    assert '.tsv' in one_line(evaluate, 'a --task pairs')
+    monkeypatch.setitem(sys.modules, 'sacrebleu', None)
+    assert 'pip install sacrebleu rouge-score' in one_line(evaluate, 'a --task pairs')
+
+
+# --------------------------------------------------------------------------------------------------
 # pictures
 @fixture
 def drawn(monkeypatch):
@@ -624,6 +669,18 @@ def test_the_three_models_in_one_table(models):
     assert rows == [*itertools.product(names, WAYS)]
     assert [x['run'] for x in result['examples'] if x['retrieved']] == names
     assert 'these runs together' in one_line(evaluate, 'out/rpt out/drt --task ranks')
+
+
+@mark.parametrize('model', ['trime --memory ext --p 1', 'rpt', 'drt'])
+def test_pairs_for_the_three_models(models, model):
+    """Some pairs have several chunks, some no target within --block-size."""
+    pytest.importorskip('sacrebleu')
+    text = ''.join(f'{i * "ab "}\t{i * "cd "}\n' for i in range(30))
+    write(Path('pairs'), train_tsv=text, val_tsv=text)
+    name, *more = model.split()
+    train.main([*flags(name), '--data', 'pairs', '--out', f'out/pairs-{name}', *more])
+    texts = evaluate(f'out/pairs-{name} --task pairs --lines 2 --max-tokens 9')['texts']
+    assert [*texts] == [f'out/pairs-{name}, {way}' for way in WAYS]
 
 
 def test_retrieval_from_a_corpus(models):

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from pytest import approx, fixture, mark, raises
 
 import trime
-from helpers import batch_of, close, learn, log_p, one_line
+from data import Pairs, Split
+from helpers import batch_of, close, learn, log_p, one_line, streamed
 from trime import TRIME, Datastore, EvalConfig, Inference, TRIMEConfig
 
 torch.set_num_threads(1)                            # the models are tiny
@@ -122,13 +123,13 @@ def eq5(model, batch, mode, **settings):
     ('ext', dict(p=1.0)),
     ('ext', dict(p=1.0, same_document=False))])
 def test_forward_is_eq5(mode, settings, sizes, R, training, monkeypatch):
-    """The loss and its gradient. In eval mode ext is causal: it has local memory alone."""
+    """The loss and its gradient. In eval mode ext is causal: it has local memory alone, or none."""
     monkeypatch.setattr(trime, 'R', R)
     model = small(mode, **settings, **sizes).train(training)
     batch = random_batch()
     local = settings.get('p') != 1.0
     if mode == 'ext' and not training:
-        mode, local = 'local', True
+        mode, local = 'local' if local else 'none', True
     loss, log = model(batch, 1.0)
     expected, memory_prob, word_loss = eq5(model, batch, mode, local=local, **settings)
     assert abs(loss - expected) < 1e-9, (
@@ -238,12 +239,14 @@ def contexts(model, tokens):
 
 def memories_of_each(model, tokens):
     """For each token E_w · f (V,), then (similarity, value, j) of memories of the text, of TEXT"""
-    x, new = model.inference, []
+    x, new, first = model.inference, [], 0
+    if model.tab >= 0:                                              # source TAB target
+        first = tokens.tolist().index(model.tab)
     for t, (start, f, g) in enumerate(contexts(model, tokens)):
         new.append(g[-1])                                           # g as it was when t was new
         past, ext = [], []
         if x.local:
-            for j in range(max(0, start - x.long), t):
+            for j in range(max(first, start - x.long), t):
                 key = new[j] if j < start else g[j - start]
                 past.append((g[-1] @ key, tokens[j + 1], j))
         if x.n_neighbors:
@@ -356,6 +359,24 @@ def test_what_sizes_are_tuned_on(name, stores):
     close(scored[:, 0], log_p(model, tokens), FAISS)
 
 
+@mark.parametrize('n_source', [5, T + 3])
+@mark.parametrize('name', ['local', 'long', 'all', 'cache'])
+def test_memories_and_queries_are_of_the_target_of_a_pair(name, n_source, stores):
+    """Also when the state does not have the TAB any more"""
+    model = with_memories(name, stores)
+    tokens, x = random_tokens(51, vocab=V - 1), model.inference
+    model.tab = tokens[n_source] = V - 1
+    expected = by_definition(model, tokens)[n_source:]
+    P, _ = streamed(model, tokens[None], 1)
+    for log_probs in (P, model.log_probs(tokens[None])):
+        close(log_probs[0, n_source:].exp(), expected, FAISS)
+
+    split = SimpleNamespace(tokens=tokens.numpy(), offsets=[0, 51])
+    windows = trime.collect(model, split, x, no_progress)
+    scored = torch.cat([x.log_p(*window) for window in windows])
+    close(scored[:, 0], log_p(model, tokens)[n_source:], FAISS)
+
+
 @mark.parametrize('length', [3, 5, 11, 17])
 def test_queries_of_all_positions(length):
     """Also where each 4th token would be the first of a document, which alone has no memory"""
@@ -449,6 +470,24 @@ def test_an_interrupted_build_begins_again(stop, build, tmp_path):
     assert 'delete it' in one_line(build, checkpoint='other weights')
 
 
+@torch.no_grad()
+def test_the_datastore_of_pairs_has_their_targets(tmp_path):
+    """Each of 20 pairs is encoded alone; the entries of its 8 tokens are from TAB, the fourth, to
+    the last but one."""
+    tokens = random_tokens(20, 8, vocab=V - 1)
+    tokens[:, 3] = V - 1
+    split = Split('train', tokens.flatten().numpy(), np.arange(0, 161, 8))
+    pairs = Pairs(split, V - 1, 'documents', T, B, seed=0)
+    model = small()
+    store = Datastore(tmp_path, model, split.tokens, dict(checkpoint=''), no_progress, 0, pairs)
+    _, g, _ = model.encode(tokens[:, :-1])
+    sim, entries = store.search(g[0, 5:6], store.index.ntotal)
+    entries, order = entries[0].sort()
+    assert torch.equal(entries, torch.arange(160).view(20, 8)[:, 3:7].flatten())
+    expected = g[:, 3:] @ g[0, 5] / C ** 0.5                        # of keys that are not fp16
+    close(sim[0, order], expected.flatten(), 0.02)
+
+
 # --------------------------------------------------------------------------------------------------
 # prepare_eval
 def phrases(name, seed):
@@ -459,7 +498,7 @@ def phrases(name, seed):
 
 
 CORPUS = SimpleNamespace(folder=Path('a'), fingerprint='1', train=phrases('train', 0),
-                         val=phrases('val', 1), test=None)
+                         val=phrases('val', 1), test=None, tab=-1)
 DOCUMENTS = torch.from_numpy(CORPUS.val.tokens.astype(int)).split(96)
 
 
@@ -548,7 +587,7 @@ def test_more_long_memory_is_better(tmp_path):
 
 def test_another_corpus(tmp_path):
     """Table 5: local memory and a datastore of that text"""
-    corpus = SimpleNamespace(folder=Path('b'), train=CORPUS.val, fingerprint='2')
+    corpus = SimpleNamespace(folder=Path('b'), train=CORPUS.val, fingerprint='2', tab=-1)
     flags = dict(external=corpus, retrieve_from='b', split='train')
     model = prepared('local', tmp_path, **flags)
     assert model.inference.local
