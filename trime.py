@@ -1039,7 +1039,7 @@ def collect(model, split, inference, progress, n_queries):
     rng = np.random.default_rng(0)
     for ids in progress(documents, 'tokens read to tune', size=len):
         tokens = model.on_device(ids)
-        drawn = model.on_device(rng.random(len(ids) - 1) < n_queries / len(text))
+        drawn = model.on_device(rng.random(len(ids[1:])) < n_queries / len(text))
         drawn *= of_target(tokens[None, :-1], model.tab)[0]
         targets = tokens[1:].where(drawn > 0, -1)[:, None]                      # -1: not a query
         for f, g, state in model.windows(tokens[None, :-1]):

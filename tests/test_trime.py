@@ -12,7 +12,7 @@ from pytest import approx, fixture, mark, raises
 
 import trime
 from data import Pairs, Split
-from helpers import batch_of, close, learn, log_p, one_line, streamed
+from helpers import batch_of, close, learn, log_p, one_line
 from trime import TRIME, Datastore, EvalConfig, Inference, TRIMEConfig
 
 torch.set_num_threads(1)                            # the models are tiny
@@ -316,15 +316,30 @@ EACH = mark.parametrize('name', INFERENCES)
 STRIDES = mark.parametrize('stride', [3, T])
 
 
+N_SOURCE = mark.parametrize('n_source', [0, 5, T + 3])
+
+
+def a_pair(model, n_source):
+    """51 tokens: n_source, TAB, the target; of no pair if n_source is 0"""
+    tokens = random_tokens(51, vocab=V - 1)
+    if n_source:
+        model.tab = tokens[n_source] = V - 1
+    return tokens
+
+
+@N_SOURCE
 @STRIDES
 @EACH
 @torch.no_grad()
-def test_probabilities_at_test_time(name, stride, stores):
-    """Several windows, each token in memory once"""
+def test_probabilities_at_test_time(name, stride, n_source, stores):
+    """Several windows, each token in memory once; the source of a pair is no memory, also when the
+    state does not have the TAB any more."""
     model = with_memories(name, stores, stride)
-    P = probabilities(model, TOKENS)
+    tokens = a_pair(model, n_source)
+    P = probabilities(model, tokens)
     atol = FAISS if model.inference.n_neighbors else 1e-7           # λ is fp32
-    for p, memories in zip(P, memories_of_each(model, TOKENS), strict=True):
+    each = zip(P, memories_of_each(model, tokens), strict=True)
+    for p, memories in [*each][n_source:]:
         close(p, equations_6_to_9(model.inference, *memories), atol)
 
 
@@ -345,35 +360,18 @@ def test_streaming_equals_log_probs(name, stride, cuts, stores):
     assert max(sizes) == max(sizes[:4 * T])
 
 
+@N_SOURCE
 @EACH
-def test_what_sizes_are_tuned_on(name, stores):
-    """Every token, with more memories than are used."""
+def test_what_sizes_are_tuned_on(name, n_source, stores):
+    """Every token, of a pair those of the target, with more memories than are used."""
     model = with_memories(name, stores)
-    tokens, x = random_tokens(51), model.inference
+    tokens, x = a_pair(model, n_source), model.inference
     split = SimpleNamespace(tokens=tokens.numpy(), offsets=[0, 51])
     windows = trime.collect(model, split, x, no_progress, 51)
     x = replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
     scored = torch.cat([x.log_p(*window) for window in windows])
 
     model.inference = x
-    close(scored[:, 0], log_p(model, tokens), FAISS)
-
-
-@mark.parametrize('n_source', [5, T + 3])
-@mark.parametrize('name', ['local', 'long', 'all', 'cache'])
-def test_memories_and_queries_are_of_the_target_of_a_pair(name, n_source, stores):
-    """Also when the state does not have the TAB any more"""
-    model = with_memories(name, stores)
-    tokens, x = random_tokens(51, vocab=V - 1), model.inference
-    model.tab = tokens[n_source] = V - 1
-    expected = by_definition(model, tokens)[n_source:]
-    P, _ = streamed(model, tokens[None], 1)
-    for log_probs in (P, model.log_probs(tokens[None])):
-        close(log_probs[0, n_source:].exp(), expected, FAISS)
-
-    split = SimpleNamespace(tokens=tokens.numpy(), offsets=[0, 51])
-    windows = trime.collect(model, split, x, no_progress)
-    scored = torch.cat([x.log_p(*window) for window in windows])
     close(scored[:, 0], log_p(model, tokens)[n_source:], FAISS)
 
 
@@ -520,7 +518,7 @@ def perplexity(model, **attributes):
 
 @mark.parametrize('trained, names', [
     ('local', ''), ('long', ''), ('none', 'local,long'), ('none', 'ext'), ('ext', 'local,ext')])
-def test_tuning(trained, names, tmp_path, monkeypatch, capsys):
+def test_tuning(trained, names, tmp_path, capsys):
     """On val tuned temperatures are better than others, memories than shuffled ones and none."""
     model = prepared(trained, tmp_path, memory=names)
     ways, x = model.ways(), model.inference
@@ -538,12 +536,6 @@ def test_tuning(trained, names, tmp_path, monkeypatch, capsys):
         assert bool(present) == (name in names) == (f'memory {name}' in screen)
     assert x.linear == (trained == 'none')
 
-    # the second time nothing is built or tuned, but with another version
-    assert prepared(trained, tmp_path, None, memory=names).inference == x
-    monkeypatch.setattr(trime, 'VERSION', -1)
-    with raises(TypeError):
-        prepared(trained, tmp_path, None, memory=names)
-
 
 @mark.parametrize('scored, val, test, tuned_on', [
     ('val', 1000, 999, 'val'), ('train', 9, 1000, 'test'), ('test', 1000, 9, 'val')])
@@ -556,15 +548,14 @@ def test_the_split_for_tuning(scored, val, test, tuned_on, capsys):
     assert ('warning' in capsys.readouterr().out) == (tuned_on == scored)
 
 
-@mark.parametrize('name', ['tuned.json', 'datastore-a/about.json',
-                                  'datastore-a/keys.faiss', 'datastore-a/keys.ivfdata'])
+@mark.parametrize('name', ['about.json', 'keys.faiss', 'keys.ivfdata'])
 @mark.parametrize('change', [lambda x: b'[]', lambda x: b'{"a": {}}', lambda x: x[:-1],
                                     lambda x: b'\xff'])
 def test_a_bad_file_is_made_again(name, change, tmp_path, monkeypatch, capsys):
     """Without a check a search in a short keys.ivfdata ends the process (SIGBUS)."""
     monkeypatch.setattr(trime, 'tune', lambda windows, inference: inference)
     prepared('local', tmp_path, memory='ext')
-    file = tmp_path / name
+    file = tmp_path / 'datastore-a' / name
     content = file.read_bytes()
     file.write_bytes(change(content))
     perplexity(prepared('local', tmp_path, memory='ext'))
