@@ -166,11 +166,6 @@ def test_without_a_reader(here):
     assert step_of('here/ckpt.pt') == 4
 
 
-def test_a_coarse_clock(here, monkeypatch):
-    monkeypatch.setattr(time, 'perf_counter', lambda: 7.0)
-    launch()
-
-
 def test_an_interrupted_reference(here, capsys):
     launch('--out straight', 'rpt')
     with at_step(3, interrupt, out='run-reference'):
@@ -388,7 +383,7 @@ WRONG = {
     '--model rpt --n-head 0': 'n_head must be 1', '--model drt --n-layer 0': 'n_layer must be 1',
     '--tokens-per-step 100': '1 x 2 x 512 = 1024', '--data no/such': 'such',
     '--block-size 999999 --tokens-per-step 1999998': 'block-size', '--warmup 2': 'at most 1',
-    '--out a\0b': '--out', '--data a\0b': '--data', '--init a\0b': '--init',
+    '--data a\0b': '--data',
     '--device cuda': '--device cpu', '--out texts/val.jsonl': 'val.jsonl',
     '--memory long --n-consecutive 1': 'only one', '--memory ext --micro-batch 1': 'only one',
     '--cutoffs 0': 'cutoffs', '--cutoffs 9,5': 'rise', '--cutoffs 5,': 'rise',
@@ -405,7 +400,7 @@ WRONG = {
 def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, message):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     assert message in one_line(run, [*COMMON, *more.split()])
-    assert not Path('out').exists()
+    assert not [*Path('out').glob('*')]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -466,13 +461,6 @@ def test_init_starts_from_weights_and_their_tokenizer(first, capsys):
     assert 'step 1 of 1' in capsys.readouterr().out
 
 
-def test_weights_of_a_checkpoint_are_copied(first):
-    """Not assigned: on a GPU a run that is resumed would have weights on the CPU."""
-    state, model, _ = train.read_checkpoint('first/ckpt.pt')
-    model.double().load_state_dict(state['model'])
-    assert all(p.dtype == torch.float64 for p in model.parameters())
-
-
 NOT_FITTING = {'--n-embd 32': "ckpt.pt has weights for other settings: {'n_embd': 16}",
                '--tokenizer bytes': "{'vocab_size': 294}", '--model trime': '--model rpt',
                '--init other.txt': 'other.txt is not a checkpoint'}
@@ -498,13 +486,10 @@ def test_a_checkpoint_that_is_not_of_this_program(here):
     """What a checkpoint has, replaced by what does not fit"""
     launch()
     path = 'out/trime/ckpt.pt'
-    config = dict(n_layer=10 ** 6, dropout=math.nan, n_embd=32, stride=-1, micro_batch=True,
-                  memory='all', unknown=1, n_head=2.0)
-    tokenizer = [('name', '/../../zz'), ('tokens', [0] * 256), ('tokens', [*data.BYTES, 'ab']),
-                 ('pattern', '(?=a)|'), ('pattern', '(')]
-    one = torch.ones(1)
-    weights = [math.nan * torch.ones(16), torch.ones(17), one.expand(16), None]
-    whole = ('data', 'corpus', 'tokens', 'step', 'config', 'tokenizer', 'model', 'model_name')
+    config = dict(n_embd=32, n_head=0, unknown=1)
+    tokenizer = [('name', '/../../zz'), ('tokens', [0] * 256)]
+    weights = [torch.ones(17), None]
+    whole = ('config', 'tokenizer', 'model', 'model_name')
     broken = dict(config=config.items(), tokenizer=tokenizer,
                   model=[('norm.weight', x) for x in weights],
                   none=[('model_name', 'this'), *((key, None) for key in whole)])
@@ -516,13 +501,9 @@ def test_a_checkpoint_that_is_not_of_this_program(here):
             assert 'is not a checkpoint' in one_line(train.read_checkpoint, 'broken.pt'), key
     assert 'this' not in sys.modules
 
-    # moments, and what else a resumed run needs
-    state = load(path)
-    moments = load(path)['optimizers']
-    moments[1]['state'][0]['momentum'] = torch.ones(3)
-    for key, value in dict(log_size=-1, best='1', optimizers=moments).items():
-        torch.save(state | {key: value}, path)
-        assert 'cannot be resumed' in one_line(launch, '--max-steps 7')
+    # weights alone, without what else a resumed run needs
+    Path('out/trime/best.pt').replace(path)
+    assert 'cannot be resumed' in one_line(launch, '--max-steps 7')
 
 
 # --------------------------------------------------------------------------------------------------
