@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from pytest import approx, fixture, mark
 
 import data, rpt, train
-from helpers import (batch_of, close, formula, learn, one_line, ranking, rope, streamed,
-                     write_splits)
+from helpers import (assert_causal, assert_ties, batch_of, close, formula, learn, one_line,
+                     ranking, rope, streamed, write_splits)
 from rpt import RPT, RPTConfig, bm25_candidates, ranking_loss, target_scores
 
 V, CHUNK, WINDOW, K = 23, 4, 2, 2               # ids, m, chunks of a window, neighbors
@@ -295,18 +295,8 @@ def test_trace_is_what_was_retrieved(more):
 
 
 @mark.parametrize('more', SETTINGS)
-def test_the_future_is_invisible(more, t=T - 3):
-    """A row of a batch for each changed token: log P changes from this token on, not before."""
-    model = small(**more)
-    tokens = tokens_of(t=t, b=1)
-    changed = tokens + torch.eye(t).long()
-    difference = model.log_probs(changed % V) - model.log_probs(tokens)
-    difference = difference.abs().amax(2)                               # (changed token, position)
-    too_early = (difference.tril(-1) > EPS).nonzero().tolist()
-    assert too_early == [], '[[token, the position of an earlier prediction that depends on it]]'
-    assert difference.diag().min() > EPS
-    if model.config.retriever == 'sem':                                 # it is felt later too
-        assert difference.triu(START).max() > EPS
+def test_the_future_is_invisible(more):
+    assert_causal(small(**more), tokens_of(t=T - 3, b=1))
 
 
 @mark.parametrize('more', SETTINGS[:4])
@@ -350,16 +340,11 @@ def test_streaming_equals_the_full_pass(more, t=12 * CHUNK + 3):
         close(model.stream(rest, state)[0], full[:, -rest.size(1):])
 
 
-def test_a_text_that_recurs_is_a_tie(n=24):
-    """In fp32, in pieces and in one pass, the same of its copies is retrieved. Each copy is of n
-    tokens, which is beyond the windows of the lower layers, and is followed by another chunk."""
+def test_a_text_that_recurs_is_a_tie():
+    """Copies of 24 tokens, which is beyond the windows of the lower layers"""
     model = small().float()
     torch.set_default_dtype(torch.float32)
-    part = tokens_of(t=n, b=1).expand(20, n)
-    text = torch.cat([part, tokens_of(t=2 * CHUNK, b=20)], 1).flatten()[None]
-    full = model.log_probs(text)
-    for size in (7, 21, 50):
-        close(streamed(model, text, size)[0], full, 1e-3)
+    assert_ties(model, tokens_of(t=24, b=1), tokens_of(t=2 * CHUNK, b=20))
 
 
 def test_far_positions_equal_near_ones():
