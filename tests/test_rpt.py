@@ -3,6 +3,7 @@ import math
 from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -299,10 +300,9 @@ def test_the_future_is_invisible(more):
     assert_causal(small(**more), tokens_of(t=T - 3, b=1))
 
 
-@mark.parametrize('more', SETTINGS[:4])
-def test_the_loss_in_eval_mode(more):
+def test_the_loss_in_eval_mode():
     """Without a teacher; some targets are not scored. test_drt.py has the gradient of the loss."""
-    model = small(**more)
+    model = small()
     batch = taught(tokens_of())
     batch.targets[:, ::3] = -1
     logits = model.logits(model.encode(batch.tokens)[0])
@@ -311,15 +311,11 @@ def test_the_loss_in_eval_mode(more):
 
 
 def test_without_neighbors_cross_attention_is_zero():
-    """Exactly: before chunk w has ended, and everywhere with an empty choice of a teacher."""
+    """Exactly: as with an empty choice of a teacher"""
     model = small()
-    tokens = tokens_of()
-    on = model.encode(tokens)[0]
-    empty = model.encode(tokens, teacher=torch.full((B, N, K), -1))[0]
+    empty = model.encode(tokens_of(), teacher=torch.full((B, N, K), -1))[0]
     vars(model).update(model.ways()['off'])
-    off = model.encode(tokens)[0]
-    assert torch.equal(empty, off)
-    assert torch.equal(on[:, :START], off[:, :START])
+    assert torch.equal(empty, model.encode(tokens_of())[0])
 
 
 @mark.parametrize('more', SETTINGS)
@@ -360,7 +356,7 @@ def test_far_positions_equal_near_ones():
 
 @mark.parametrize('retriever', ['sem', 'bm25'])
 def test_shuffled_draws_permitted_chunks(retriever, n=40):
-    """As many as are retrieved, at random: none is preferred, and chunks draw different ones."""
+    """As many as are retrieved, at random: chunks draw different ones."""
     model = small(retriever=retriever)
     tokens = tokens_of(t=n * CHUNK, b=1)
     retrieved = retrieved_by(model, tokens)
@@ -370,9 +366,6 @@ def test_shuffled_draws_permitted_chunks(retriever, n=40):
         assert len(set(drawn[i])) == len(drawn[i]) == len(retrieved[i])
         assert set(drawn[i]) <= set(range(i - WINDOW + 1))
     assert len(set(map(tuple, drawn))) > n * 0.8
-    places = [j / (i - WINDOW) for i in range(20, n) for j in drawn[i]]
-    assert 0.4 < np.mean(places) < 0.6                                  # uniform: 0.5
-    assert 0.2 < np.std(places) < 0.4                                   # uniform: 0.29
 
 
 def test_scores_and_logits_are_fp32_under_autocast():
@@ -613,19 +606,12 @@ def test_setup_scores_the_candidates(start, capsys, retriever):
 
 
 @fixture
-def count(start, monkeypatch):
+def count(start):
     """-> function of settings: of how many sequences `start` computes the scores"""
-    computed = []
-
-    def counted(*args):
-        computed.append(args)
-        return bm25_candidates(*args)
-    monkeypatch.setattr(rpt, 'bm25_candidates', counted)
-
     def run(**more):
-        computed.clear()
-        start(**more)
-        return len(computed)
+        with mock.patch('rpt.bm25_candidates', wraps=bm25_candidates) as computed:
+            start(**more)
+        return computed.call_count
     return run
 
 
@@ -646,17 +632,17 @@ def test_scores_are_computed_once(count, monkeypatch, capsys):
 
 
 def test_broken_scores_are_computed_again(count, tmp_path, capsys):
-    """Files that are cut short, or of another shape, dtype or format"""
+    """Files that are cut short, or of another shape or dtype"""
     assert count(retriever='lex') == 12
     paths = sorted(tmp_path.glob('corpora/*/scores-*/*.npy'))
     wanted = [np.load(path) for path in paths]
     paths[0].write_bytes(paths[0].read_bytes()[:-1])
-    paths[1].write_bytes(b'')
-    np.save(paths[2], wanted[2][1:])
-    np.save(paths[3], wanted[3].astype('int32'))
-    assert count(retriever='lex') == 4
-    assert capsys.readouterr().out.count('computed again') == 4
-    assert all(np.array_equal(np.load(path), x) for path, x in zip(paths, wanted))
+    np.save(paths[1], wanted[1][1:])
+    np.save(paths[2], wanted[2].astype('int32'))
+    assert count(retriever='lex') == 3
+    assert capsys.readouterr().out.count('computed again') == 3
+    for path, scores in zip(paths, wanted):
+        assert np.array_equal(np.load(path), scores)
 
 
 @mark.parametrize('n_chunks, warns', [(100, False), (200, True)])
@@ -699,13 +685,15 @@ def run_of(name, tokens, fingerprint='', **more):
 
 
 def test_ranks_by_loops(n=26):
-    """The reference LM scores all permitted chunks."""
+    """The reference LM scores all permitted chunks. Then what a run gains by those it retrieves, for
+    the targets of chunks WINDOW to n - 2"""
     tokens = tokens_of(5, n * CHUNK, 1)
     chunks = tokens.view(n, CHUNK)
-    runs = [run_of('x', tokens[0], n_layer=2, block_size=n * CHUNK),
+    runs = [run_of('x', tokens[0], block_size=n * CHUNK),
             run_of('y', tokens[0], retriever='bm25'),
             run_of('r', tokens[0], retriever='none', window=4 * CHUNK)]
     result = rpt.TASKS['ranks'](runs, SimpleNamespace(seed=0))
+    model = runs[0].model
 
     i = torch.arange(n)
     permitted = (i <= i[:, None] - WINDOW) & (i[:, None] < n - 1)
@@ -718,6 +706,23 @@ def test_ranks_by_loops(n=26):
         assert list(result[name]) == ['precision@2', 'recall@10', 'ndcg@20']
         wanted = measures_by_loops(scores, s_t, permitted)
         assert list(result[name].values()) == approx(wanted)
+
+    i = i[WINDOW:-1]
+    chosen = model.encode(tokens)[1].memory.chosen[0, WINDOW:][i]
+    nats = {}
+    for way in 'off', 'on':
+        model.way = way
+        log_p = model.log_probs(tokens)[0, START:-1]
+        log_p = log_p.gather(1, tokens[0, START + 1:, None])
+        nats[way] = -log_p.view(-1, CHUNK).mean(1)
+    gain = nats['off'] - nats['on']
+    helps = (s_t[i[:, None], chosen] > 0).any(1)                        # none is -1: the last chunk
+    ids = F.one_hot(chunks, V).amax(1)                                  # (n, V)
+    first = ids[chosen[:, 0]]
+    shared = (ids[i] * first).sum(1).double()
+    _, _, _, *facts = result['x reads x'].values()
+    wanted = gain[helps], gain[~helps], shared
+    assert facts[:3] == approx([x.mean().item() for x in wanted])
 
 
 def test_ranks_refuses_runs_that_do_not_fit():
@@ -841,35 +846,6 @@ def test_memories(memory, by_loops):
     f, *_ = model.encode(tokens)
     difference = f - model.encode(tokens, docs_of(8, 36))[0]
     assert difference[0].any(1).nonzero()[0] == 8                       # from here on
-
-
-def test_ranks_reports_losses(n=20):
-    """Of a run with the chunks it retrieves, for the targets of chunks WINDOW to n - 2"""
-    tokens = tokens_of(5, n * CHUNK, 1)
-    chunks = tokens.view(n, CHUNK)
-    run = run_of('x', tokens[0], block_size=n * CHUNK)
-    reference = run_of('r', tokens[0], retriever='none', window=4 * CHUNK)
-    result = rpt.TASKS['ranks']([run, reference], SimpleNamespace(seed=0))
-    model = run.model
-    mask = torch.ones(n, n).bool().tril(-WINDOW)
-    mask[-1] = False
-    s_t = target_scores(reference.model, chunks, mask)
-    i = torch.arange(WINDOW, n - 1)
-    chosen = model.encode(tokens)[1].memory.chosen[0, WINDOW:][i]
-    nats = {}
-    for way in 'off', 'on':
-        model.way = way
-        log_p = model.log_probs(tokens)[0, START:-1]
-        log_p = log_p.gather(1, tokens[0, START + 1:, None])
-        nats[way] = -log_p.view(-1, CHUNK).mean(1)
-    gain = nats['off'] - nats['on']
-    helps = (s_t[i[:, None], chosen] > 0).any(1)                        # none is -1: the last chunk
-    ids = F.one_hot(chunks, V).amax(1)                                  # (n, V)
-    first = ids[chosen[:, 0]]
-    shared = (ids[i] * first).sum(1).double()
-    _, _, _, *facts = result['x reads x'].values()
-    wanted = gain[helps], gain[~helps], shared
-    assert facts[:3] == approx([x.mean().item() for x in wanted])
 
 
 @mark.parametrize('retriever', ['dpr', 'contriever'])
