@@ -1,6 +1,7 @@
 """drt.py against the paper's equations by loops (by_definition), and what must always hold."""
 import io, math
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -170,9 +171,10 @@ def by_definition(model, tokens, corpus=(), from_text=True):
     return logits.log_softmax(-1), groups
 
 
-SETTINGS = [{}, dict(groups=1), dict(groups=0), dict(encoder='tokens'), dict(n_encoder=0),
-            dict(sink=False), dict(compare_means=False), dict(n_neighbors=1), dict(n_neighbors=20),
-            dict(shift_values=False), dict(n_head=4, n_embd=32), dict(next_chunk=False)]
+SETTINGS = [{}, dict(groups=1), dict(groups=0), dict(encoder='tokens'),
+            dict(n_encoder=0), dict(sink=False), dict(compare_means=False),
+            dict(n_neighbors=1), dict(n_neighbors=20), dict(shift_values=False),
+            dict(n_head=4, n_embd=32), dict(next_chunk=False)]
 LANDMARK = dict(groups=0, landmark=True, block_size=20)
 EVERY = SETTINGS + [dict(retriever='random'), dict(retriever='off'), LANDMARK]
 
@@ -255,8 +257,8 @@ def test_streaming_equals_one_pass(settings, tmp_path, monkeypatch):
         close(streamed(model, tokens, sizes)[0], full)
 
 
-@mark.parametrize('settings, n', [(dict(encoder='tokens'), 3), (dict(window=2), 24),
-                                         (LANDMARK, 3)])
+@mark.parametrize('settings, n', [
+    (dict(encoder='tokens'), 3), (dict(window=2), 24), (LANDMARK, 3)])
 def test_a_chunk_that_recurs_is_a_tie(settings, n):
     model = small(n_neighbors=3, n_embd=32, **settings).float()
     assert_ties(model, random_tokens(t=n, b=1), random_tokens(t=3, b=20))
@@ -409,15 +411,14 @@ def test_the_loss_scores_each_target_once():
     close(log['top_weight'], w[:, 2:-1].amax(2).mean())    # 0, 1 have none
 
 
-def test_mlm_predicts_the_tokens_that_the_encoder_does_not_see(monkeypatch):
+def test_mlm_predicts_the_tokens_that_the_encoder_does_not_see():
     """§3.2, in the first half of training; no landmark is masked."""
     model = small(encoder='tokens', mlm=0.3).train()
     batch = batch_of(random_tokens(t=35))                               # 11 chunks and two tokens
     batch.targets[0] = -1                                       # as in needles: MLM has them too
-    encode, calls = model.encode, []
-    monkeypatch.setattr(model, 'encode', lambda *args: calls.append(args) or encode(*args))
-    loss, log = model(batch, 0.49)
-    *_, masked = calls[0]
+    with mock.patch.object(model, 'encode', wraps=model.encode) as encode:
+        loss, log = model(batch, 0.49)
+    *_, masked = encode.call_args.args
     masked = masked[:, :11 * S].view(B, 11, S)
     assert not masked[..., -1].any()                                    # landmarks
     assert all(0.15 < share < 0.45 for share in masked[..., :-1].float().mean((1, 2)))

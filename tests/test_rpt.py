@@ -313,7 +313,8 @@ def test_the_loss_in_eval_mode():
 def test_without_neighbors_cross_attention_is_zero():
     """Exactly: as with an empty choice of a teacher"""
     model = small()
-    empty = model.encode(tokens_of(), teacher=torch.full((B, N, K), -1))[0]
+    nothing = torch.full((B, N, K), -1)
+    empty = model.encode(tokens_of(), teacher=nothing)[0]
     vars(model).update(model.ways()['off'])
     assert torch.equal(empty, model.encode(tokens_of())[0])
 
@@ -340,7 +341,8 @@ def test_a_text_that_recurs_is_a_tie():
     """Copies of 24 tokens, which is beyond the windows of the lower layers"""
     model = small().float()
     torch.set_default_dtype(torch.float32)
-    assert_ties(model, tokens_of(t=24, b=1), tokens_of(t=2 * CHUNK, b=20))
+    others = tokens_of(t=2 * CHUNK, b=20)
+    assert_ties(model, tokens_of(t=24, b=1), others)
 
 
 def test_far_positions_equal_near_ones():
@@ -425,7 +427,8 @@ def ranking_by_loops(s_q, s_t, tau):
     return loss, ndcg
 
 
-@mark.parametrize('n, J, tau', [(9, 4, 4.0), (9, 20, 0.5), (28, 26, 2.0)])
+@mark.parametrize('n, J, tau', [
+    (9, 4, 4.0), (9, 20, 0.5), (28, 26, 2.0)])
 def test_ranking_loss(n, J, tau):
     """Of each chunk, and its gradient; every third chunk has no positive."""
     s_t = taught(tokens_of(t=n * CHUNK), J).target_scores
@@ -494,8 +497,10 @@ def test_bm25(J=3, n=24):
 
 
 @mark.parametrize('teacher, retriever, chances', [
-    ('annealed', 'sem', (1, 0.97, 0.75, 0)), ('always', 'lex', (1, 1, 1, 1)),
-    ('never', 'sem', (0, 0, 0, 0)), ('never', 'bm25', (1, 1, 1, 1))])
+    ('annealed', 'sem', (1, 0.97, 0.75, 0)),
+    ('always', 'lex', (1, 1, 1, 1)),
+    ('never', 'sem', (0, 0, 0, 0)),
+    ('never', 'bm25', (1, 1, 1, 1))])
 def test_scheduled_sampling(teacher, retriever, chances, b=60):
     """§3.4: the share of chunks that read what helps most; others read what they retrieve."""
     model = small(teacher=teacher, retriever=retriever)
@@ -673,7 +678,8 @@ def measures_by_loops(s_q, s_t, permitted):
         helps = [s_t[i, j].item() > 0 for j in order]
         if any(helps):
             _, ndcg = ranking_by_loops(s_q[i], s_t[i], 1)
-            rows.append([sum(helps[:2]) / 2, sum(helps[:10]) / sum(helps), ndcg])
+            recall = sum(helps[:10]) / sum(helps)
+            rows.append([sum(helps[:2]) / 2, recall, ndcg])
     return np.mean(rows, axis=0)
 
 
@@ -685,8 +691,8 @@ def run_of(name, tokens, fingerprint='', **more):
 
 
 def test_ranks_by_loops(n=26):
-    """The reference LM scores all permitted chunks. Then what a run gains by those it retrieves, for
-    the targets of chunks WINDOW to n - 2"""
+    """The reference LM scores all permitted chunks. Then what a run gains by those it retrieves,
+    for the targets of chunks WINDOW to n - 2"""
     tokens = tokens_of(5, n * CHUNK, 1)
     chunks = tokens.view(n, CHUNK)
     runs = [run_of('x', tokens[0], block_size=n * CHUNK),
