@@ -50,11 +50,15 @@ def numbers(text):
 
 
 def output(text):
-    """The type of a flag: a path in a folder that exists, where train.write can write after the
-    work, but not over a folder or a device"""
+    """The type of a flag: a path, at which train.write can write a file after the work. Its folder
+    is made."""
     path = Path(os.path.realpath(train.path(text)))         # a link remains: its file is replaced
-    taken = path.exists() and not path.is_file()
-    if taken or not os.access(f'{path.parent}/', os.W_OK):     # with the slash, a folder
+    taken = path.exists() and not path.is_file()            # by a folder or a device
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        taken = True
+    if taken or not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f'{text!r} cannot be written')
     return path
 
@@ -634,7 +638,7 @@ def training_seconds(model, device, kernel='auto'):
     with torch.enable_grad(), autocast():
         loss, _ = model(batch, 1.0)
     loss.backward()
-    seconds = clock(tokens) - began
+    seconds = max(1e-9, clock(tokens) - began)          # a clock can be coarse
     model.eval().zero_grad()
     return seconds / tokens.numel()
 

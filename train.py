@@ -346,7 +346,8 @@ def locked(out):
     try:
         if fcntl:                                       # on Windows there is none, and no lock
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+            assert os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK))
+    except (BlockingIOError, FileNotFoundError, AssertionError):    # or its program has just ended
         raise SystemExit(f'{out} is in use by another program; try another --out')
     except OSError:                                     # of a file system without locks
         pass
@@ -356,10 +357,11 @@ def locked(out):
             incomplete.unlink(missing_ok=True)
         yield
     finally:
-        file.close()                                    # Windows cannot remove an open file
-        with contextlib.suppress(OSError):
-            (out / LOCK).unlink()
-            out.rmdir()                                 # fails if it has files
+        if fcntl:                                       # Windows cannot remove an open file
+            (out / LOCK).unlink(missing_ok=True)
+        file.close()
+        with contextlib.suppress(OSError):              # it has files
+            out.rmdir()
 
 
 def check_folder(out, about, state, resume):
@@ -523,7 +525,7 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
         model.zero_grad()
         metrics = {key: x.item() for key, x in metrics.items()}     # waits for the GPU
         stopped = metrics.pop('stopped') > 0
-        speed = config.tokens_per_step / (time.perf_counter() - start)
+        speed = config.tokens_per_step / max(1e-9, time.perf_counter() - start)     # a coarse clock
 
         # its entry in the log, with a validation if it is due
         last = step == max_steps

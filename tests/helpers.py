@@ -122,6 +122,27 @@ def log_p(model, tokens):
     return log_probs.gather(1, tokens[1:, None])[:, 0]
 
 
+def assert_causal(model, tokens):
+    """Changing token t changes no log P before it, and it changes the one after it."""
+    before = model.log_probs(tokens)
+    for t in range(tokens.size(1)):
+        changed = tokens.clone()
+        changed[:, t] = (tokens[:, t] + 1) % 23
+        difference = (model.log_probs(changed) - before).abs().amax((0, 2))
+        early = (difference[:t] > 1e-9).nonzero().flatten().tolist()
+        assert early == [], f'token {t} changes what is predicted at the positions {early}'
+        assert difference[t] > 1e-9, f'token {t} does not change the next prediction'
+
+
+def assert_ties(model, part, others):
+    """In fp32, in pieces and in one pass, the same of the copies of a text (1, n) is retrieved: the
+    same follows. After each copy comes another text, one of others (20, t)."""
+    text = torch.cat([part.expand(20, -1), others], 1).flatten()[None]
+    full = model.log_probs(text)
+    for size in (7, 21, 50):
+        close(streamed(model, text, size)[0], full, 1e-3)
+
+
 def streamed(model, tokens, sizes):
     """log P (B, T, V) of tokens in pieces of this size or these sizes, and the last state"""
     state, parts = None, []

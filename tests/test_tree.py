@@ -55,8 +55,7 @@ def calls_in(node):
 
 def has_inner_body(node):
     """if x: y on one line; return, raise, break and continue may follow"""
-    bodies = [node.body, getattr(node, 'orelse', [])]
-    firsts = [body[0] for body in bodies if body]
+    firsts = node.body[:1] + getattr(node, 'orelse', [])[:1]
     return any(x.lineno == node.lineno and not isinstance(x, LEAVES) for x in firsts)
 
 
@@ -64,14 +63,12 @@ def is_packed(node):
     """Has this node several ideas on one line?"""
     if isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try)):
         return has_inner_body(node)
-    if isinstance(node, ast.Call):
-        return any(isinstance(x, ast.NamedExpr) for x in node.args)
     if isinstance(node, ast.Expr):
         return isinstance(node.value, (ast.BoolOp, ast.Tuple))
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
         several = isinstance(node.targets[0], ast.Tuple)
         return several and sum(map(calls_in, node.value.elts)) > 1
-    return False
+    return isinstance(node, ast.NamedExpr)
 
 
 def size(name):
