@@ -575,7 +575,7 @@ def test_pairs_are_packed_by_their_targets():
     """App. C; 8 is TAB."""
     rng = np.random.default_rng(0)
     targets = [[*rng.integers(10, 40, 5), 9] for _ in range(90)]
-    pairs = [[1, 8, *target] for target in targets]
+    pairs = [[rng.integers(40, 45), 8, *target] for target in targets]
     split = Split('train', np.concatenate(pairs), np.arange(0, 721, 8))
     rows = Pairs(split, 8, 'packed', 16, 90, seed=0).rows(0)
     assert rows.tolist() == algorithm_1(targets, [{r} for r in range(90)])

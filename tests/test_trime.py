@@ -307,7 +307,7 @@ EACH = mark.parametrize('name', INFERENCES)
 STRIDES = mark.parametrize('stride', [3, T])
 
 
-N_SOURCE = mark.parametrize('n_source', [0, 5, T + 3])
+N_SOURCE = mark.parametrize('n_source', [0, T + 3])
 
 
 def a_pair(model, n_source):
