@@ -1482,8 +1482,11 @@ TASKS = {'ranks': ranks}
 # a demo
 def demo():
     """The source of RPTConfig, from tokens to the loss; what a chunk retrieves; of assets/rpt.pt"""
-    from eval import load
-    model, tokenizer = load(Path(__file__).parent / 'assets/rpt.pt')
+    from data import Tokenizer
+    file = torch.load(Path(__file__).parent / 'assets/rpt.pt', weights_only=True)
+    model = RPT(RPTConfig(**file['config'])).eval()
+    model.load_state_dict(file['model'])
+    tokenizer = Tokenizer(**file['tokenizer'])
     source = inspect.getsource(RPTConfig)
     ids = tokenizer.encode(source)[-513:].tolist()
     tokens = torch.tensor([ids])

@@ -333,6 +333,15 @@ def read_checkpoint(path):
         raise SystemExit(f'{path} is not a checkpoint of this version: {e!r:.200}')
 
 
+def load_moments(file, state, optimizers):
+    """Sets the moments of the optimizers to those of a checkpoint."""
+    try:
+        for optimizer, moments in zip(optimizers, state.pop('optimizers')):
+            optimizer.load_state_dict(moments)
+    except (KeyError, ValueError) as e:                 # such as a copy of best.pt, it has none
+        raise SystemExit(f'{file} cannot be resumed: {e!r:.200}; --init {file} has its weights')
+
+
 @contextlib.contextmanager
 def locked(out):
     """Makes the folder of a run, and keeps other programs from training in it. The lock ends with
@@ -661,10 +670,7 @@ def train(module, model_config, config, corpus=None):
     # optimizers, compilation, and all steps
     optimizers = optimizers_of(model, config)
     if resumes:
-        if 'optimizers' not in state:                   # best.pt has no moments
-            raise SystemExit(f'{file} cannot be resumed; --init {file} has its weights')
-        for optimizer, moments in zip(optimizers, state.pop('optimizers')):
-            optimizer.load_state_dict(moments)
+        load_moments(file, state, optimizers)
         if planned != max_steps:
             print(f'--max-steps was {planned}: the learning rate is now that of {max_steps} steps')
     if RANK == 0:

@@ -1128,8 +1128,11 @@ TASKS = {'datastore': datastore_accuracy}
 def demo():
     """The source of TRIMEConfig, from tokens to the loss; memories of one. With assets/trime.pt, a
     model of the default configuration"""
-    from eval import load
-    model, tokenizer = load(Path(__file__).parent / 'assets/trime.pt')
+    from data import Tokenizer
+    file = torch.load(Path(__file__).parent / 'assets/trime.pt', weights_only=True)
+    model = TRIME(TRIMEConfig()).eval()
+    model.load_state_dict(file['model'])
+    tokenizer = Tokenizer(**file['tokenizer'])
     source = inspect.getsource(TRIMEConfig)
     ids = tokenizer.encode(source)[:360].tolist()
     tokens = torch.tensor([ids])
