@@ -360,7 +360,8 @@ class SelfAttention(nn.Module):
         """As forward, but P has no limit: what the tokens do not attend to comes first
         -> y, q (B, t, H, D), all keys and values (B, P + t, 2, H, D)"""
         qkv = self.qkv(x).unflatten(2, (3, self.n_head, -1))            # (B, t, 3, H, D)
-        q, kv = qkv[:, :, 0], qkv[:, :, 1:]
+        q = qkv[:, :, 0]
+        kv = qkv[:, :, 1:]
         if past is not None:
             kv = torch.cat([past, kv], 1)                               # (B, P + t, 2, H, D)
 
