@@ -405,9 +405,7 @@ def gca_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor,
     do = do.contiguous()
 
     # what the kernels write
-    dq = torch.empty_like(q)
-    dk = torch.empty_like(k)
-    dv = torch.empty_like(v)
+    dq, dk, dv = map(torch.empty_like, (q, k, v))
     dw = w.new_empty(B, N, K, H)                                # of each head, summed below
     lse = w.new_empty(B, N, K, H, chunk)
     delta = torch.empty_like(lse)
@@ -430,8 +428,8 @@ def fake_forward(q, *args):
 
 
 @gca_backward.register_fake
-def fake_backward(do, q, k, v, w, *args):
-    return tuple(torch.empty_like(x) for x in (q, k, v, w))
+def fake_backward(do, *inputs):
+    return tuple(map(torch.empty_like, inputs[:4]))             # of q, k, v, w
 
 
 def save_inputs(ctx, inputs, output):

@@ -1251,10 +1251,8 @@ def load_reference(config, train_config, corpus, train_reference):
 def sequence_scores(path, chunks, doc, config, idf, reference):
     """s_t (N, N) of a sequence, stored in the file `path`: for every n-th chunk by the reference
     LM, else as in RPT-Lex. chunks (N, m), doc (N,)"""
-    N = len(doc)
     try:
         s_t = np.load(path)
-        assert s_t.shape == (N, N) and s_t.dtype == np.float32
         assert np.isfinite(s_t).all()
         return torch.from_numpy(s_t)
     except Exception:       # there is no file, or it is broken, which can raise anything
@@ -1263,7 +1261,7 @@ def sequence_scores(path, chunks, doc, config, idf, reference):
     s_t = bm25_candidates(chunks, doc, config.window_chunks, config.n_candidates, idf)
     if reference is not None:
         candidates = s_t > 0
-        candidates[torch.arange(N) % config.score_every > 0] = False
+        candidates[torch.arange(len(doc)) % config.score_every > 0] = False
         s_t = target_scores(
             reference, chunks, candidates).cpu().where(candidates, s_t)
     temporary = path.with_name(f'{os.getpid()}.tmp.npy')

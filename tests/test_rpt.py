@@ -660,14 +660,14 @@ def test_scores_are_computed_once(count, monkeypatch, capsys):
 
 
 def test_broken_scores_are_computed_again(count, tmp_path):
-    """Files that are cut short, or of another shape, dtype or format"""
+    """Files that are cut short, empty or of another format, or have a nan"""
     assert count(retriever='lex') == 12
     paths = sorted(tmp_path.glob('corpora/*/scores-*/*.npy'))
     wanted = [np.load(path) for path in paths]
     paths[0].write_bytes(paths[0].read_bytes()[:-1])
     paths[1].write_bytes(b'')
-    np.save(paths[2], wanted[2][1:])
-    np.save(paths[3], wanted[3].astype('int32'))
+    paths[2].write_bytes(b'no scores')
+    np.save(paths[3], math.nan * wanted[3])
     assert count(retriever='lex') == 4
     assert all(np.array_equal(np.load(path), x) for path, x in zip(paths, wanted))
 
