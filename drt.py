@@ -51,7 +51,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -134,15 +133,6 @@ class EvalConfig:
 
 def batches(config):
     return dict(kind='documents', chunk=config.chunk_size - 1)  # of data.Corpus.batches
-
-
-def setup(model, corpus, *args):
-    """Warns if no document has two chunks and a token, which reads one."""
-    needed = 2 * model.config.chunk_size - 1
-    longest = np.diff(corpus.train.offsets).max()
-    if longest < needed and 'on' in model.ways() and not corpus.hops:
-        print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
-              f'than {needed}. Try longer documents or a smaller --chunk-size')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -787,7 +777,7 @@ class DRT(nn.Module):
         state = state or self.read(tokens[None, :t])
         n_tokens = self.config.chunk_size - 1                           # of a chunk
         n_corpus = len(self.empty_state(1).kv)
-        n_read = 2 * n_tokens if self.config.next_chunk else n_tokens
+        n_read = (1 + self.config.next_chunk) * n_tokens
         rows = []
         for g, (w, idx) in enumerate(state.chosen):
             for weight, k in zip(w[0, -1].tolist(), idx[0, -1].tolist()):

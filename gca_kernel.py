@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 # --------------------------------------------------------------------------------------------------
 # the definition
-SCORES = 2 ** 22            # attention scores of one block of rows; 16 MiB in fp32
+ROWS = 128                  # chunks of queries whose scores are in memory at a time
 
 
 def fp32(x):
@@ -93,12 +93,9 @@ def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
 
 
 def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
-    """gca_reference in blocks of rows (chunks of queries). Several blocks are checkpointed: only
+    """gca_reference in blocks of ROWS chunks of queries. Several blocks are checkpointed: only
     the scores of one are in memory at a time. Gradients of k, v are summed over blocks in fp32."""
-    B, N, K = idx.shape
-    scores_of_row = B * chunk * q.size(2) * K * n_keys
-    rows = max(1, SCORES // scores_of_row)                      # in a block
-    if rows >= N:
+    if idx.size(1) <= ROWS:
         return gca_reference(q, k, v, w, idx, chunk, n_keys, sink, scale)
 
     # the blocks; their scores are computed again in the backward pass
@@ -106,7 +103,7 @@ def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
     v = fp32(v)
     outputs = []
     for q_block, w_block, idx_block in zip(
-            q.split(rows * chunk, 1), w.split(rows, 1), idx.split(rows, 1)):
+            q.split(ROWS * chunk, 1), w.split(ROWS, 1), idx.split(ROWS, 1)):
         o = checkpoint(
             gca_reference, q_block, k, v, w_block, idx_block,
             chunk, n_keys, sink, scale, use_reentrant=False)
@@ -408,9 +405,7 @@ def gca_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor,
     do = do.contiguous()
 
     # what the kernels write
-    dq = torch.empty_like(q)
-    dk = torch.empty_like(k)
-    dv = torch.empty_like(v)
+    dq, dk, dv = map(torch.empty_like, (q, k, v))
     dw = w.new_empty(B, N, K, H)                                # of each head, summed below
     lse = w.new_empty(B, N, K, H, chunk)
     delta = torch.empty_like(lse)
@@ -433,8 +428,8 @@ def fake_forward(q, *args):
 
 
 @gca_backward.register_fake
-def fake_backward(do, q, k, v, w, *args):
-    return tuple(torch.empty_like(x) for x in (q, k, v, w))
+def fake_backward(do, *inputs):
+    return tuple(map(torch.empty_like, inputs[:4]))             # of q, k, v, w
 
 
 def save_inputs(ctx, inputs, output):
@@ -472,26 +467,18 @@ def gca_plan(idx, n_chunks):
     return entries.int(), start, order.int()
 
 
-def why_not_triton(q, chunk):
-    """Why the kernels cannot run on q (B, T, H, D) with such chunks; '' if they can."""
-    D = q.size(3)
-    number_bytes = q.element_size()
-    if not HAS_TRITON:
-        return 'the package triton is not installed'
-    if not q.is_cuda and os.environ.get('TRITON_INTERPRET') != '1':
-        return f'q is on {q.device}, not on a GPU'
-    if not q.is_cuda and q.dtype == torch.bfloat16:
-        return "Triton's interpreter cannot multiply bf16"
-    if number_bytes > 4:
-        return f'{q.dtype} has more than 32 bits'
+def triton_can_run(q, chunk):
+    """Can the kernels run on q (B, T, H, D)? On a GPU, or in Triton's interpreter, which cannot
+    multiply bf16; on 32 bits or less."""
+    interprets = os.environ.get('TRITON_INTERPRET') == '1' and q.dtype != torch.bfloat16
+    if not HAS_TRITON or not (q.is_cuda or interprets):
+        return False
 
     # what fits the shared memory of RTX cards, 99 KiB; the scores of a wide chunk, too
-    tile_bytes = chunk * max(D, 64) * number_bytes
+    D = q.size(3)
+    tile_bytes = chunk * max(D, 64) * q.element_size()
     fits = 16 <= D <= 128 and tile_bytes <= 16 * 1024
-    if not fits or chunk not in (16, 32, 64, 128):
-        return f'chunk {chunk}, head size {D}, {q.dtype}: the kernels need head size 16 to 128, ' \
-               'chunk 16, 32, 64 or 128, and chunk x max(head size, 64) numbers in 16 KiB'
-    return ''
+    return fits and chunk in (16, 32, 64, 128) and q.element_size() <= 4
 
 
 def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, kernel='auto'):
@@ -517,11 +504,14 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     assert q.size(2) % k.size(2) == 0
 
     # kernel='auto' becomes 'torch' or 'triton'
-    reason = why_not_triton(q, chunk)
-    if kernel == 'triton' and reason:
-        raise NotImplementedError(f"kernel='triton' cannot run: {reason}. kernel='torch' can.")
+    can_run = triton_can_run(q, chunk)
+    if kernel == 'triton' and not can_run:
+        raise NotImplementedError(
+            "kernel='triton' cannot run: it needs a GPU, the package triton, head size 16 to 128 "
+            f'(here {D}), chunk 16, 32, 64 or 128 (here {chunk}), and chunk x max(head size, 64) '
+            f"numbers ({q.dtype}) in 16 KiB. kernel='torch' can.")
     if kernel == 'auto':
-        kernel = 'torch' if reason or not q.is_cuda else 'triton'
+        kernel = 'triton' if can_run and q.is_cuda else 'torch'
 
     # without slots or chunks o is 0; PyTorch
     n_keys = n_keys or chunk
@@ -565,11 +555,7 @@ def compare(dtype, S=64):
     inputs = q, k, v, w
     in_fp64 = [x.double() for x in inputs]
     exact = output_and_gradients(gca_reference, in_fp64, do, idx, S)
-    kernels = ['torch']
-    if not why_not_triton(q, S):
-        kernels.append('triton')
-
-    for kernel in kernels:
+    for kernel in ['torch', 'triton'] if triton_can_run(q, S) else ['torch']:
         results = output_and_gradients(gca, inputs, do, idx, S, kernel=kernel)
         line = f'{kernel:7}{str(dtype)[6:]:9}'
         for a, b in zip(results, exact):
@@ -577,36 +563,30 @@ def compare(dtype, S=64):
         print(line)
 
 
-def print_times(name, attention, inputs, do):
-    """Prints the milliseconds that a function without arguments takes on a GPU."""
-    from triton.testing import do_bench
-    forward = do_bench(attention)
-    both = do_bench(lambda: torch.autograd.grad(attention(), inputs, do))
-    print(f'{name:7} forward {forward:8.2f} ms, with backward {both:8.2f} ms')
-
-
 def benchmark(**sizes):
     """Prints times of GCA and of full causal attention (SDPA) on a GPU, in bf16."""
+    from triton.testing import do_bench
     *inputs, do, w, idx = example(torch.bfloat16, **sizes)
     q, k, v = (x.requires_grad_() for x in inputs)
     heads = [x.transpose(1, 2) for x in inputs]                 # (B, H, T, D)
+    functions = {
+        'gca': lambda: gca(q, k, v, w, idx, sizes['S']),
+        'sdpa': lambda: F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)}
 
     print(f'\n{torch.cuda.get_device_name()}, {sizes}, bfloat16')
-    print_times('gca', lambda: gca(q, k, v, w, idx, sizes['S']), inputs, do)
-    print_times('sdpa', lambda: F.scaled_dot_product_attention(*heads, is_causal=True)
-                .transpose(1, 2), inputs, do)
+    for name, attention in functions.items():
+        forward = do_bench(attention)
+        both = do_bench(lambda: torch.autograd.grad(attention(), inputs, do))
+        print(f'{name:7} forward {forward:8.2f} ms, with backward {both:8.2f} ms')
 
 
 if __name__ == '__main__':
     torch.manual_seed(0)
-    dtypes = [torch.float32]
     has_gpu = torch.cuda.is_available()             # if not, TRITON_INTERPRET=1 adds the kernels
-    if has_gpu:
-        torch.set_default_device('cuda')
-        dtypes += [torch.float16, torch.bfloat16]
+    torch.set_default_device('cuda' if has_gpu else 'cpu')
     print('Largest errors compared with fp64, relative to the largest value')
     print(f'kernel dtype {"o":>13}{"dq":>10}{"dk":>10}{"dv":>10}{"dw":>10}')
-    for dtype in dtypes:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
         compare(dtype)
     if has_gpu:
         benchmark(B=8, N=256, S=64, K=8, H=12, D=64)

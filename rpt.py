@@ -360,7 +360,8 @@ class SelfAttention(nn.Module):
         """As forward, but P has no limit: what the tokens do not attend to comes first
         -> y, q (B, t, H, D), all keys and values (B, P + t, 2, H, D)"""
         qkv = self.qkv(x).unflatten(2, (3, self.n_head, -1))            # (B, t, 3, H, D)
-        q, kv = qkv[:, :, 0], qkv[:, :, 1:]
+        q = qkv[:, :, 0]
+        kv = qkv[:, :, 1:]
         if past is not None:
             kv = torch.cat([past, kv], 1)                               # (B, P + t, 2, H, D)
 
@@ -1221,8 +1222,7 @@ def load_reference(config, train_config, corpus, train_reference):
     """The reference LM, of --reference or trained first; its window has the four chunks of s_t."""
     path, window = config.reference, 4 * config.chunk_size
     steps = min(config.reference_steps, train_config.max_steps)
-    print(f'stage 1 of 3: the reference LM, {path or f"{steps} steps"} '
-          '(it tells which chunks help)')
+    print(f'first the reference LM, which tells which chunks help: {path or f"{steps} steps"}')
 
     # half as deep as RPT, without retrieval
     if not path:
@@ -1251,21 +1251,17 @@ def load_reference(config, train_config, corpus, train_reference):
 def sequence_scores(path, chunks, doc, config, idf, reference):
     """s_t (N, N) of a sequence, stored in the file `path`: for every n-th chunk by the reference
     LM, else as in RPT-Lex. chunks (N, m), doc (N,)"""
-    N = len(doc)
     try:
         s_t = np.load(path)
-        assert s_t.shape == (N, N) and s_t.dtype == np.float32
         assert np.isfinite(s_t).all()
         return torch.from_numpy(s_t)
-    except FileNotFoundError:
+    except Exception:       # there is no file, or it is broken, which can raise anything
         pass
-    except Exception:                                   # a broken file can raise anything
-        print(f'{path} does not have {N} x {N} scores: they are computed again')
 
     s_t = bm25_candidates(chunks, doc, config.window_chunks, config.n_candidates, idf)
     if reference is not None:
         candidates = s_t > 0
-        candidates[torch.arange(N) % config.score_every > 0] = False
+        candidates[torch.arange(len(doc)) % config.score_every > 0] = False
         s_t = target_scores(
             reference, chunks, candidates).cpu().where(candidates, s_t)
     temporary = path.with_name(f'{os.getpid()}.tmp.npy')
@@ -1288,20 +1284,13 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     if config.retriever == 'none':
         return
 
-    # a chunk retrieves chunks before its window, for its target: the chunk after it
-    needed = config.window + 2 * m
-    longest = np.diff(corpus.train.offsets).max()
-    if longest < needed and not corpus.hops:
-        print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
-              f'than {needed}. Try longer documents or smaller --window and --chunk-size')
-
     # the teacher: BM25, or a reference LM which scores the candidates of BM25
     idf = corpus_idf(corpus, config)
     if config.retriever == 'bm25':
         model.idf.copy_(idf)
     if model.dense:
         if RANK == 0 and not model.dense.is_trained:
-            print(f'stage 1 of 2: the retriever, {config.reference_steps} steps; then RPT')
+            print(f'first the retriever, {config.reference_steps} steps; then RPT')
             train_dense(model.dense, batches, config, idf, progress)
         if WORLD > 1:
             for x in model.dense.state_dict().values():
@@ -1312,9 +1301,8 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     facts = [VERSION, corpus.fingerprint, corpus.hops, seed, train_config.dtype, m,
              config.window_chunks, config.n_candidates, config.score_every, config.reference_cache]
     digest = hashlib.sha256(repr(facts).encode())
-    n_stages, reference = 2, None
+    reference = None
     if config.retriever == 'sem':
-        n_stages = 3
         reference = load_reference(config, train_config, corpus, train_reference)
         for p in reference.parameters():
             digest.update(p.numpy())
@@ -1341,8 +1329,7 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         return s_t
 
     # compute the scores
-    print(f'stage {n_stages - 1} of {n_stages}: scores of {total * batches.B} sequences '
-          f'in {folder}')
+    print(f'scores of {total * batches.B} sequences in {folder}; then RPT')
     for g in progress(range(RANK, total, WORLD), 'scores', quiet=RANK > 0):
         scores_of(g)
 
@@ -1352,7 +1339,6 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
         ranked = sum((s_t > 0).any(2).sum().item() for s_t in scores)
         return TaughtBatch(*batch, scores[g % n], max(1, ranked) / n)
 
-    print(f'stage {n_stages} of {n_stages}: RPT, {train_config.max_steps} steps')
     return attach
 
 
