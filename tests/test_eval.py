@@ -243,7 +243,7 @@ def test_what_is_no_checkpoint_is_one_line(run):
     ('a --split test', 'split test'), ('a --task examples --prompt x', 'two tokens'),
     ('a --json a/best.pt/x', 'pt/x'), ('a --html texts', 'texts'), ('a --json pipe', 'pipe'),
     ('a --task niah --lengths 1kk', '1kk'), ('a --task niah --lengths 999999999m', '256m'),
-    ('a --task speed --lengths 0', '--lengths 0'), ('a\0', 'no such'),
+    ('a --task speed --lengths 0', '--lengths 0'), ('a --data x\0', '--data'), ('a\0', 'no such'),
     ('a --task niah --lengths 64', '64'), ('a --task niah --lengths 512 --depths 0,1', '0,1'),
     ('a --task niah --depths 101', '--depths')])
 def test_a_wrong_flag_is_one_line(run, flags, words):
@@ -486,8 +486,9 @@ def test_the_plot_has_the_losses_by_position(run, drawn):
 
 def test_the_plot_has_smooth_training_losses(run, drawn):
     log = [dict(tokens=10_000 * i, loss=i) for i in range(1, 61)]
-    broken = '{"torn": 1, "li', '[]', '{"tokens": 1}', '{"tokens": 1, "loss": NaN}'
-    Path('a/log.jsonl').write_text('\n'.join([*map(json.dumps, log), *broken]))
+    broken = '{"torn": 1, "li', '[]', '7', '{"tokens": 1}', '{"tokens": 1, "loss": NaN}', '\xff'
+    lines = '\n'.join([*map(json.dumps, log), *broken])
+    Path('a/log.jsonl').write_bytes(lines.encode('latin-1'))
     evaluate('a --max-tokens 1')
     line, = drawn[0].axes[1].lines
     assert line.get_xdata()[-1] == 0.6                              # millions

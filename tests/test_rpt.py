@@ -637,17 +637,17 @@ def test_scores_are_computed_once(count, monkeypatch, capsys):
 
 
 def test_broken_scores_are_computed_again(count, tmp_path, capsys):
-    """Files that are cut short, or of another shape or dtype"""
+    """Files that are cut short, or of another shape, dtype or format"""
     assert count(retriever='lex') == 12
     paths = sorted(tmp_path.glob('corpora/*/scores-*/*.npy'))
     wanted = [np.load(path) for path in paths]
     paths[0].write_bytes(paths[0].read_bytes()[:-1])
-    np.save(paths[1], wanted[1][1:])
-    np.save(paths[2], wanted[2].astype('int32'))
-    assert count(retriever='lex') == 3
-    assert capsys.readouterr().out.count('computed again') == 3
-    for path, scores in zip(paths, wanted):
-        assert np.array_equal(np.load(path), scores)
+    paths[1].write_bytes(b'')
+    np.save(paths[2], wanted[2][1:])
+    np.save(paths[3], wanted[3].astype('int32'))
+    assert count(retriever='lex') == 4
+    assert capsys.readouterr().out.count('computed again') == 4
+    assert all(np.array_equal(np.load(path), x) for path, x in zip(paths, wanted))
 
 
 @mark.parametrize('n_chunks, warns', [(100, False), (200, True)])

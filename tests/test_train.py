@@ -373,7 +373,7 @@ WRONG = {
     '--model rpt --n-head 0': 'n_head must be 1', '--model drt --n-layer 0': 'n_layer must be 1',
     '--tokens-per-step 100': '1 x 2 x 512 = 1024', '--data no/such': 'such',
     '--block-size 999999 --tokens-per-step 1999998': 'block-size', '--warmup 2': 'at most 1',
-    '--out a\0b': '--out',
+    '--out a\0b': '--out', '--data a\0b': '--data', '--init a\0b': '--init',
     '--device cuda': '--device cpu', '--out texts/val.jsonl': 'val.jsonl',
     '--memory long --n-consecutive 1': 'only one', '--memory ext --micro-batch 1': 'only one',
     '--cutoffs 0': 'cutoffs', '--cutoffs 9,5': 'rise',
@@ -483,10 +483,12 @@ def test_a_checkpoint_that_is_not_of_this_program(here):
     """What a checkpoint has, replaced by what does not fit"""
     launch()
     path = 'out/trime/ckpt.pt'
-    config = dict(n_layer=10 ** 6, dropout=math.nan, n_embd=32, memory='all', unknown=1, n_head=2.0)
-    tokenizer = [('name', '/../../zz'), ('tokens', [0] * 256), ('pattern', '(?=a)|'),
-                 ('pattern', '(')]
-    weights = [math.nan * torch.ones(16), torch.ones(17), torch.ones(1).expand(16)]
+    config = dict(n_layer=10 ** 6, dropout=math.nan, n_embd=32, stride=-1, micro_batch=True,
+                  memory='all', unknown=1, n_head=2.0)
+    tokenizer = [('name', '/../../zz'), ('tokens', [0] * 256), ('tokens', [*data.BYTES, 'ab']),
+                 ('pattern', '(?=a)|'), ('pattern', '(')]
+    one = torch.ones(1)
+    weights = [math.nan * torch.ones(16), torch.ones(17), one.expand(16), None]
     whole = ('data', 'corpus', 'tokens', 'step', 'config', 'tokenizer', 'model', 'model_name')
     broken = dict(config=config.items(), tokenizer=tokenizer,
                   model=[('norm.weight', x) for x in weights],
