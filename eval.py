@@ -463,11 +463,11 @@ def samples(runs, args):
 # pairs
 def beam_search(model, prompt, eot, args):
     """The ids, a list, that continue a prompt (t,) to <|endoftext|> (eot) or max_tokens, with the
-    largest score = log P / length^0.6 that is found with args.beam hypotheses. The power is ours;
-    with log P alone short texts win."""
+    largest score = log P / (1 + length)^0.6 that is found with args.beam hypotheses. The score is
+    ours; with log P alone short texts win."""
     def score(hypothesis):
         log_p, ids, _ = hypothesis
-        return log_p / (len(ids) - 1) ** 0.6
+        return log_p / len(ids) ** 0.6
 
     # log P, ids from the last one of the prompt on, the state before the last id
     state = model.read(prompt[None, :-1])

@@ -535,20 +535,9 @@ class Inference:
     lam_ext: float = 0.0        # λ of Eq. 9; linear: of kNN-LM
 
     def __str__(self):
-        """The memories and the constants in words, for the screen"""
-        words = []
-        if self.local:
-            words.append('memory local')
-        if self.long:
-            words.append(f'memory long of {self.long:,} tokens')
-        if not self.linear:
-            words.append(f'τ = {self.tau} (similarities are divided by it)')
-        elif self.local:
-            words.append(f"cache: τ' = {self.tau}, λ = {self.lam} (its share)")
-        if self.n_neighbors:
-            words.append(f"memory ext: K = {self.n_neighbors}, τ' = {self.tau_ext}, "
-                         f"λ = {self.lam_ext} (share of P')")
-        return '; '.join(words)
+        """The memories and the constants, for the screen"""
+        return (f'memory local {self.local}, long {self.long:,} tokens, ext K = {self.n_neighbors}; '
+                f"τ = {self.tau} (λ = {self.lam}), with ext τ' = {self.tau_ext}, λ = {self.lam_ext}")
 
     def probabilities(self, log_words, sim):
         """The parts of P(w) = exp(E_w · f + log_factor) + Σ_{j: x_j = w} P_j
@@ -993,13 +982,7 @@ class TRIME(nn.Module):
 
         # τ, λ, K and the tokens of long memory
         self.inference = tune(collect(self, split, inference, progress, 4096), inference)
-
-        # on the screen there is no long memory if windows hold whole documents
-        shown = self.inference
-        lengths = np.diff(getattr(corpus, args.split).offsets)
-        if lengths.max() <= self.config.block_size:
-            shown = replace(shown, long=0)
-        print(f'{path}: {shown}, tuned on {split.name}')
+        print(f'{path}: {self.inference}, tuned on {split.name}')
 
 
 # --------------------------------------------------------------------------------------------------
