@@ -1264,9 +1264,7 @@ def sequence_scores(path, chunks, doc, config, idf, reference):
         candidates[torch.arange(len(doc)) % config.score_every > 0] = False
         s_t = target_scores(
             reference, chunks, candidates).cpu().where(candidates, s_t)
-    temporary = path.with_name(f'{os.getpid()}.tmp.npy')
-    np.save(temporary, s_t.float())
-    temporary.replace(path)
+    np.save(path, s_t.float())          # if it is interrupted, load raises: it is computed again
     return s_t
 
 
@@ -1427,8 +1425,9 @@ def ranks(runs, args):
         print(f'{name:24}', *(f'{key} {x:.4f}' for key, x in result[name].items()))
 
     for name, s_q in rankings.items():
-        rankings[name] = s_q.to(s_t).where(mask, -math.inf)
-        report(name, ranking_measures(rankings[name], s_t))
+        s_q = s_q.to(s_t).where(mask, -math.inf)
+        rankings[name] = s_q
+        report(name, ranking_measures(s_q, s_t))
 
     # the best of the first k by BM25
     oracle = s_t.where(mask, -math.inf)
