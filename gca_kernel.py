@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 # --------------------------------------------------------------------------------------------------
 # the definition
-ROWS = 128                  # chunks of queries whose scores are in memory at a time
+SCORES = 2 ** 22            # attention scores of one block of rows; 16 MiB in fp32
 
 
 def fp32(x):
@@ -93,9 +93,12 @@ def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
 
 
 def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
-    """gca_reference in blocks of ROWS chunks of queries. Several blocks are checkpointed: only
+    """gca_reference in blocks of rows (chunks of queries). Several blocks are checkpointed: only
     the scores of one are in memory at a time. Gradients of k, v are summed over blocks in fp32."""
-    if idx.size(1) <= ROWS:
+    B, N, K = idx.shape
+    scores_of_row = B * chunk * q.size(2) * K * n_keys
+    rows = max(1, SCORES // scores_of_row)                      # in a block
+    if rows >= N:
         return gca_reference(q, k, v, w, idx, chunk, n_keys, sink, scale)
 
     # the blocks; their scores are computed again in the backward pass
@@ -103,7 +106,7 @@ def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
     v = fp32(v)
     outputs = []
     for q_block, w_block, idx_block in zip(
-            q.split(ROWS * chunk, 1), w.split(ROWS, 1), idx.split(ROWS, 1)):
+            q.split(rows * chunk, 1), w.split(rows, 1), idx.split(rows, 1)):
         o = checkpoint(
             gca_reference, q_block, k, v, w_block, idx_block,
             chunk, n_keys, sink, scale, use_reentrant=False)

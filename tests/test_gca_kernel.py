@@ -161,8 +161,8 @@ def test_an_unused_slot_reads_no_chunk(bad, kernel, monkeypatch):
     idx = idx.where(idx != 0, 1)
     wanted = run(gca, q, k, v, w, idx, do, kernel=kernel)
     k[:, :16] = v[:, :16] = bad
-    for rows in (gca_kernel.ROWS, 1):
-        monkeypatch.setattr(gca_kernel, 'ROWS', rows)
+    for scores in (gca_kernel.SCORES, 1):
+        monkeypatch.setattr(gca_kernel, 'SCORES', scores)
         results = run(gca, q, k, v, w, idx, do, kernel=kernel)
         assert_close(results, wanted, 1e-6, 1e-6)
 
@@ -185,7 +185,7 @@ def test_blocks_bound_the_memory(rows, monkeypatch):
     inputs = example(N=8, M=8, K=8, D=2)
     exact = run_exact(gca, *inputs)
     scores_of_row = 2 * 16 * 2 * 8 * 16                                     # B S H K n_keys
-    monkeypatch.setattr(gca_kernel, 'ROWS', rows)
+    monkeypatch.setattr(gca_kernel, 'SCORES', rows * scores_of_row)
     sizes = []
 
     def save(x):
