@@ -536,8 +536,8 @@ class Inference:
 
     def __str__(self):
         """The memories and the constants, for the screen"""
-        return (f'memory local {self.local}, long {self.long:,} tokens, ext K = {self.n_neighbors}; '
-                f"τ = {self.tau} (λ = {self.lam}), with ext τ' = {self.tau_ext}, λ = {self.lam_ext}")
+        return (f'local {self.local}, long {self.long:,} tokens, ext K = {self.n_neighbors}; '
+                f"τ = {self.tau}, λ = {self.lam}, of ext τ' = {self.tau_ext}, λ = {self.lam_ext}")
 
     def probabilities(self, log_words, sim):
         """The parts of P(w) = exp(E_w · f + log_factor) + Σ_{j: x_j = w} P_j
