@@ -51,6 +51,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -133,6 +134,15 @@ class EvalConfig:
 
 def batches(config):
     return dict(kind='documents', chunk=config.chunk_size - 1)  # of data.Corpus.batches
+
+
+def setup(model, corpus, *args):
+    """Warns if no document has two chunks and a token, which reads one."""
+    needed = 2 * model.config.chunk_size - 1
+    longest = np.diff(corpus.train.offsets).max()
+    if longest < needed and 'on' in model.ways() and not corpus.hops:
+        print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
+              f'than {needed}. Try longer documents or a smaller --chunk-size')
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1282,6 +1282,13 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     if config.retriever == 'none':
         return
 
+    # a chunk retrieves chunks before its window, for its target: the chunk after it
+    needed = config.window + 2 * m
+    longest = np.diff(corpus.train.offsets).max()
+    if longest < needed and not corpus.hops:
+        print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
+              f'than {needed}. Try longer documents or smaller --window and --chunk-size')
+
     # the teacher: BM25, or a reference LM which scores the candidates of BM25
     idf = corpus_idf(corpus, config)
     if config.retriever == 'bm25':

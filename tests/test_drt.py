@@ -3,11 +3,12 @@ import io, math
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pytest import approx, mark, raises
 
-from drt import DRT, DRTConfig
+from drt import DRT, DRTConfig, setup
 from helpers import assert_causal, assert_ties, batch_of, close, learn, rope, streamed
 
 torch.set_num_threads(1)                        # the models are tiny
@@ -462,6 +463,14 @@ def test_initial_weights():
     for name, scale in (('embedding', 1), ('encoder.kv', 1), ('lower.0.mlp.proj', 0.25)):
         std = scale * 0.02 * (768 / 96) ** 0.5
         assert weights[name + '.weight'].std().item() == approx(std, rel=0.05), name
+
+
+@mark.parametrize('groups, end, warns', [(1, 13, True), (1, 14, False), (0, 13, False)])
+def test_documents_too_short_for_retrieval(groups, end, warns, capsys):
+    """Two chunks of three tokens have to precede a token that reads the first."""
+    split = SimpleNamespace(offsets=np.array([0, 6, end - 1, end]))
+    setup(small(groups=groups), SimpleNamespace(train=split, hops=0))
+    assert ('nothing can be retrieved' in capsys.readouterr().out) == warns
 
 
 # --------------------------------------------------------------------------------------------------

@@ -648,6 +648,13 @@ def test_broken_scores_are_computed_again(count, tmp_path):
     assert all(np.array_equal(np.load(path), x) for path, x in zip(paths, wanted))
 
 
+@mark.parametrize('n_chunks, warns', [(100, False), (200, True)])
+def test_documents_too_short_for_retrieval(start, capsys, n_chunks, warns):
+    """They have up to 542 tokens."""
+    start(retriever='lex', window=n_chunks * CHUNK, block_size=(n_chunks + 2) * CHUNK, n=0)
+    assert ('nothing can be retrieved' in capsys.readouterr().out) == warns
+
+
 def test_a_reference_of_another_run(start, count):
     """Its file is given; it needs a window of four chunks and the tokenizer of the run."""
     assert 'window' in one_line(start, window=2 * CHUNK)
