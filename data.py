@@ -613,6 +613,13 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     except Exception as error:                                  # a link to itself, NUL in a path
         raise SystemExit(f'--data {data!a}: {error}')
 
+    # pairs: all files are .tsv, and the tokenizer has a token for the TAB
+    pairs = list(filter(PAIRS.fullmatch, files))
+    word = getattr(tokenizer, 'name', tokenizer) == 'word'
+    if pairs and (word or len(pairs) < len(files)):
+        raise SystemExit(f'--data {data!a}: .tsv files cannot be used with other files, or with '
+                         'the tokenizer word, which has no TAB')
+
     # the folder that is made of them
     folder = corpus_folder(root, name, files, tokenizer, vocab_size)
     corpus = open_corpus(folder)
@@ -620,13 +627,7 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
         prepare(folder, path, files, code, tokenizer, vocab_size)
         corpus = Corpus(folder)
     corpus.name, corpus.hops, corpus.tab = name, hops, -1
-
-    # pairs: all files are .tsv, and the tokenizer has a token for the TAB
-    pairs = list(filter(PAIRS.fullmatch, files))
-    if pairs:
-        if len(pairs) < len(files) or corpus.tokenizer.name == 'word':
-            raise SystemExit(f'--data {data!a}: .tsv files cannot be used with other files, or '
-                             'with the tokenizer word, which has no TAB')
+    if pairs and not hops:
         corpus.tab = corpus.tokenizer.ids['\t']
     if not quiet:
         print(f'{folder}: fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
@@ -793,24 +794,29 @@ class Batches:
 
 
 class Pairs(Batches):
-    """Row r is document r, "source TAB target <|endoftext|>": a decoder alone reads the source and
-    predicts what follows TAB, as far as it is within T tokens. A micro-batch has random rows;
-    packed, with bm25: those of similar targets (TRIME, App. C)."""
+    """A row is a document, "source TAB target <|endoftext|>": a decoder alone reads the source and
+    predicts what follows TAB, as far as it is within T tokens; other pairs have no row. A
+    micro-batch has random rows; packed, with bm25: those of similar targets (TRIME, App. C)."""
     def __init__(self, split, tab, kind, block_size, micro_batch, seed, bm25=True, **_):
-        super().__init__(split, 'documents', block_size, micro_batch, seed)
-        self.tab, self.n_rows = tab, len(split.offsets) - 1
+        super().__init__(split, 'documents', 1, micro_batch, seed)
+        tabs = np.flatnonzero(split.tokens == tab)              # one in each document
+        has_row = tabs < split.offsets[:-1] + block_size
+        self.start = split.offsets[:-1][has_row]
+        self.stop = split.offsets[1:][has_row]
+        self.T, self.tab, self.n_rows = block_size, tab, len(self.start)
+        if self.n_rows == 0:
+            raise SystemExit(f'no pair of {split.name} has a target within --block-size '
+                             f'{block_size}')
         self.order = np.arange(self.n_rows)
         if kind == 'packed' and bm25:
             self.group = micro_batch
-            starts = 1 + np.flatnonzero(split.tokens == tab)    # of the targets
-            targets = [split.tokens[start:stop] for start, stop in zip(starts, split.offsets[1:])]
+            bounds = zip(tabs[has_row] + 1, self.stop)
+            targets = [split.tokens[start:stop] for start, stop in bounds]
             self.order = pack(targets, self.order, self.order, seed)
 
     def positions(self, row, column):
-        # a row of padding is a document without tokens
-        offsets = np.append(self.split.offsets, self.split.offsets[-1])
-        position = offsets[row] + column
-        padding = position >= offsets[row + 1]
+        position = np.append(self.start, 0)[row] + column
+        padding = position >= np.append(self.stop, 0)[row]      # also all of a row of padding
         position[padding] = 0
         return position, padding
 

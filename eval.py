@@ -40,7 +40,7 @@ PAGE_TOKENS = 8192              # tokens of a document that a page shows, at mos
 # flags
 def numbers(text):
     """The type of a flag: '1k,16k,2m' -> [('1k', 1024), ('16k', 16384), ('2m', 2097152)]"""
-    if not re.fullmatch('[0-9]+[km]?(,[0-9]+[km]?)*', text):
+    if not re.fullmatch('[0-9]{1,9}[km]?(,[0-9]{1,9}[km]?)*', text):
         raise argparse.ArgumentTypeError(f'{text!r} is not like 0,16,1k,2m')
     names = text.split(',')
     return [(x, int(x.rstrip('km')) * UNITS.get(x[-1], 1)) for x in names]
@@ -547,8 +547,9 @@ def draw(runs, name, plot, facts):
         path = runs[0].path.with_name(name)
         figure.savefig(path, bbox_inches='tight')
         print(f'\n{path}')
-    except (ImportError, OSError, ValueError) as e:     # ValueError: there is nothing to draw
-        print(f'no picture: {e}', file=sys.stderr)
+    except (ImportError, OSError, KeyError, TypeError, ValueError) as e:
+        # there is no matplotlib, nothing to draw, or a broken log
+        print(f'no picture: {e!r}', file=sys.stderr)
 
 
 def plot_positions(axes, run):
@@ -819,6 +820,9 @@ def main(argv):
                 parser.error(f'different texts, {runs[0].text} and {run.text}: use --data')
         if runs[0].corpus.tab >= 0:
             tasks[''] = pairs
+            if args.task not in ('', 'pairs', 'generate', 'speed'):
+                parser.error(f'--task {args.task} scores all tokens, of pairs only targets are '
+                             'predicted: --task pairs')
         result = tasks[args.task](runs, args)
         if args.json:
             train.write(args.json, json.dumps(result, indent=1))

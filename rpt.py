@@ -1264,7 +1264,9 @@ def sequence_scores(path, chunks, doc, config, idf, reference):
         candidates[torch.arange(len(doc)) % config.score_every > 0] = False
         s_t = target_scores(
             reference, chunks, candidates).cpu().where(candidates, s_t)
-    np.save(path, s_t.float())          # if it is interrupted, load raises: it is computed again
+    temporary = path.with_name(f'{os.getpid()}.tmp.npy')
+    np.save(temporary, s_t.float())
+    temporary.replace(path)
     return s_t
 
 

@@ -915,6 +915,8 @@ class TRIME(nn.Module):
         off = dict(on, inference=Inference())
         if on == off:
             return dict(off=off)
+        if self.tab >= 0:                                       # of pairs, no values are exchanged
+            return dict(on=on, off=off)
         return dict(on=on, shuffled=dict(on, shuffle=True), off=off)
 
     def trace(self, tokens, t, state=None):
@@ -1011,7 +1013,7 @@ def tuning_split(corpus, scored):
 def collect(model, split, inference, progress, n_queries):
     """What `tune` needs: for each window of the first 65,536 tokens, the arguments of
     Inference.log_p for some of its tokens, about n_queries in all; for all of a text with no more.
-    """
+    Of pairs only those in a target are queries."""
     model.inference = inference
 
     # documents, the last one cut
@@ -1022,9 +1024,10 @@ def collect(model, split, inference, progress, n_queries):
     rng = np.random.default_rng(0)
     for ids in progress(documents, 'tokens read to tune', size=len):
         tokens = model.on_device(ids)
-        drawn = model.on_device(rng.random(len(ids[1:])) < n_queries / len(text))
-        drawn *= of_target(tokens[None, :-1], model.tab)[0]
-        targets = tokens[1:].where(drawn > 0, -1)[:, None]                      # -1: not a query
+        drawn = rng.random(len(ids[1:])) < n_queries / len(text)
+        if model.tab >= 0:                                      # of a pair, the target alone
+            drawn &= (ids[:-1] == model.tab).cumsum() > 0
+        targets = tokens[1:].where(model.on_device(drawn) > 0, -1)[:, None]     # -1: not a query
         for f, g, state in model.windows(tokens[None, :-1]):
             new, targets = targets.tensor_split([f.size(1)])
             queries = torch.where(new >= 0)[0]                                  # (Q,)
