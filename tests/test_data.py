@@ -560,8 +560,8 @@ def shown(rows):
 
 
 def test_rows_of_pairs(src):
-    """8 tokens at most; what follows TAB is predicted, to <|endoftext|>, which is Ā here. The second
-    pair has no target within 8 tokens."""
+    """8 tokens at most; what follows TAB is predicted, to <|endoftext|>, which is Ā here. The
+    second pair has no target within 8 tokens."""
     path = src(train_tsv='ab\tcd\nabcdefgh\ti\n\tabcdefghi\n', val_tsv='\tx')
     corpus = prepared(path)
     batches = corpus.batches(corpus.train, kind='documents', block_size=8, micro_batch=4, seed=0)
@@ -570,7 +570,8 @@ def test_rows_of_pairs(src):
     assert shown(targets) == ['..cdĀ...', 'abcdefgh', *2 * [8 * '.']]
     assert shown(doc) == ['\0\0\0\0\0\0..', 8 * '\2', *2 * [8 * '.']]
     assert sorted(batches.rows(0)) == [0, 1]
-    assert 'within --block-size 0' in one_line(Pairs, corpus.train, 9, 'documents', 0, 1, 0)
+    message = one_line(Pairs, corpus.train, 9, 'documents', block_size=0, micro_batch=1, seed=0)
+    assert 'within --block-size 0' in message
 
 
 def test_pairs_are_packed_by_their_targets():
