@@ -787,7 +787,7 @@ class DRT(nn.Module):
         state = state or self.read(tokens[None, :t])
         n_tokens = self.config.chunk_size - 1                           # of a chunk
         n_corpus = len(self.empty_state(1).kv)
-        n_read = (1 + self.config.next_chunk) * n_tokens
+        n_read = 2 * n_tokens if self.config.next_chunk else n_tokens
         rows = []
         for g, (w, idx) in enumerate(state.chosen):
             for weight, k in zip(w[0, -1].tolist(), idx[0, -1].tolist()):

@@ -328,6 +328,8 @@ def read_checkpoint(path):
         tokenizer = data.Tokenizer(**state['tokenizer'])
         model = getattr(module, name.upper())(Config(**config))
         model.load_state_dict(state['model'])
+        for key, x in model.state_dict().items():
+            assert x.isfinite().all(), key
         return state, model, tokenizer
     except Exception as e:                              # a broken file can raise anything
         raise SystemExit(f'{path} is not a checkpoint of this version: {e!r:.200}')
@@ -336,7 +338,7 @@ def read_checkpoint(path):
 def load_moments(file, state, optimizers):
     """Sets the moments of the optimizers to those of a checkpoint."""
     try:
-        for optimizer, moments in zip(optimizers, state.pop('optimizers')):
+        for optimizer, moments in zip(optimizers, state.pop('optimizers'), strict=True):
             optimizer.load_state_dict(moments)
     except (KeyError, ValueError) as e:                 # such as a copy of best.pt, it has none
         raise SystemExit(f'{file} cannot be resumed: {e!r:.200}; --init {file} has its weights')

@@ -22,8 +22,8 @@ Where the paper is in this file
     App. A, Eq. 6, 8, 9     probabilities at test time              Inference
     App. A, Eq. 7           memories at test time                   TRIME.memories
     App. B, Algorithm 1     similar segments in a micro-batch       pack in data.py
+    App. C                  translation                             TRIME.memories, Pairs in data.py
     App. D                  overlapping windows                     TRIME.windows
-    App. C                  translation                             of_target, Pairs in data.py
     Table 1, 5              which memories a model has              TRIME.prepare_eval
     Table 9                 the models                              PRESETS
     Table 13                accuracy of the datastore               datastore_accuracy
@@ -582,13 +582,6 @@ def interpolate(P, log_factor, sim, columns, tau, lam):
     return P, log_factor + torch.log1p(-lam)
 
 
-def of_target(text, tab):
-    """Which contexts of texts (B, n), or of the ends of texts, are not of the source of a pair
-    "source TAB target": no TAB, the id tab, is after them -> (B, n)"""
-    tabs = (text == tab).cumsum(1)
-    return tabs == tabs[:, -1:]
-
-
 def to_numpy(x):
     """A tensor as faiss needs it: an array of fp32"""
     return x.float().cpu().numpy()
@@ -862,10 +855,11 @@ class TRIME(nn.Module):
             first = start = L - 1                                   # an empty range
         j = position[first:-1]                                      # (M,)
 
-        # similarities
+        # similarities, Eq. 2, 3; of a pair, a query after TAB has no memory before it
         g = g[:, queries]
         sim = g @ key[:, first:-1].mT / g.size(2) ** 0.5            # (B, n, M)
-        mask = of_target(text, self.tab)[:, None, first:-1] & (j < i)       # Eq. 2, 3
+        tabs = (text == self.tab).cumsum(1)                         # (B, L), up to each token
+        mask = (j < i) & (tabs[:, None, first:-1] == tabs[:, i])    # (B, n, M)
         sim = sim.masked_fill(~mask, MASKED).flatten(0, 1)
 
         # values; shuffled: that of another one of the n_past memories of the query

@@ -262,6 +262,12 @@ def test_the_kernels_compile(major, kilobytes, tmp_path):
         assert atomics == 'False'
 
 
+def test_the_plan_begins_with_the_chunks_of_most_queries():
+    idx = torch.tensor([2, 2, 0, 1, 2, 1]).view(1, 6, 1)
+    *_, order = gca_plan(idx, 3)
+    assert order.tolist() == [[2, 1, 0]]
+
+
 LARGE = dict(N=40, M=40, S=64, K=8, H=12, Hkv=12, D=64)
 
 

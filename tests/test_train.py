@@ -157,6 +157,11 @@ def test_without_a_reader(here):
     assert step_of('run/ckpt.pt') == 6 and Path('table.json').exists()
 
 
+def test_a_coarse_clock(here, monkeypatch):
+    monkeypatch.setattr(time, 'perf_counter', lambda: 7.0)
+    launch()
+
+
 def test_an_interrupted_reference(here, capsys):
     launch('--out straight', 'rpt')
     with at_step(3, interrupt, out='run-reference'):
@@ -369,14 +374,15 @@ WRONG = {
     '--model gpt': 'drt', '--lr -1': '--lr -1.0 is not a number from 0 on', '--lr nan': 'nan',
     '--seed 1.5': '1.5', f'--seed {2 ** 64}': 'from 0 on',
     '--model drt --groups -1': '--groups -1 is not a number from 0 on',
-    '--max-steps 0': '1 or more', '--micro-batch 0': 'micro_batch must be 1',
+    '--max-steps 0': '1 or more', '--tokens-per-step 0': '1 or more', '--eval-every 0': '1 or more',
+    '--val-tokens 0': '1 or more', '--micro-batch 0': 'micro_batch must be 1',
     '--model rpt --n-head 0': 'n_head must be 1', '--model drt --n-layer 0': 'n_layer must be 1',
     '--tokens-per-step 100': '1 x 2 x 512 = 1024', '--data no/such': 'such',
     '--block-size 999999 --tokens-per-step 1999998': 'block-size', '--warmup 2': 'at most 1',
     '--data a\0b': '--data',
     '--device cuda': '--device cpu', '--out texts/val.jsonl': 'val.jsonl',
     '--memory long --n-consecutive 1': 'only one', '--memory ext --micro-batch 1': 'only one',
-    '--cutoffs 0': 'cutoffs', '--cutoffs 9,5': 'rise',
+    '--cutoffs 0': 'cutoffs', '--cutoffs 9,5': 'rise', '--cutoffs 5,': 'rise',
     '--dropout 1.5': 'at most 1', '--model rpt --window 96': 'window',
     '--model rpt --n-candidates 1': 'n_candidates', '--model rpt --n-cca 2 --n-layer 2': 'n_cca',
     '--model rpt --reference x --retriever lex': 'sem', '--model drt --n-head 3': 'n_head',
@@ -478,7 +484,7 @@ def test_a_checkpoint_that_is_not_of_this_program(here):
     path = 'out/trime/ckpt.pt'
     config = dict(n_embd=32, n_head=0, unknown=1)
     tokenizer = [('name', '/../../zz'), ('tokens', [0] * 256)]
-    weights = [torch.ones(17), None]
+    weights = [math.nan * torch.ones(16), torch.ones(17), None]
     whole = ('config', 'tokenizer', 'model', 'model_name')
     broken = dict(config=config.items(), tokenizer=tokenizer,
                   model=[('norm.weight', x) for x in weights],

@@ -377,12 +377,13 @@ def test_queries_of_all_positions(length):
     assert share == approx(1 - 1 / (length - 1), rel=0.15)
 
 
+@N_SOURCE
 @mark.parametrize('shuffle', [False, True])
 @EACH
-def test_causality(name, shuffle, stores):
+def test_causality(name, shuffle, n_source, stores):
     model = with_memories(name, stores)
     model.shuffle = shuffle
-    assert_causal(model, TOKENS[None, :3 * T])
+    assert_causal(model, a_pair(model, n_source)[None, :3 * T])
 
 
 WITH_MEMORIES = mark.parametrize('name', ['long', 'ext', 'all', 'cache', 'knn_lm'])
