@@ -98,9 +98,9 @@ class BM25:
     def search(self, query, k):
         """The k documents that score highest, fewer if fewer share a term with the query.
         query (len,) -> ids (n,), scores (n,) fp32, best first"""
-        ids, scores = self.search_many([query], k)
-        valid = ids >= 0
-        return ids[valid], scores[valid]
+        [scores] = self.scores([query])
+        ids = best_documents(scores, k)
+        return ids, scores[ids]
 
     def search_many(self, queries, k, limit=None):
         """The same for Q queries. limit (Q,): query i searches documents 0 to limit[i] - 1 only.

@@ -20,7 +20,7 @@ import contextlib, functools, gzip, hashlib, heapq, json, math, os, re, shutil, 
 import time
 from collections import Counter, defaultdict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from itertools import filterfalse, pairwise
+from itertools import chain, filterfalse, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,9 +29,9 @@ import regex                # tiktoken depends on it
 import tiktoken
 import torch
 
-from bm25 import BM25
+from bm25 import BM25, best_documents
 
-SPLITS = 'train', 'val', 'test'
+SPLITS = dict(train=(0, 90), val=(90, 95), test=(95, 100))      # percent of a text that is cut
 VERSION = 3             # of the rules by which a corpus is prepared: others make another folder
 
 
@@ -189,25 +189,22 @@ class Tokenizer:
                 raise SystemExit('gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its '
                                  'vocab.bpe, named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and '
                                  'encoder.json, named 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
-            tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
-            return cls(name, [token.decode('latin-1') for token in tokens], gpt2._pat_str)
+            tokens = [token.decode('latin-1') for token in gpt2._mergeable_ranks]   # by id
+            return cls(name, tokens, gpt2._pat_str)
 
-        # word and bpe: count the words
+        if name == 'word':
+            counts = Counter(chain.from_iterable(map(words_of, texts)))
+            words = counts.keys() | {'<unk>', '<eos>'}
+            return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
+
+        # bpe; vocab_size counts the 256 bytes and <|endoftext|>, too
         counts, n_characters = Counter(), 0
         for text in texts:
-            if name == 'word':
-                counts.update(words_of(text))
-                continue
             for piece in short_words(text):
                 counts.update(regex.findall(PATTERN, piece))
             n_characters += len(text)
             if n_characters > 2 ** 26:                          # enough to learn from
                 break
-        if name == 'word':
-            words = counts.keys() | {'<unk>', '<eos>'}
-            return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
-
-        # vocab_size counts the 256 bytes and <|endoftext|>, too
         return cls(name, learn_bpe(pieces_to_learn(counts), vocab_size - 257))
 
     def encode(self, text):
@@ -247,8 +244,9 @@ HIDDEN = '[.].*|.*[.]zip|corpora|out'           # names of files and folders tha
 NOT_CODE = (f'{HIDDEN}|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
             'config-.*|_sysconfigdata.*')       # the last two are written by installers
 # words of paths that name a split: TRAIN, or Train of myTrain01; but for names of programs
-SPLIT_WORDS = dict(train='train training trainset', val='val valid validation dev valset devset',
-                   test='test testing eval evaluation testset')
+SPLIT_WORD = re.compile('(?ai)(?P<train>train|training|trainset)|'
+                        '(?P<val>val|valid|validation|dev|valset|devset)|'
+                        '(?P<test>test|testing|eval|evaluation|testset)')
 WORD = regex.compile(
     r'(?:\p{Lu}+(?!\p{Ll})|\p{Lu}?\p{Ll}+)(?![^/]*[.](?i:py|pyi|ipynb|sh|bat|js|ts|c|h|cc|cpp|hpp|'
     r'cu|java|go|rs|rb|pl|r|lua|jl|php|cs|kt|swift|ya?ml|toml)$)')
@@ -319,11 +317,10 @@ def read_text(path):
 
 
 def named_split(name):
-    """The split that the path of a file names with its last word of SPLIT_WORDS, or "not used"."""
-    for word in reversed(WORD.findall(name)):
-        for split, words in SPLIT_WORDS.items():
-            if word.lower() in words.split():
-                return split
+    """The split that the path of a file names with its last SPLIT_WORD, or "not used"."""
+    for match in map(SPLIT_WORD.fullmatch, reversed(WORD.findall(name))):
+        if match:
+            return match.lastgroup
     return 'not used'
 
 
@@ -347,7 +344,7 @@ def split_files(files, code):
     and {split: its files, for the screen}; files that are not used are under "not used".
 
     If files are named train, and others val or test, only those named so are read. Else all are
-    split by hash; if val has too little then, each is cut: part is its split, else 'all'."""
+    split by hash; if val has too little then, each is cut. part: see cut."""
     # the paths and bytes of each document, by its name: that of its file or package
     paths_of = defaultdict(list)
     sizes = Counter()
@@ -368,40 +365,30 @@ def split_files(files, code):
         split_of = split_by_hash(sizes)
 
     # the names and documents of each split
-    for name in paths_of:
-        splits = [split_of[name]] if split_of else SPLITS
-        for split in splits:
+    sources = defaultdict(list)
+    for name, paths in paths_of.items():
+        parts = {split_of[name]: (0, 100)} if split_of else SPLITS
+        for split, part in parts.items():
             names_of[split].append(name)
-    sources = {}
-    for split in SPLITS:
-        part = 'all' if split_of else split
-        sources[split] = [(paths_of[name], part) for name in names_of[split]]
+            sources[split].append((paths, part))
     about = {split: f'{len(names)} files, {names[:3]!a}' for split, names in names_of.items()}
     return sources, about
 
 
 def cut(text, part, of_lines):
-    """Where a part of a text begins and ends: train is about its first 90%, val ends at 95%, test
-    is the rest. They end with a line of JSON or of a pair, or at blanks, if 2.5% of a text has any.
-    """
-    end, length = r'\s+|\Z', len(text) // 40
+    """Yields where a part of a text begins and ends, about at the percents of `part`: after a line
+    of JSON or of a pair, or after blanks, if the next 2.5% of the text have any."""
+    end, length = r'(?<=\s)(?!\s)', len(text) // 40
     if of_lines:
-        end, length = r'\n|\Z', len(text)
-
-    def stop(percent):
-        start = len(text) * percent // 100 or 1
-        return regex.search(end, text, pos=start - 1, endpos=start + length).end()
-
-    if part == 'all':
-        return 0, len(text)
-    bounds = 0, stop(90), stop(95), len(text)                   # of train, val and test
-    i = SPLITS.index(part)
-    return bounds[i:i + 2]
+        end, length = r'(?<=\n)', len(text)
+    for percent in part:
+        start = len(text) * percent // 100
+        yield re.compile(rf'\A|{end}|\Z').search(text, start, start + length).start()
 
 
 def documents(paths, part):
     """Yields the documents of files, str: lines or items of JSON, lines of pairs, articles of
-    WikiText, or all as one. part: all, or train, val or test (see cut)"""
+    WikiText, or all as one. part: where it is in the text in percent, as (0, 90)"""
     text = ''
     for path in paths:
         if text and not text.endswith('\n'):
@@ -474,6 +461,7 @@ class Corpus:
     of Pairs, else -1. `load` sets name, hops and tab.
     A damaged folder raises an exception of any type."""
     train = val = test = None
+    tab = -1
 
     def __init__(self, folder):
         self.folder = folder
@@ -493,10 +481,10 @@ class Corpus:
             hashes.append(counts['sha256'])
         self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
 
-    def batches(self, split, chunk=32, grow=0, **options):
+    def batches(self, split, grow=0, **options):
         """Batches of a split, Needles or Pairs; options: arguments of Batches"""
         if self.hops:
-            return Needles(split, self.tokenizer, self.hops, chunk=chunk, grow=grow, **options)
+            return Needles(split, self.tokenizer, self.hops, grow=grow, **options)
         if grow:
             raise SystemExit('--grow-context is for --data niah or niah2')
         if self.tab >= 0:
@@ -507,31 +495,31 @@ class Corpus:
 def write_split(path, sources, tokenizer):
     """Encodes a split into path.bin and path.idx -> its counts in meta.json. Threads encode the
     pieces of a document; tiktoken works outside Python's lock."""
-    offsets, n_bytes, n_words, sha = [0], 0, 0, hashlib.sha256()
+    counts = Counter()
+    offsets, sha = [0], hashlib.sha256()
     eot = [] if tokenizer.eot is None else [tokenizer.eot]
 
     # one document after the other: its ids and <|endoftext|>, its bytes and words
     with open(f'{path}.bin', 'wb') as file, ThreadPoolExecutor() as pool:
-        for paths, part in progress(sources, f'encoding {path.name}'):
-            for text in filter(None, documents(paths, part)):
+        for source in progress(sources, f'encoding {path.name}'):
+            for text in filter(None, documents(*source)):
                 encoded = pool.map(tokenizer.encode, pieces(text))
                 ids = np.concatenate([*encoded, eot]).astype(tokenizer.dtype)
                 file.write(ids)
-                offsets.append(offsets[-1] + len(ids))
                 utf8 = text.encode()
-                n_bytes += len(utf8)
-                n_words += len(text.split())
+                counts.update(tokens=len(ids), documents=min(1, len(ids)), bytes=len(utf8),
+                              words=len(text.split()))
+                offsets.append(counts['tokens'])
                 sha.update(utf8 + b'\0')
     np.unique(offsets).tofile(f'{path}.idx')                    # without documents of no token
-    return dict(tokens=offsets[-1], documents=len(set(offsets)) - 1, bytes=n_bytes, words=n_words,
-                sha256=sha.hexdigest())
+    counts['sha256'] = sha.hexdigest()
+    return counts
 
 
-def prepare(folder, path, files, code, tokenizer, vocab_size):
+def prepare(folder, path, sources, about, tokenizer, vocab_size):
     """Writes a corpus to a temporary folder and renames it: an incomplete one is never opened."""
-    sources, about = split_files(files, code)
     if isinstance(tokenizer, str):
-        texts = (piece for paths, part in sources['train'] for text in documents(paths, part)
+        texts = (piece for source in sources['train'] for text in documents(*source)
                  for piece in pieces(text))
         tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
 
@@ -566,39 +554,17 @@ def open_corpus(folder):
             folder.rename(f'{folder}-damaged-{time.time_ns()}')
 
 
-def corpus_folder(root, name, files, tokenizer, vocab_size):
-    """Where the corpus of these files and this tokenizer (a name or a Tokenizer) is or will be. The
-    hash is of the files; of the tokens too, if the Tokenizer was trained on different files."""
-    trained = isinstance(tokenizer, Tokenizer)
-    kind = tokenizer
-    if trained:
-        kind, vocab_size = tokenizer.name, tokenizer.n_vocab
-    if kind == 'bpe':
-        kind = f'bpe{vocab_size}'
-    stamp = []
-    for path in files.values():
-        stat = path.stat()
-        stamp.append((str(path.resolve()), stat.st_size, stat.st_mtime_ns))
-    folder = root / f'{name}-{kind}-{digest(VERSION, stamp)[:8]}'
-
-    # this folder is for the tokenizer that is trained on these files
-    if trained:
-        corpus = open_corpus(folder)
-        if not corpus or corpus.tokenizer.ids != tokenizer.ids:
-            folder = root / f'{name}-{kind}-{digest(VERSION, stamp, tokenizer.tokens)[:8]}'
-    return folder
-
-
 def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):
     """The corpus `data` (code, the name of a download, a file or a folder), prepared on first use.
     niah, niah2, niah:books/, ...: needles with one or two hops in `code` or in books/.
     tokenizer: a name or a Tokenizer, for example of a checkpoint"""
     # the text of needles
     root = Path(root)
-    data, hops = str(data), 0
+    data = str(data)
     task, _, text = data.partition(':')
-    if task in HOPS:
-        data, hops = text or 'code', HOPS[task]
+    hops = HOPS.get(task, 0)
+    if hops:
+        data = text or 'code'
 
     # the source files
     code = data == 'code'
@@ -615,18 +581,30 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
 
     # pairs: all files are .tsv, and the tokenizer has a token for the TAB
     pairs = list(filter(PAIRS.fullmatch, files))
-    word = getattr(tokenizer, 'name', tokenizer) == 'word'
-    if pairs and (word or len(pairs) < len(files)):
+    kind = getattr(tokenizer, 'name', tokenizer)
+    if pairs and (kind == 'word' or len(pairs) < len(files)):
         raise SystemExit(f'--data {data!a}: .tsv files cannot be used with other files, or with '
                          'the tokenizer word, which has no TAB')
 
-    # the folder that is made of them
-    folder = corpus_folder(root, name, files, tokenizer, vocab_size)
+    # the folder of these files and of the tokenizer that is trained on them
+    if kind == 'bpe':
+        vocab_size = getattr(tokenizer, 'n_vocab', vocab_size)
+        kind = f'bpe{vocab_size}'
+    stamp = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+             for path in files.values()]
+    folder = root / f'{name}-{kind}-{digest(VERSION, stamp)[:8]}'
     corpus = open_corpus(folder)
+
+    # that of a Tokenizer which was trained on different files
+    if isinstance(tokenizer, Tokenizer) and (not corpus or corpus.tokenizer.ids != tokenizer.ids):
+        folder = root / f'{name}-{kind}-{digest(VERSION, stamp, tokenizer.tokens)[:8]}'
+        corpus = open_corpus(folder)
+
+    # prepared on first use
     if not corpus:
-        prepare(folder, path, files, code, tokenizer, vocab_size)
+        prepare(folder, path, *split_files(files, code), tokenizer, vocab_size)
         corpus = Corpus(folder)
-    corpus.name, corpus.hops, corpus.tab = name, hops, -1
+    corpus.name, corpus.hops = name, hops
     if pairs and not hops:
         corpus.tab = corpus.tokenizer.ids['\t']
     if not quiet:
@@ -646,20 +624,6 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
 Batch = namedtuple('Batch', 'tokens targets doc seed')
 
 
-def nearest_segments(segments, low, high):
-    """The numbers of up to 20 segments that are most similar to segment i by BM25, best first, none
-    of low[i] to high[i] - 1. segments: n arrays of ids; low, high (n,) -> n lists"""
-    index, neighbors = BM25(segments), []
-    for start in progress(range(0, len(segments), 256), 'packing by BM25'):
-        queries = slice(start, start + 256)
-        # more than 20, as some are excluded; -1: there are no more that share a term
-        ids, _ = index.search_many(segments[queries], 20 + (high - low)[queries].max())
-        permitted = (ids < low[queries, None]) | (ids >= high[queries, None])
-        for row, mask in zip(ids, permitted & (ids >= 0)):
-            neighbors.append(row[mask][:20].tolist())
-    return neighbors
-
-
 @functools.lru_cache                            # an epoch is shuffled once, not for each batch
 def shuffled(n, *seed):
     return np.random.default_rng(seed).permutation(n)
@@ -677,16 +641,20 @@ def pack(segments, first_doc, last_doc, seed):
     high = np.searchsorted(first_doc, last_doc, 'right')
     if n > 1 and (high - low).min() == n:
         raise SystemExit('all segments are of one document: --no-same-document packs them')
-    neighbors = nearest_segments(segments, low, high)
+
+    # the 20 segments that are most similar to each segment by BM25, best first
+    index, neighbors = BM25(segments), []
+    for start in progress(range(0, n, 256), 'packing by BM25'):
+        for i, scores in enumerate(index.scores(segments[start:start + 256]), start):   # (n,)
+            scores[low[i]:high[i]] = 0
+            neighbors.append(best_documents(scores, 20).tolist())
 
     # from a random segment on to the nearest that is left, until none of its neighbors is left
     order = {}                                                  # its keys keep their order
     for segment in shuffled(n, seed).tolist():
         while segment not in order:
             order[segment] = True
-            left = [i for i in neighbors[segment] if i not in order]
-            if left:
-                segment = left[0]
+            segment = next((i for i in neighbors[segment] if i not in order), segment)
     return np.fromiter(order, int)
 
 
@@ -698,7 +666,7 @@ class Batches:
     documents    T tokens of one document; the ends of documents, shorter than T, are joined
     An epoch predicts each token of the split but the first; documents: but the first of each."""
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
-                 consecutive=0, bm25=True):
+                 consecutive=0, bm25=True, **_):
         n_tokens = len(split.tokens) if split else 0
         if n_tokens <= block_size:
             name = split.name if split else 'val'               # a corpus always has train
@@ -852,9 +820,7 @@ class Needles(Batches):
 
         # a sentence fits into a chunk; the shortest rows have chunks for a chain and its answer
         longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
-        T_least = 8 * chunk
-        if grow:
-            T_least = 32 * hops * chunk         # the shortest rows, of T / 8, have 4 hops chunks
+        T_least = 32 * hops * chunk if grow else 8 * chunk      # grow: T / 8 is 4 hops chunks
         if self.T % chunk or self.T < T_least or chunk < longest or len(self.words) < 16:
             raise SystemExit(f'niah needs a --block-size of {T_least} or more that is a multiple '
                              f'of {chunk}, the tokens of a chunk; {longest} tokens or more in a '
@@ -912,11 +878,10 @@ class Needles(Batches):
         and none is in the text ids."""
         names, text = {}, ids.tobytes()                         # bytes are compared fast
         while len(names) < n * (self.hops + 1):
-            name = rng.choice(self.words, 4, replace=False)
-            key = name.tobytes()
-            if key not in text:
-                names[key] = name
-        return np.reshape(list(names.values()), (n, -1, 4))
+            name = rng.choice(self.words, 4, replace=False).tobytes()
+            if name not in text:
+                names[name] = True
+        return np.frombuffer(b''.join(names), ids.dtype).reshape(n, -1, 4)
 
     def hide(self, rng, ids, needles):
         """Writes needles (chunk, names A and B) over the text ids, anywhere within their chunks."""
