@@ -9,8 +9,8 @@ BM25: which documents share the most, and the rarest, terms with a query? Nothin
     idf(t)       = log(1 + (N - df + 0.5) / (df + 0.5))
 
 Document d has the term t tf times; df of the N documents have it; there are V terms. The search of
-Q queries is a product of their counts (Q, V) and the weights (V, N). The weights of the H terms
-that many documents have are a dense matrix, for BLAS. Other terms have postings: a list of
+a block of Q queries is a product of their counts (Q, V) and the weights (V, N). The weights of the
+H terms that many documents have are a dense matrix, for BLAS. Other terms have postings: a list of
 (document, weight). P counts the pairs (text, term) of a list of texts. Sums are in fp64 and rounded
 to fp32 at the end, so that their order changes no rank. Of equal scores, the lower id comes first.
 
@@ -107,36 +107,37 @@ class BM25:
         -> ids (Q, k), scores (Q, k) fp32; where a row has fewer than k documents, -1 and -inf"""
         ids = np.full((len(queries), k), -1)
         scores = np.full(ids.shape, -np.inf, np.float32)
-        for start in range(0, len(queries), BLOCK):
-            for i, s in enumerate(self.scores(queries[start:start + BLOCK]), start):    # s (N,)
-                if limit is not None:
-                    s[limit[i]:] = 0
-                best = best_documents(s, k)
-                ids[i, :len(best)] = best
-                scores[i, :len(best)] = s[best]
+        for i, s in enumerate(self.scores(queries)):                # s (N,)
+            if limit is not None:
+                s[limit[i]:] = 0
+            best = best_documents(s, k)
+            ids[i, :len(best)] = best
+            scores[i, :len(best)] = s[best]
         return ids, scores
 
     def scores(self, queries):
-        """The scores of all documents, (Q, N) fp32; 0 where no term is shared."""
-        pairs = count(queries)                                      # (3, P)
-        pairs = pairs[:, pairs[1] < len(self.row)]                  # of known terms
-        frequent = self.frequent[pairs[1]]
+        """Yields the scores of all documents, (N,) fp32, for each query; 0: no term is shared."""
+        for start in range(0, len(queries), BLOCK):
+            block = queries[start:start + BLOCK]                    # Q queries
+            pairs = count(block)                                    # (3, P)
+            pairs = pairs[:, pairs[1] < len(self.row)]              # of known terms
+            frequent = self.frequent[pairs[1]]
 
-        # frequent terms: a product of matrices
-        query, term, tf = pairs[:, frequent]
-        counts = np.zeros((len(queries), len(self.dense)))          # (Q, H)
-        counts[query, self.row[term]] = tf
-        scores = counts @ self.dense                                # (Q, N)
+            # frequent terms: a product of matrices
+            query, term, tf = pairs[:, frequent]
+            counts = np.zeros((len(block), len(self.dense)))        # (Q, H)
+            counts[query, self.row[term]] = tf
+            scores = counts @ self.dense                            # (Q, N)
 
-        # rare terms: for each query, the postings of its terms
-        rare = pairs[:, ~frequent]
-        bounds = np.searchsorted(rare[0], range(1, len(queries)))
-        for i, (_, term, tf) in enumerate(np.split(rare, bounds, axis=1)):
-            df = self.df[term]
-            postings = join_ranges(self.first[term], df)
-            weight = self.weight[postings] * np.repeat(tf, df)
-            scores[i] += np.bincount(self.doc[postings], weight, self.N)
-        return scores.astype(np.float32)
+            # rare terms: for each query, the postings of its terms
+            rare = pairs[:, ~frequent]
+            bounds = np.searchsorted(rare[0], range(1, len(block)))
+            for i, (_, term, tf) in enumerate(np.split(rare, bounds, axis=1)):
+                df = self.df[term]
+                postings = join_ranges(self.first[term], df)
+                weight = self.weight[postings] * np.repeat(tf, df)
+                scores[i] += np.bincount(self.doc[postings], weight, self.N)
+            yield from scores.astype(np.float32)
 
 
 def benchmark():

@@ -482,7 +482,7 @@ class Corpus:
         self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
 
     def batches(self, split, grow=0, **options):
-        """Batches of a split, Needles or Pairs; options: arguments of Batches"""
+        """Batches of a split, Needles or Pairs; options: arguments of these"""
         if self.hops:
             return Needles(split, self.tokenizer, self.hops, grow=grow, **options)
         if grow:
@@ -643,11 +643,11 @@ def pack(segments, first_doc, last_doc, seed):
         raise SystemExit('all segments are of one document: --no-same-document packs them')
 
     # the 20 segments that are most similar to each segment by BM25, best first
-    index, neighbors = BM25(segments), []
-    for start in progress(range(0, n, 256), 'packing by BM25'):
-        for i, scores in enumerate(index.scores(segments[start:start + 256]), start):   # (n,)
-            scores[low[i]:high[i]] = 0
-            neighbors.append(best_documents(scores, 20).tolist())
+    neighbors = []
+    rows = progress(BM25(segments).scores(segments), 'packing by BM25', n)      # n of (n,)
+    for i, scores in enumerate(rows):
+        scores[low[i]:high[i]] = 0
+        neighbors.append(best_documents(scores, 20).tolist())
 
     # from a random segment on to the nearest that is left, until none of its neighbors is left
     order = {}                                                  # its keys keep their order
@@ -820,7 +820,7 @@ class Needles(Batches):
 
         # a sentence fits into a chunk; the shortest rows have chunks for a chain and its answer
         longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
-        T_least = 32 * hops * chunk if grow else 8 * chunk      # grow: T / 8 is 4 hops chunks
+        T_least = 32 * hops * chunk if grow else 8 * chunk      # grow: the shortest have T / 8
         if self.T % chunk or self.T < T_least or chunk < longest or len(self.words) < 16:
             raise SystemExit(f'niah needs a --block-size of {T_least} or more that is a multiple '
                              f'of {chunk}, the tokens of a chunk; {longest} tokens or more in a '
