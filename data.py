@@ -189,8 +189,8 @@ class Tokenizer:
                 raise SystemExit('gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its '
                                  'vocab.bpe, named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and '
                                  'encoder.json, named 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
-            tokens = [token.decode('latin-1') for token in gpt2._mergeable_ranks]   # by id
-            return cls(name, tokens, gpt2._pat_str)
+            tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
+            return cls(name, [token.decode('latin-1') for token in tokens], gpt2._pat_str)
 
         if name == 'word':
             counts = Counter(chain.from_iterable(map(words_of, texts)))
@@ -481,10 +481,10 @@ class Corpus:
             hashes.append(counts['sha256'])
         self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
 
-    def batches(self, split, grow=0, **options):
-        """Batches of a split, Needles or Pairs; options: arguments of these"""
+    def batches(self, split, chunk=32, grow=0, **options):
+        """Batches of a split, Needles or Pairs; options: arguments of Batches"""
         if self.hops:
-            return Needles(split, self.tokenizer, self.hops, grow=grow, **options)
+            return Needles(split, self.tokenizer, self.hops, chunk=chunk, grow=grow, **options)
         if grow:
             raise SystemExit('--grow-context is for --data niah or niah2')
         if self.tab >= 0:
@@ -666,7 +666,7 @@ class Batches:
     documents    T tokens of one document; the ends of documents, shorter than T, are joined
     An epoch predicts each token of the split but the first; documents: but the first of each."""
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
-                 consecutive=0, bm25=True, **_):
+                 consecutive=0, bm25=True):
         n_tokens = len(split.tokens) if split else 0
         if n_tokens <= block_size:
             name = split.name if split else 'val'               # a corpus always has train
