@@ -24,6 +24,7 @@ Where the paper is in this file
     App. B, Algorithm 1     similar segments in a micro-batch       pack in data.py
     App. C                  translation                             TRIME.memories, Pairs in data.py
     App. D                  overlapping windows                     TRIME.windows
+    App. E                  SRU++                                   SRUBlock, --layer sru
     Table 1, 5              which memories a model has              TRIME.prepare_eval
     Table 9                 the models                              PRESETS
     Table 13                accuracy of the datastore               datastore_accuracy
@@ -49,7 +50,8 @@ Where this differs from the paper, and why
     length" of Table 9 as the stride, the tokens scored per window.
     For translation the paper has an encoder and a decoder. Here a pair is a text "source TAB
     target" for the decoder alone; only the target is predicted, and only its contexts are memories.
-    Not here: SRU++ (App. E).
+    An SRU++ segment begins with the state 0 and without the keys of the one before (App. E: they go
+    on), because segments of a micro-batch are encoded side by side.
 
     $ python trime.py                       a demo of ten seconds
     $ python train.py --model trime
@@ -87,6 +89,7 @@ class TRIMEConfig:
     n_layer: int = 4            # Transformer layers (ours; paper: 8 to 16)
     n_head: int = 4             # attention heads, H (ours)
     n_embd: int = 128           # width, C (ours; paper: 128 to 1,024)
+    layer: Literal['transformer', 'sru'] = 'transformer'        # sru: SRU++ (paper App. E)
     n_inner: int = 0            # width inside the MLP; 0: 4 C (paper: 4 C, its 150M model 2,100)
     dropout: float = 0.0        # on embeddings and residual branches (ours; official code: 0.3)
     memory: Literal['none', 'local', 'long', 'ext'] = 'local'   # used in training (paper Table 1)
@@ -736,7 +739,8 @@ class TRIME(nn.Module):
         C = config.n_embd
         self.config = config
         self.embedding = Embedding(config)                          # also the output embedding E
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        Layer = SRUBlock if config.layer == 'sru' else Block
+        self.blocks = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(C)
 
         # GPT-2's initial weights, for width C
@@ -979,6 +983,54 @@ class TRIME(nn.Module):
         # τ, λ, K and the tokens of long memory
         self.inference = tune(collect(self, split, inference, progress, 4096), inference)
         print(f'{path}: {self.inference}, tuned on {split.name}')
+
+
+# --------------------------------------------------------------------------------------------------
+# compared systems
+class SRUBlock(nn.Module):
+    """A layer of SRU++ (Lei, EMNLP 2021, §2): causal attention of one head, without positions,
+    computes the inputs of a recurrence over the tokens, in which all is elementwise:
+
+        q = W_q x    k, v = W_k q, W_v q    u, f, r = W_o norm(q + α attention(q, k, v)) + b
+        c_t = f'_t c_{t-1} + (1 - f'_t) u_t         f'_t = σ(f_t + v_f c_{t-1})
+        y_t = r'_t c_t + (1 - r'_t) x_t             r'_t = σ(r_t + v_r c_{t-1})
+
+    α is a scalar, 0 at first; b of r is -2 at first (official code). Returns y, g = norm(y), and the
+    keys, the values and c so far. The loop over tokens is plain PyTorch (official: a CUDA kernel)."""
+    def __init__(self, config):
+        super().__init__()
+        C = config.n_embd
+        d = C // 4                                                  # of attention; paper: 768
+        self.query = nn.Linear(C, d, bias=False)
+        self.kv = nn.Linear(d, 2 * d, bias=False)
+        self.alpha = nn.Parameter(torch.zeros(1))
+        self.norm1 = RMSNorm(d)
+        self.out = nn.Linear(d, 3 * C)                              # W_o, b
+        self.v = nn.Parameter(torch.zeros(2, 1, C))                 # v_f, v_r
+        self.norm2 = RMSNorm(C)
+        self.dropout = nn.Dropout(config.dropout)
+        nn.init.constant_(self.out.bias[2 * C:], -2)
+
+    def forward(self, x, past):
+        # attention to the tokens so far
+        q = self.query(x)                                           # (B, t, d)
+        *past, c = past or (q[:, :0], q[:, :0], x.new_zeros(len(x), x.size(2)))
+        k, v = map(append, past, self.kv(q).chunk(2, 2))            # (B, s, d)
+        t, s = q.size(1), k.size(1)
+        mask = q.new_full((t, s), -math.inf).triu(s - t + 1)
+        a = F.scaled_dot_product_attention(q, k, v, mask)
+        z = self.norm1(q + self.alpha * a)
+        u, f, r = fp32(self.out(self.dropout(z))).chunk(3, 2)       # 3 x (B, t, C)
+
+        # the recurrence; lerp(a, b, w) is a + w (b - a)
+        v_f, v_r = self.v
+        outputs = [x[:, :0]]                                        # x can be without tokens
+        for x_t, u_t, f_t, r_t in zip(*(y.unbind(1) for y in (x, u, f, r))):
+            gate = (r_t + v_r * c).sigmoid()                        # r'_t
+            c = u_t.lerp(c, (f_t + v_f * c).sigmoid())              # (B, C)
+            outputs.append(x_t.lerp(c, gate)[:, None])
+        y = torch.cat(outputs, 1)
+        return y, self.norm2(y), (k.detach(), v.detach(), c.detach())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def small(memory='local', **settings):
     torch.manual_seed(0)
     model = TRIME(TRIMEConfig(memory=memory, **sizes | settings)).double()
     for weight in model.parameters():
-        if weight.dim() == 2:
+        if weight.dim() > 1:
             weight.data += 0.3 * torch.randn_like(weight)
         else:
             weight.data.fill_(1.0)
@@ -191,6 +191,22 @@ def test_f_and_g():
     close(g.norm(dim=2), torch.full((2, T), 128 ** 0.25), 0.05)
 
 
+def test_sru():
+    """Its equations, token by token"""
+    block = small(layer='sru').blocks[0]
+    x = torch.randn(T, C).double()
+    q = block.query(x)
+    k, v = block.kv(q).split(C // 4, 1)
+    expected, c = [], torch.zeros(C)
+    for t in range(T):
+        weight = (k[:t + 1] @ q[t] / 2).softmax(0)
+        u, f, r = block.out(block.norm1(q[t] + block.alpha * weight @ v[:t + 1])).split(C)
+        f, r = (torch.stack([f, r]) + block.v[:, 0] * c).sigmoid()
+        c = f * c + (1 - f) * u
+        expected.append(r * c + (1 - r) * x[t])
+    close(block(x[None], None)[0][0], torch.stack(expected))
+
+
 def losses(model, seeds):
     return [model(random_batch(seed), 1.0)[0].item() for seed in seeds]
 
@@ -209,6 +225,7 @@ def test_local_memory_is_disabled_at_random():
 # evaluation
 INFERENCES = dict(
     off=Inference(),
+    sru=Inference(True),
     local=Inference(True, tau=1.3),
     long=Inference(True, 10, tau=0.8),
     ext=Inference(n_neighbors=6),
@@ -292,7 +309,8 @@ def stores(tmp_path_factory):
 
 
 def with_memories(name, stores, stride=3):
-    model = small(stride=stride, **ADAPTIVE).eval()
+    layer = 'sru' if name == 'sru' else 'transformer'
+    model = small(stride=stride, layer=layer, **ADAPTIVE).eval()
     model.inference, model.keys = INFERENCES[name], stores.keys
     model.store = stores.l2 if model.inference.linear else stores.inner
     return model
