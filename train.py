@@ -110,10 +110,10 @@ class TrainConfig:
 def add_flags(parser, Config):
     """A flag for each field of a config. Its help is the comment after the field: the text of the
     class has it, as `    lr: float = 8e-3     # peak rate`."""
-    comments = dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', inspect.getsource(Config), re.M))
+    text = inspect.getsource(Config).replace('%', '%%')         # % is special in a help
+    comments = dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', text, re.M))
     group = parser.add_argument_group(Config.__name__)
     for f in fields(Config):
-        comment = comments[f.name].replace('%', '%%')
         choices = get_args(f.type)                      # of a Literal
         kind = dict(type=f.type)
         if choices:
@@ -121,7 +121,7 @@ def add_flags(parser, Config):
         if f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
         group.add_argument(f'--{f.name.replace("_", "-")}', default=f.default,
-                           help=f'{comment} (default: %(default)r)', **kind)
+                           help=f'{comments[f.name]} (default: %(default)r)', **kind)
 
 
 def parse_flags(parser, argv):
@@ -550,8 +550,7 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
                 write(out / 'best.pt', state)
             if due or stopped:
                 save(out, state, optimizers)
-            minutes = (time.perf_counter() - began) / 60
-            left = minutes / (step - first) * (max_steps - step)
+            left = (time.perf_counter() - began) / 60 / (step - first) * (max_steps - step)
             if done == first:
                 print(f'the first step took {config.tokens_per_step / speed:.1f} s')
             if step == 10 and left > 5:
@@ -620,10 +619,10 @@ def train(module, model_config, config, corpus=None, stage=''):
 
     # what the console shows of it
     n_params = sum(map(torch.numel, model.parameters()))
-    print(f'{out}: {name}, {n_params:,} parameters, {ran_on}, step {state["step"]} of {max_steps}')
     defaults = vars(type(model_config)) | vars(TrainConfig) | module.PRESETS['tiny']
     changed = [f'{key}={x}' for key, x in about.items() if x != defaults.get(key, x)]
-    print('settings other than the defaults:', *changed)
+    print(f'{out}: {name}, {n_params:,} parameters, {ran_on}, step {state["step"]} of {max_steps}\n'
+          'settings other than the defaults:', *changed)
 
     # what has to be known before the first step: in RPT, scores by a reference LM
     def train_reference(reference_config, config):
