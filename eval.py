@@ -17,7 +17,7 @@ evaluated in several ways. Each has a name and attributes of the model, which ar
     corpus, both    with --retrieve-from: it retrieves from that corpus; from corpus and text
 """
 import train    # before torch: it sets how torch's idle threads wait
-import argparse, importlib, itertools, json, math, os, re, sys, time
+import argparse, importlib, itertools, json, os, re, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,6 +25,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 
 import data
 
@@ -87,8 +88,8 @@ class Run:
     """A trained model, by its folder or .pt file, and the text that it is evaluated on
 
     chunk       tokens that are retrieved together; 1: single ones, TRIME's memories
+    split       its bytes are without those of the first tokens, which are not scored
     documents   of the split, each (n,) int64
-    scored      the split, its bytes without those of the first tokens, which are not scored
     ways        name -> attributes of the model to set
     on          the name of the way that retrieves most
     scores      way -> log_p of each document, (n - 1,) fp64; set by `score`"""
@@ -109,7 +110,7 @@ class Run:
         """Loads the text and what the model needs for it; sets documents, ways and on"""
         name = args.data or self.checkpoint['data']
         corpus = self.corpus = data.load(name, self.tokenizer, quiet=True)
-        split = self.split = getattr(corpus, args.split)
+        split = getattr(corpus, args.split)
         if split is None:
             raise SystemExit(f'{name} has no split {args.split}')
         if not args.data and corpus.fingerprint != self.checkpoint['corpus']:
@@ -118,8 +119,8 @@ class Run:
                          split=args.split, bytes=split.n_bytes, words=split.n_words)
 
         # the bytes of what is scored
-        n_bytes = split.n_bytes - bytes_of_first_tokens(split, self.tokenizer)
-        self.scored = split._replace(n_bytes=n_bytes)
+        self.split = split._replace(
+            n_bytes=split.n_bytes - bytes_of_first_tokens(split, self.tokenizer))
 
         # the documents in which there is a token to predict
         tokens = torch.tensor(split.tokens.astype(int), device=args.device)
@@ -161,9 +162,9 @@ def bytes_of_first_tokens(split, tokenizer):
     lengths are not known"""
     ids = split.tokens[split.offsets[:-1]]
     text = ''.join(tokenizer.tokens[i] for i in ids)
-    if tokenizer.name != 'word':
-        return len(text)                                        # a character is a byte
-    return len(text.replace('<eos>', '\n').replace('<unk>', '').encode())
+    if tokenizer.name == 'word':
+        text = text.replace('<eos>', '\n').replace('<unk>', '').encode()
+    return len(text)                            # of others, a character is a byte
 
 
 def load(path):
@@ -213,16 +214,15 @@ def metrics(log_p, log_p_off, split):
     total = n.sum()
     nats = -np.concatenate(log_p).sum()
     loss = nats / total
-    bits_per_byte = None
-    if split.n_bytes > 0:                                   # not if documents have a byte each
-        bits_per_byte = nats / math.log(2) / split.n_bytes
+    # 0 bytes: if documents have a byte each
+    bits_per_byte = nats / np.log(2) / split.n_bytes if split.n_bytes else None
 
     # the gain; its error is not known from a single document
     D = np.array([(x - off).sum() for x, off in zip(log_p, log_p_off)])     # (N,)
     gain = D.sum() / total
     error = None
     if N > 1:
-        error = math.sqrt(N) * np.std(D - gain * n, ddof=1) / total
+        error = np.sqrt(N) * np.std(D - gain * n, ddof=1) / total
 
     losses = by_position(log_p, [1, *POSITIONS.values()])
     return {'loss': loss,
@@ -254,7 +254,7 @@ def add_row(rows, row):
     if len(rows) == 1:
         print()
         print(*map(format, row, columns))
-    print(*map(format, map(cell, row.values()), columns), flush=True)
+    print(*map(format, map(cell, row.values()), columns))
 
 
 def table(runs, args):
@@ -273,7 +273,7 @@ def table(runs, args):
             'way': way,
             'params': sum(map(torch.numel, run.model.parameters())),
             'trained on': run.checkpoint['tokens'],
-            **metrics(run.scores[way], run.scores['off'], run.scored)})
+            **metrics(run.scores[way], run.scores['off'], run.split)})
     return dict(text, rows=rows)
 
 
@@ -349,7 +349,7 @@ def examples(runs, args, n=3):
     # examples, and the data of a page for the same run
     for run in runs:
         if args.prompt:
-            tokens = torch.tensor(run.tokenizer.encode(args.prompt).tolist(), device=args.device)
+            tokens = run.documents[0].new_tensor(run.tokenizer.encode(args.prompt))
             if len(tokens) < 2:
                 raise SystemExit('eval.py: --prompt has fewer than two tokens')
             result.append(show(run, tokens, len(tokens) - 1))
@@ -417,8 +417,7 @@ def generate(model, tokenizer, prompt, args):
 
         # tokens after the first with a sum of top_p, or after the first top_k, are not drawn
         p[p.cumsum(0) - p > args.top_p] = 0
-        if args.top_k > 0:
-            p[args.top_k:] = 0
+        p[args.top_k or len(p):] = 0
         token = tokens[torch.multinomial(p, 1, generator=generator)].item()
         if token == tokenizer.eot:
             break
@@ -429,7 +428,7 @@ def generate(model, tokenizer, prompt, args):
 def repeated(ids):
     """The share of the 8-grams of ids (n,) that occur earlier in it"""
     grams = list(zip(*(ids[i:] for i in range(8))))
-    return (len(grams) - len(set(grams))) / max(1, len(grams))
+    return 1 - len(set(grams)) / len(grams) if grams else 0
 
 
 def samples(runs, args):
@@ -506,27 +505,28 @@ def pairs(runs, args):
     names = 'rouge1', 'rouge2', 'rougeL'
     scorer = RougeScorer(names)
     rows, texts = [], {}
-    for run, way in [(run, way) for run in runs for way in run.ways]:
-        # source, reference, hypothesis of each line
-        run.set_way(way)
-        name, lines = f'{run.name}, {way}', []
-        for tokens in data.progress(run.documents[:args.lines or None], f'{name}, lines'):
-            n = 1 + tokens.tolist().index(run.corpus.tab)
-            ids = beam_search(run.model, tokens[:n], run.tokenizer.eot, args)
-            parts = map(run.tokenizer.decode, (tokens[:n - 1], tokens[n:], ids))
-            lines.append([text.removesuffix('<|endoftext|>') for text in parts])
-        texts[name] = lines
+    for run in runs:
+        for way in run.ways:
+            # source, reference, hypothesis of each line
+            run.set_way(way)
+            name, lines = f'{run.name}, {way}', []
+            for tokens in data.progress(run.documents[:args.lines or None], f'{name}, lines'):
+                n = 1 + tokens.tolist().index(run.corpus.tab)
+                ids = beam_search(run.model, tokens[:n], run.tokenizer.eot, args)
+                parts = map(run.tokenizer.decode, (tokens[:n - 1], tokens[n:], ids))
+                lines.append([text.removesuffix('<|endoftext|>') for text in parts])
+            texts[name] = lines
 
-        # the metrics
-        _, references, hypotheses = zip(*lines)
-        rouge = [scorer.score(*line[1:]) for line in lines]
-        add_row(rows, {
-            'run': run.name,
-            'way': way,
-            'lines': len(lines),
-            'BLEU': sacrebleu.corpus_bleu(hypotheses, [references]).score,
-            'chrF': sacrebleu.corpus_chrf(hypotheses, [references]).score,
-            **{key: 100 * np.mean([scores[key].fmeasure for scores in rouge]) for key in names}})
+            # the metrics
+            _, references, hypotheses = zip(*lines)
+            rouge = list(map(scorer.score, references, hypotheses))
+            add_row(rows, {
+                'run': run.name,
+                'way': way,
+                'lines': len(lines),
+                'BLEU': sacrebleu.corpus_bleu(hypotheses, [references]).score,
+                'chrF': sacrebleu.corpus_chrf(hypotheses, [references]).score,
+                **{key: 100 * np.mean([x[key].fmeasure for x in rouge]) for key in names}})
 
     # the first lines
     for name, lines in texts.items():
@@ -547,8 +547,7 @@ def draw(runs, name, plot, facts):
         path = runs[0].path.with_name(name)
         figure.savefig(path, bbox_inches='tight')
         print(f'\n{path}')
-    except (ImportError, OSError, KeyError, TypeError, ValueError) as e:
-        # there is no matplotlib, nothing to draw, or a broken log
+    except Exception as e:      # there is no matplotlib, nothing to draw, or a broken log
         print(f'no picture: {e!r}', file=sys.stderr)
 
 
@@ -576,16 +575,6 @@ def plot_positions(axes, run):
     axes.legend()
 
 
-def read_log(path):
-    """log.jsonl of a run, if there is one -> (steps, 2): tokens in millions, loss"""
-    rows = []
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            rows.append((entry['tokens'] / 1e6, entry['loss']))
-    return np.reshape(rows, (-1, 2))
-
-
 def plot_losses(figure, runs):
     """A panel for each run, then one for the training of all"""
     n_panels = len(runs) + 1
@@ -596,12 +585,15 @@ def plot_losses(figure, runs):
         plot_positions(axes, run)
 
         # means over n steps, a thirtieth; the first tenth of the losses is too high for the axis
-        log = read_log(run.path.with_name('log.jsonl'))
-        log = log[len(log) // 10:]
-        n = 1 + len(log) // 30
-        if len(log) > 0:
-            means = np.convolve(log[:, 1], np.ones(n) / n, 'valid')
-            training.plot(log[n - 1:, 0], means, label=run.name)
+        path = run.path.with_name('log.jsonl')
+        if path.is_file():
+            log = list(map(json.loads, path.read_text().splitlines()))
+            log = log[len(log) // 10:]
+            n = 1 + len(log) // 30
+            losses = [entry['loss'] for entry in log]
+            means = np.convolve(losses, np.ones(n) / n, 'valid')
+            millions = [entry['tokens'] / 1e6 for entry in log]
+            training.plot(millions[n - 1:], means, label=run.name)
     training.set(title='training', xlabel='tokens (millions)')
     if training.lines:
         training.legend()
@@ -671,11 +663,8 @@ def training_speed(runs, device):
 
 def n_bytes(state):
     """The memory of all tensors in nested tuples and lists, but for those in mapped files"""
-    if isinstance(state, tuple | list):
-        return sum(map(n_bytes, state))
-    if torch.is_tensor(state) and not state.untyped_storage().filename:
-        return state.nbytes
-    return 0
+    tensors = filter(torch.is_tensor, tree_leaves(state))
+    return sum(x.nbytes for x in tensors if not x.untyped_storage().filename)
 
 
 def speed(runs, args):
@@ -704,10 +693,11 @@ def speed(runs, args):
 
 # --------------------------------------------------------------------------------------------------
 # needles in a haystack
-def answers(run, needles, n_chunks, chunks, rng):
+def answers(run, needles, n_chunks, chunks, seed):
     """Hides a needle in each of `chunks` of a text of n_chunks. Yields for each needle whether
     greedy decoding answers its question: each token of the answer is the likeliest."""
     # a text of whole chunks, from a random position of the split on
+    rng = np.random.default_rng(seed)
     chunk, hops = needles.chunk, needles.hops
     tokens = run.split.tokens
     ids = np.roll(tokens, -rng.integers(len(tokens))).astype(int)
@@ -751,13 +741,12 @@ def niah(runs, args):
                              'no chunk for each needle')
 
         # right answers
-        right = []
         began = time.perf_counter()
         n_texts = max(1, min(10, 2 ** 22 // length))
-        for i in data.progress(range(n_texts), f'{run.name}, texts of {name} tokens'):
-            rng = np.random.default_rng([args.seed, length, i])
-            right.append(list(answers(run, needles, n_chunks, chunks, rng)))
-        right = np.array(right)                                 # (texts, depths)
+        texts = data.progress(range(n_texts), f'{run.name}, texts of {name} tokens')
+        right = np.array([                                      # (texts, depths)
+            list(answers(run, needles, n_chunks, chunks, [args.seed, length, i]))
+            for i in texts])
         add_row(rows, {
             'run': run.name,
             'tokens': name,
@@ -786,6 +775,7 @@ TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples, 
 
 @torch.no_grad()
 def main(argv):
+    argv = argv or ['--help']
     runs = [Run(name)
             for name in itertools.takewhile(lambda x: not x.startswith('-'), argv)]
     modules = {run.module for run in runs}
@@ -793,14 +783,13 @@ def main(argv):
     # flags: those of eval.py, and of the models
     parser = argparse.ArgumentParser(usage='eval.py RUN [RUN ...] [flags]', allow_abbrev=False)
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
-    if argv and not runs and '--help' not in argv:
+    if not runs and '--help' not in argv:
         parser.error('runs come before flags: eval.py RUN [RUN ...] [flags], or eval.py --help')
     train.add_flags(parser, EvalConfig)
     for module in modules:
         if hasattr(module, 'EvalConfig'):
             train.add_flags(parser, module.EvalConfig)
-    flags = argv[len(runs):] if runs else ['--help']
-    args = train.parse_flags(parser, flags)
+    args = train.parse_flags(parser, argv[len(runs):])
 
     # the task: of eval.py, or of a model, for its runs alone
     tasks = dict(TASKS)

@@ -36,7 +36,7 @@ import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')
 import argparse, collections, contextlib, ctypes, datetime, difflib, functools, importlib, inspect
-import json, math, platform, re, shlex, signal, subprocess, sys, time
+import json, math, re, shlex, signal, subprocess, sys, time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -110,10 +110,10 @@ class TrainConfig:
 def add_flags(parser, Config):
     """A flag for each field of a config. Its help is the comment after the field: the text of the
     class has it, as `    lr: float = 8e-3     # peak rate`."""
-    comments = dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', inspect.getsource(Config), re.M))
+    text = inspect.getsource(Config).replace('%', '%%')         # % is special in a help
+    comments = dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', text, re.M))
     group = parser.add_argument_group(Config.__name__)
     for f in fields(Config):
-        comment = comments[f.name].replace('%', '%%')
         choices = get_args(f.type)                      # of a Literal
         kind = dict(type=f.type)
         if choices:
@@ -121,7 +121,7 @@ def add_flags(parser, Config):
         if f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
         group.add_argument(f'--{f.name.replace("_", "-")}', default=f.default,
-                           help=f'{comment} (default: %(default)r)', **kind)
+                           help=f'{comments[f.name]} (default: %(default)r)', **kind)
 
 
 def parse_flags(parser, argv):
@@ -178,7 +178,7 @@ def hardware(device):
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if not torch.get_device_module(device).is_available():
         raise SystemExit(f'PyTorch finds no {device}: --device cpu works')
-    if device == 'cpu' and platform.libc_ver()[0] == 'glibc':
+    if device == 'cpu' and sys.platform == 'linux':     # PyTorch is built with glibc there
         mallopt = ctypes.CDLL(None).mallopt             # else pages are freed and cleared each step
         mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
         mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
@@ -288,8 +288,9 @@ def barrier():
 
 
 def write(path, content):
-    """Writes text, or other content by torch.save, to a temporary file, then renames it: whenever
-    the program is killed, there is no incomplete file of this name."""
+    """The first process writes text, or other content by torch.save, to a temporary file, then
+    renames it: whenever the program is killed, there is no incomplete file of this name."""
+    if RANK > 0: return
     temporary = Path(f'{path}.{os.getpid()}.tmp')
     try:
         if isinstance(content, str):
@@ -335,15 +336,6 @@ def read_checkpoint(path):
         raise SystemExit(f'{path} is not a checkpoint of this version: {e!r:.200}')
 
 
-def load_moments(file, state, optimizers):
-    """Sets the moments of the optimizers to those of a checkpoint."""
-    try:
-        for optimizer, moments in zip(optimizers, state.pop('optimizers'), strict=True):
-            optimizer.load_state_dict(moments)
-    except (KeyError, ValueError) as e:                 # such as a copy of best.pt, it has none
-        raise SystemExit(f'{file} cannot be resumed: {e!r:.200}; --init {file} has its weights')
-
-
 @contextlib.contextmanager
 def locked(out):
     """Makes the folder of a run, and keeps other programs from training in it. The lock ends with
@@ -357,8 +349,8 @@ def locked(out):
     try:
         if fcntl:                                       # on Windows there is none, and no lock
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            assert os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK))
-    except (BlockingIOError, FileNotFoundError, AssertionError):    # or its program has just ended
+            assert os.fstat(file.fileno()).st_nlink     # else its program has just removed it
+    except (BlockingIOError, AssertionError):
         raise SystemExit(f'{out} is in use by another program; try another --out')
     except OSError:                                     # of a file system without locks
         pass
@@ -368,14 +360,13 @@ def locked(out):
             incomplete.unlink(missing_ok=True)
         yield
     finally:
-        if fcntl:                                       # Windows cannot remove an open file
-            (out / LOCK).unlink(missing_ok=True)
-        file.close()
-        with contextlib.suppress(OSError):              # it has files
+        with contextlib.suppress(OSError):      # it has files; Windows removes no open file
+            (out / LOCK).unlink()
+            file.close()
             out.rmdir()
 
 
-def check_folder(out, about, state, resume):
+def check_folder(out, about, state):
     """SystemExit, unless the folder is empty or has the run that is resumed: no file is lost.
     about: config.json as it will be; state: what the run starts from, its checkpoint if it has one
     -> --max-steps of the run until now, None if it is new"""
@@ -389,8 +380,10 @@ def check_folder(out, about, state, resume):
                              'with another --out starts from its weights')
         saved |= dict(state['config'], corpus=state['corpus'], model=state['model_name'])
         differ = [key for key in about if key not in NOT_COMPARED and saved.get(key) != about[key]]
-        if differ or resume == 'no':
+        if differ or about['resume'] == 'no':
             trouble = f'has another {", ".join(differ[:4]) or "run"}'
+        elif state['step'] > about['max_steps']:
+            trouble = f'has {state["step"]} steps; a larger --max-steps resumes it'
     elif files:
         trouble = f'is not empty and has no run to resume: {", ".join(files[:4])}'
     barrier()                                           # before the first process writes
@@ -417,16 +410,6 @@ def write_config(out, about, ran_on):
 
 # --------------------------------------------------------------------------------------------------
 # training
-def load_corpus(config, vocab_size):
-    """The first process prepares the corpus on disk, then the others open it."""
-    if RANK > 0:
-        barrier()
-    corpus = data.load(config.data, config.tokenizer, vocab_size)
-    if RANK == 0:
-        barrier()
-    return corpus
-
-
 @contextlib.contextmanager
 def caught_signals():
     """A list, to which a SIGINT, SIGTERM or SIGHUP is appended: `loop` then ends after its step, so
@@ -437,7 +420,7 @@ def caught_signals():
         caught.append(number)
         signal.signal(number, outside[number])
 
-    for number in {signal.SIGINT, signal.SIGTERM, getattr(signal, 'SIGHUP', signal.SIGTERM)}:
+    for number in {1, 2, 15} & signal.valid_signals():  # SIGHUP (not on Windows), SIGINT, SIGTERM
         if signal.getsignal(number) != signal.SIG_IGN:          # nohup ignores SIGHUP
             outside[number] = signal.signal(number, receive)
     try:
@@ -489,7 +472,7 @@ def average(tensors):
 def compile_layers(model, classes):
     """Applies torch.compile to the layers, not to the whole model: layers of a class share their
     machine code, so that many compile as quickly as one."""
-    print('the first step compiles the layers, which can take minutes (--compile off)', flush=True)
+    print('the first step compiles the layers, which can take minutes (--compile off)')
     torch.compiler.reset()                              # a reference LM's are not needed any more
     torch._dynamo.config.cache_size_limit = 64          # kinds of layers, lengths of --grow-context
     for layer in model.modules():
@@ -505,7 +488,7 @@ def show(entry, max_steps, left):
         if key not in NOT_SHOWN:
             digits = '.4f' if 'loss' in key else '.4g'
             columns.append(f'{key} {x:{digits}}')
-    print(*columns, f'{entry["tokens_per_s"]:,.0f} tokens/s', left, sep=' | ', flush=True)
+    print(*columns, f'{entry["tokens_per_s"]:,.0f} tokens/s', left, sep=' | ')
 
 
 def loop(out, config, state, model, optimizers, gradient, check, signals, peak, stage):
@@ -514,9 +497,10 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
     state: what a checkpoint has, but the optimizers    gradient(done): sets .grad -> metrics
     check(progress, at_most): validates    signals: see caught_signals    peak: in tokens/s"""
     began, first, max_steps = time.perf_counter(), state['step'], config.max_steps
-    if RANK == 0:                       # the log may have steps after the checkpoint: remove them
-        with open(out / 'log.jsonl', 'a') as f:
-            f.truncate(min(f.tell(), state['log_size']))
+    log = out / 'log.jsonl'             # a line for each step
+    if log.exists():                    # it may have steps after the checkpoint: remove them
+        lines = log.read_text().splitlines(keepends=True)
+        write(log, ''.join(lines[:first]))
 
     for done in range(first, max_steps):
         # one step of training
@@ -541,7 +525,9 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
         # its entry in the log, with a validation if it is due
         last = step == max_steps
         due = last or step % config.eval_every == 0
-        entry = dict(step=step, tokens=state['tokens'] + config.tokens_per_step, **metrics, lr=lr,
+        state['step'] = step
+        state['tokens'] += config.tokens_per_step
+        entry = dict(step=step, tokens=state['tokens'], **metrics, lr=lr,
                      grad_norm=norm.item(), tokens_per_s=speed)
         if peak:
             entry['mfu'] = speed / peak
@@ -557,16 +543,14 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
 
         # the log and checkpoints, then a line on the console
         if RANK == 0:
-            with open(out / 'log.jsonl', 'a') as f:
+            with open(log, 'a') as f:
                 f.write(json.dumps(entry) + '\n')
-                state.update(step=step, tokens=entry['tokens'], log_size=f.tell())
             if due and entry['val_loss'] < state['best']:
                 state['best'] = entry['val_loss']
                 write(out / 'best.pt', state)
             if due or stopped:
                 save(out, state, optimizers)
-            minutes = (time.perf_counter() - began) / 60
-            left = minutes / (step - first) * (max_steps - step)
+            left = (time.perf_counter() - began) / 60 / (step - first) * (max_steps - step)
             if done == first:
                 print(f'the first step took {config.tokens_per_step / speed:.1f} s')
             if step == 10 and left > 5:
@@ -576,14 +560,14 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
                 show(entry, max_steps, f'{left:.1f} min left{stage}')
         if stopped or last and signals:
             raise SystemExit(f'stopped at step {step}; run it again to resume')
+    barrier()                           # until ckpt.pt is written
 
 
-def train(module, model_config, config, corpus=None):
-    """A run, from its configuration to its folder. -> the path of ckpt.pt. With a corpus it is a
-    stage of another run, as RPT's reference LM is."""
+def train(module, model_config, config, corpus=None, stage=''):
+    """A run, from its configuration to its folder, which is returned. With a corpus it is a
+    stage of another run, as RPT's reference LM is; `stage` ends the lines of its steps."""
     # where it runs, and how many micro-batches a process has in a step
     name, out, max_steps = module.__name__, Path(config.out), config.max_steps
-    stage = ' in this stage' if corpus else ''
     device = hardware(config.device)
     bf16, autocast = precision(device, config.dtype)
     ran_on = f'{WORLD} x {device}, {"bf16" if bf16 else "fp32"}'
@@ -598,12 +582,15 @@ def train(module, model_config, config, corpus=None):
     resumes = file != config.init
     state = read_checkpoint(file)[0] if file else {}
 
-    # the data
-    corpus = corpus or load_corpus(config, model_config.vocab_size)
+    # the data; the first process prepares the corpus on disk, then the others open it
+    if RANK > 0:
+        barrier()
+    corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size)
+    if RANK == 0:
+        barrier()
     sizes = dict(block_size=T, micro_batch=B, **module.batches(model_config))
-    grow = 0
-    if config.grow_context:                             # micro-batches of the first half of the run
-        grow = max_steps * passes * WORLD // 2
+    # grow: the micro-batches of the first half of the run
+    grow = max_steps * passes * WORLD // 2 if config.grow_context else 0
     batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
     val_batches = corpus.batches(corpus.val, seed=0, **dict(sizes, bm25=False))     # not packed
 
@@ -612,10 +599,7 @@ def train(module, model_config, config, corpus=None):
     model_config.vocab_size = corpus.tokenizer.n_vocab
     about = dict(model=name, corpus=corpus.fingerprint, hops=corpus.hops,
                  **vars(model_config), **vars(config))
-    planned = check_folder(out, about, state, config.resume)
-    if resumes and state['step'] > max_steps:
-        raise SystemExit(f'{out} has {state["step"]} steps; a larger --max-steps resumes it, '
-                         f'another --out starts a new run')
+    planned = check_folder(out, about, state)
 
     # the model, and the state of the run: what a checkpoint has
     torch.manual_seed(config.seed)
@@ -628,23 +612,23 @@ def train(module, model_config, config, corpus=None):
             raise SystemExit(f'{file} has weights for other settings: {differ}')
     if not resumes:     # no loss is below nan: a packed run, validated otherwise, has no best.pt
         state = dict(
-            model_name=name, config=vars(model_config), data=config.data, step=0, log_size=0,
+            model_name=name, config=vars(model_config), data=config.data, step=0,
             corpus=corpus.fingerprint, tokenizer=corpus.tokenizer.to_dict(),
             tokens=state.get('tokens', 0), best=math.nan if sizes['kind'] == 'packed' else math.inf)
     state['model'] = model.state_dict()                 # the same tensors: steps change them, too
 
     # what the console shows of it
-    n_params = sum(p.numel() for p in model.parameters())
-    print(f'{out}: {name}, {n_params:,} parameters, {ran_on}, step {state["step"]} of {max_steps}')
-    defaults = vars(type(model_config)()) | vars(TrainConfig()) | module.PRESETS['tiny']
+    n_params = sum(map(torch.numel, model.parameters()))
+    defaults = vars(type(model_config)) | vars(TrainConfig) | module.PRESETS['tiny']
     changed = [f'{key}={x}' for key, x in about.items() if x != defaults.get(key, x)]
-    print('settings other than the defaults:', *changed)
+    print(f'{out}: {name}, {n_params:,} parameters, {ran_on}, step {state["step"]} of {max_steps}\n'
+          'settings other than the defaults:', *changed)
 
     # what has to be known before the first step: in RPT, scores by a reference LM
     def train_reference(reference_config, config):
         config = replace(config, out=f'{out}-reference', resume='auto')
         with locked(Path(config.out)):
-            return train(module, reference_config, config, corpus)
+            return train(module, reference_config, config, corpus, ' in this stage')
 
     attach = None
     if hasattr(module, 'setup'):
@@ -669,27 +653,31 @@ def train(module, model_config, config, corpus=None):
                 metrics[key] += value.detach() / passes
         return metrics
 
-    # optimizers, compilation, and all steps
+    # the optimizers; the moments of a checkpoint are theirs
     optimizers = optimizers_of(model, config)
     if resumes:
-        load_moments(file, state, optimizers)
+        try:
+            for optimizer, moments in zip(optimizers, state.pop('optimizers'), strict=True):
+                optimizer.load_state_dict(moments)
+        except (KeyError, ValueError) as e:             # a copy of best.pt has no moments
+            raise SystemExit(f'{file} cannot be resumed: {e!r:.99}; --init {file} has its weights')
         if planned != max_steps:
             print(f'--max-steps was {planned}: the learning rate is now that of {max_steps} steps')
-    if RANK == 0:
-        if planned != max_steps:
-            write_config(out, about, ran_on)
-        if not resumes:
-            save(out, state, optimizers)                # a run that is killed early can be resumed
+
+    # the first files, compilation, and all steps
+    if planned != max_steps:
+        write_config(out, about, ran_on)
+    if not resumes:
+        save(out, state, optimizers)                    # a run that is killed early can be resumed
     model.kernel = config.kernel
     compiles = device.type == 'cuda' and sys.platform == 'linux'
     if config.compile == 'on' or config.compile == 'auto' and compiles:
         compile_layers(model, module.COMPILED)
     peak = peak_tokens_per_s(device, bf16, n_params)
-    check = functools.partial(validate, model, forward, val_batches)
     with caught_signals() as signals:
-        loop(out, config, state, model, optimizers, gradient, check, signals, peak, stage)
-    barrier()                                           # all find ckpt.pt
-    return out / 'ckpt.pt'
+        loop(out, config, state, model, optimizers, gradient,
+             functools.partial(validate, model, forward, val_batches), signals, peak, stage)
+    return out
 
 
 @contextlib.contextmanager
@@ -702,8 +690,9 @@ def short_errors(program, smaller):
     except (RuntimeError, MemoryError) as e:
         if re.search('allocate|overflowed|MemoryError', repr(e)):
             raise SystemExit(f'out of memory; try {smaller}')
-        if not re.search('unexpected pos|write error|truncate', str(e)): raise
-        raise SystemExit(f'{program}: is the disk full? {e!r:.200}')    # of torch, of faiss
+        if re.search('unexpected pos|write error|truncate', str(e)):       # of torch, of faiss
+            raise SystemExit(f'{program}: is the disk full? {e!r:.200}')
+        raise
 
 
 def keep_printing():
