@@ -570,10 +570,11 @@ def benchmark(**sizes):
     """Prints times of GCA and of full causal attention (SDPA) on a GPU, in bf16."""
     from triton.testing import do_bench
     *inputs, do, w, idx = example(torch.bfloat16, **sizes)
-    q, k, v = (x.requires_grad_() for x in inputs)
+    for x in inputs:
+        x.requires_grad_()
     heads = [x.transpose(1, 2) for x in inputs]                 # (B, H, T, D)
     functions = {
-        'gca': lambda: gca(q, k, v, w, idx, sizes['S']),
+        'gca': lambda: gca(*inputs, w, idx, sizes['S']),
         'sdpa': lambda: F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)}
 
     print(f'\n{torch.cuda.get_device_name()}, {sizes}, bfloat16')
