@@ -636,8 +636,8 @@ class DRT(nn.Module):
         if self.config.next_chunk:                                      # (B, n, 2 K); -1 remains -1
             w = w.repeat_interleave(2, 2) / 2
             idx = torch.stack([idx, idx + (idx >= 0)], 3).flatten(2)
-        if docs is None:                    # a stream copies each chunk that is retrieved once
-            numbers, copies = idx.clamp(min=0).unique(return_inverse=True)
+        if docs is None:                    # a stream copies each chunk that is retrieved once; for
+            numbers, copies = idx.unique(return_inverse=True)       # -1 the last, which is not read
             idx = copies.masked_fill(idx < 0, -1)
             kv = torch.stack([kv[k] for k in numbers.tolist()], 2).to(w.device)
         else:                               # a landmark retrieves for positions of its document

@@ -431,7 +431,7 @@ def softmax_and_log_sum(exponents):
     P = exp(exponents) / Σ"""
     P = exponents.softmax(1)
     # not by logsumexp, which is another pass over (R, n)
-    return P, exponents.amax(1, True) - P.amax(1, True).log()
+    return P, (exponents.amax(1) - P.amax(1).log())[:, None]
 
 
 class TrimeLoss(torch.autograd.Function):
