@@ -472,7 +472,7 @@ class DRT(nn.Module):
         super().__init__()
         self.config, self.kernel = config, 'auto'                       # kernel: of gca
         self.retriever, self.source = config.retriever, 'text'          # see ways
-        self.corpus, self.offload = None, ''    # tokens and State of a corpus; see prepare_eval
+        self.corpus, self.offload = None, ''    # tokens, landmarks and kv; see prepare_eval, State
         seed = torch.randint(2 ** 48, (), device='cpu').item()
         C, n_upper = config.n_embd, config.n_layer // 2
         retrieves = config.groups > 0
@@ -487,16 +487,12 @@ class DRT(nn.Module):
         self.landmark_norms = nn.ModuleList(RMSNorm(C) for _ in range(config.groups))
         self.encoder = ChunkEncoder(config) if retrieves else None
         self.norm = RMSNorm(C)
-        self.init_weights(seed)
 
-    @torch.no_grad()
-    def init_weights(self, seed):
-        """Normal weights, seeded by name: what models of other settings share is equal."""
-        config = self.config
+        # normal weights, seeded by name: what models of other settings share is equal
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
-                std = 0.02 * math.sqrt(768 / config.n_embd)
+                std = 0.02 * math.sqrt(768 / C)
                 if name.endswith('proj.weight') and 'gca' not in name:  # it adds to the residual
                     std /= math.sqrt(2 * config.n_layer)
                 nn.init.normal_(p, std=std)
@@ -505,10 +501,10 @@ class DRT(nn.Module):
                 nn.init.zeros_(norm.weight)                             # h begins at 0
         if config.groups and config.shift_values:
             # GCA begins by copying what followed a similar token: W_Q = W_K, W_O = W_Vᵀ
-            k, v = self.encoder.kv.weight.chunk(2)
+            k, v = self.encoder.kv.weight.data.chunk(2)
             for block in self.upper:
-                block.gca.query.weight.copy_(k)
-                block.gca.proj.weight.copy_(v.T)
+                block.gca.query.weight.data.copy_(k)
+                block.gca.proj.weight.data.copy_(v.T)
 
     def empty_state(self, B):
         """The state before a text. A corpus to retrieve from comes first: its chunks (B = 1)."""
@@ -516,27 +512,27 @@ class DRT(nn.Module):
         nothing = zeros(B, 0, config.n_embd)
         landmarks, kv = [nothing], []
         if self.source != 'text':
-            _, state = self.corpus
-            landmarks, kv = state.landmarks, state.kv
+            _, landmarks, kv = self.corpus
         w = zeros(B, 1, config.n_neighbors)
         chosen = [(w, w.int() - 1)] * config.groups                     # weights 0, no chunks
         return State([None] * config.n_layer, nothing, landmarks, kv, chosen)
 
     def insert(self, x, value, state=None):
         """§3.1: inserts `value` after every S - 1 tokens, at positions S - 1, 2S - 1, ... of a
-        text. x (B, T), which continues the text of state -> (B, L). The base LM has no landmarks.
-        """
+        text. x (B, T), which continues the text of state -> (B, L). None: inserts the number before
+        it. The base LM has no landmarks."""
         if self.config.groups == 0 and not self.config.landmark:
             return x
-        s = state.unfinished.size(1) if state else 0
-        n_tokens = self.config.chunk_size - 1                           # of a chunk
+        S = self.config.chunk_size
+        s = state.unfinished.size(1) if state else 0                    # positions before x
         end = s + x.size(1)
+        position = torch.arange(s, end + end // (S - 1), device=x.device)
 
-        # s zeros stand for the unfinished chunk's tokens before x, others fill the last chunk. Both
-        # are cut off
-        chunks = F.pad(x, (s, -end % n_tokens)).unflatten(1, (-1, n_tokens))
-        chunks = F.pad(chunks, (0, 1), value=value)                     # (B, chunks, S)
-        return chunks.flatten(1)[:, s:end + end // n_tokens]            # with the landmarks
+        # up to position p, itself included, there are (p + 1) // S landmarks
+        x = x[:, position - (position + 1) // S - s]                    # (B, L)
+        if value is None:
+            return x
+        return x.where(position % S < S - 1, value)
 
     def retrieve(self, g, x, l_k, mask):
         """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r (§3.2: + noise),
@@ -620,7 +616,7 @@ class DRT(nn.Module):
         S = self.config.chunk_size
         mask = self.embedding.weight.new_ones(B, N, M, dtype=torch.bool).tril(M - N - 1)
         if self.source != 'text':                                       # Table 4: a corpus is first
-            n_corpus = len(self.corpus[1].kv)
+            n_corpus = len(self.corpus[2])
             if self.config.next_chunk:
                 mask[..., n_corpus - 1] = False                         # no chunk comes after it
             if self.source == 'corpus':
@@ -640,26 +636,26 @@ class DRT(nn.Module):
         if self.config.next_chunk:                                      # (B, n, 2 K); -1 remains -1
             w = w.repeat_interleave(2, 2) / 2
             idx = torch.stack([idx, idx + (idx >= 0)], 3).flatten(2)
-        if docs is None:                    # a stream copies each chunk that is retrieved once
-            numbers, copies = idx.clamp(min=0).unique(return_inverse=True)
+        if docs is None:                    # a stream copies each chunk that is retrieved once; for
+            numbers, copies = idx.unique(return_inverse=True)       # -1 the last, which is not read
             idx = copies.masked_fill(idx < 0, -1)
             kv = torch.stack([kv[k] for k in numbers.tolist()], 2).to(w.device)
         else:                               # a landmark retrieves for positions of its document
-            docs_before = F.pad(docs[:, S - 1::S], (1, 0)).repeat_interleave(S, 1)
-            mask = docs == docs_before[:, :L]                           # (B, L)
+            position = torch.arange(L, device=docs.device)
+            mask = docs == docs[:, position // S * S - 1]               # (B, L); chunk 0: no matter
         return kv, w, idx, mask, start, self.kernel
 
-    def encode(self, ids, state, docs=None, masked=None, upper=True):
-        """ids (B, L), of tokens and landmarks, continue the text of state. Only from forward: docs
-        (B, L), documents; masked (B, L), hidden from the encoder. upper=False: for a text of which
-        only later positions matter. -> f (B, L, C), C_k (B, N, S, C) of the N chunks that end here,
-        the new state"""
+    def encode(self, ids, state=None, docs=None, masked=None, upper=True):
+        """ids (B, L), of tokens and landmarks, continue the text of state, if it is not None. Only
+        from forward: docs (B, L), documents; masked (B, L), hidden from the encoder. upper=False:
+        for a text of which only later positions matter. -> f (B, L, C), C_k (B, N, S, C) of the N
+        chunks that end here, the new state"""
         S = self.config.chunk_size
-        past, unfinished, landmarks, kv, chosen = state
-        past = list(past)
-        chosen = list(chosen)
         B, L = ids.shape
-        start = unfinished.size(1)                                      # positions before ids
+        state = state or self.empty_state(B)
+        past = list(state.past)
+        chosen = list(state.chosen)
+        start = state.unfinished.size(1)                                # positions before ids
 
         # the lower layers
         x = self.embedding(ids)                                         # (B, L, C)
@@ -671,12 +667,13 @@ class DRT(nn.Module):
             ids = ids.masked_fill(masked, self.config.vocab_size + 1)
         y = x if self.config.encoder == 'lower' else self.embedding(ids)
         chunks, unfinished, landmarks, kv = self.add_chunks(y, state, stored=docs is None)
+        if len(landmarks) > 1 and upper:
+            landmarks = [torch.cat(landmarks, 1)]
+        state = State(past, unfinished, landmarks, kv, chosen)
         if not upper:
-            return None, None, State(past, unfinished, landmarks, kv, chosen)
+            return None, None, state
 
         # the upper layers; where a group of them begins, its landmarks retrieve
-        if len(landmarks) > 1:
-            landmarks = [torch.cat(landmarks, 1)]
         l_k = landmarks[0]                                              # (B, M, C)
         M = l_k.size(1)
         retrieves, retrieved = self.retriever != 'off' and M > 0, None
@@ -688,16 +685,14 @@ class DRT(nn.Module):
             if retrieves and j % depth == 0:
                 g = j // depth                                          # g(l) of Eq. 2
                 at_landmarks = x[:, S - 1 - start::S]                   # (B, N, C)
-                w, idx = self.retrieve(g, at_landmarks, l_k, mask)
+                pair = self.retrieve(g, at_landmarks, l_k, mask)        # w, idx
                 # the first chunk of these ids attends to what the landmark before it retrieved
-                last_w, last_idx = chosen[g]
-                w = torch.cat([last_w[:, -1:], w], 1)                   # (B, N + 1, K)
-                idx = torch.cat([last_idx[:, -1:], idx], 1)
-                chosen[g] = w, idx
-                retrieved = self.gca_inputs(w, idx, kv, docs, start, L)
+                chosen[g] = [torch.cat([last[:, -1:], new], 1)          # (B, N + 1, K)
+                             for last, new in zip(chosen[g], pair)]
+                retrieved = self.gca_inputs(*chosen[g], kv, docs, start, L)
             i = len(self.lower) + j
             x, past[i] = block(x, past[i], retrieved)
-        return self.norm(x), chunks, State(past, unfinished, landmarks, kv, chosen)
+        return self.norm(x), chunks, state
 
     def forward(self, batch, progress):
         """The training loss () in nats per token and a dict to log; in eval mode without Gumbel
@@ -711,8 +706,7 @@ class DRT(nn.Module):
         # landmarks are inserted after the shift of targets: they predict nothing
         ids = self.insert(batch.tokens, V)                              # (B, L)
         targets = self.insert(batch.targets, -1)
-        docs = self.insert(batch.doc, 0)
-        docs = torch.where(ids < V, docs, docs.roll(1, 1))              # a landmark's: of its chunk
+        docs = self.insert(batch.doc, None)                             # a landmark's: of its chunk
 
         # §3.2: in the first half of training MLM hides tokens from the encoder, no landmarks
         masked = None
@@ -721,7 +715,7 @@ class DRT(nn.Module):
             masked &= (ids < V) & (docs >= 0)
 
         E = self.embedding.weight[:V]
-        f, chunks, state = self.encode(ids, self.empty_state(len(ids)), docs, masked)
+        f, chunks, state = self.encode(ids, None, docs, masked)
         loss, log = cross_entropy(f, E, targets), {}
         if config.groups > 0:
             w, _ = state.chosen[-1]
@@ -743,7 +737,6 @@ class DRT(nn.Module):
     def stream(self, tokens, state=None):
         """log_probs of tokens (B, t) that continue the text of state, and the new state"""
         V = self.config.vocab_size
-        state = state or self.empty_state(len(tokens))
         ids = self.insert(tokens, V, state)
         f, _, state = self.encode(ids, state)
         logits = product(f[:, ids[0] < V], self.embedding.weight[:V].T)     # not of landmarks
@@ -754,7 +747,6 @@ class DRT(nn.Module):
         """The state of `stream`. Upper layers run only at the end, on what later positions need: W
         for each layer, and S for each group, as a landmark retrieves for the chunk after it."""
         config = self.config
-        state = state or self.empty_state(len(tokens))
         ids = self.insert(tokens, config.vocab_size, state)
 
         # where the upper layers start again, `past` and `chosen` are of an earlier part of the
@@ -803,7 +795,7 @@ class DRT(nn.Module):
     def prepare_eval(self, corpus, external, args, path, progress):
         """Table 4: with --retrieve-from, reads external.train as a text before each other one.
         Raises SystemExit if a text would retrieve from itself, or if there is no chunk."""
-        self.source, self.offload = 'text', args.offload
+        self.offload = args.offload
         if not args.retrieve_from or 'on' not in self.ways():
             return
         if args.split == 'train' and external.fingerprint == corpus.fingerprint:
@@ -812,10 +804,10 @@ class DRT(nn.Module):
                                  device=self.embedding.weight.device)
         if len(tokens) < 2 * (self.config.chunk_size - 1):
             raise SystemExit('--retrieve-from: its text is shorter than two chunks')
-        state = self.empty_state(1)
+        state = None
         for piece in progress(tokens.split(16 * self.PIECE), 'reading the corpus'):
             state = self.read(piece[None], state)
-        self.corpus = tokens, state
+        self.corpus = tokens, state.landmarks, state.kv
 
 
 # --------------------------------------------------------------------------------------------------
@@ -839,7 +831,7 @@ class LandmarkAttention(SelfAttention):
         # scores r of landmarks: infinite for the position's chunk, which need not have one yet
         landmarks = k[:, S - 1::S].transpose(1, 2)
         landmarks = F.pad(landmarks, (0, 0, 0, 1))                      # (B, H, M, D)
-        chunk = torch.arange(landmarks.size(2), device=q.device)        # (M,)
+        chunk = positions[:landmarks.size(2)]                           # (M,)
         age = (i - S * chunk - S + 1).clamp(max=self.config.block_size)
         r = product(q, landmarks.mT) - slopes * age                     # (B, H, L, M)
         r = r.masked_fill(chunk > i // S, MASKED)
@@ -851,8 +843,8 @@ class LandmarkAttention(SelfAttention):
             chunk = (256 * r).round().argsort(stable=True)[..., -n:]    # (B, H, L, n)
             r = r.gather(3, chunk)
 
-        # scores z of their tokens (B, H, L, n, S - 1)
-        j = S * chunk[..., None] + torch.arange(S - 1, device=q.device)
+        # scores z of their tokens (B, H, L, n, S - 1), or fewer in a text that is shorter
+        j = S * chunk[..., None] + positions[:S - 1]
         age = i[..., None] - j
         b = torch.arange(len(q), device=q.device)[:, None, None, None, None]
         h = torch.arange(q.size(1), device=q.device)[:, None, None, None]
@@ -880,7 +872,7 @@ def demo():
     ids = tokenizer.encode(source)[:401].tolist()
     tokens = torch.tensor([ids])
     x = model.insert(tokens[:, :-1], model.config.vocab_size)
-    f, chunks, state = model.encode(x, model.empty_state(1))
+    f, chunks, state = model.encode(x)
     log_p = model.log_probs(tokens[:, :-1]).gather(2, tokens[:, 1:, None])
     print(f"""400 tokens and landmarks   (B, L)        {tuple(x.shape)}
 chunks, encoded            (B, N, S, C)  {tuple(chunks.shape)}

@@ -104,13 +104,10 @@ def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
     # the blocks; their scores are computed again in the backward pass
     k = fp32(k)
     v = fp32(v)
-    outputs = []
-    for q_block, w_block, idx_block in zip(
-            q.split(rows * chunk, 1), w.split(rows, 1), idx.split(rows, 1)):
-        o = checkpoint(
-            gca_reference, q_block, k, v, w_block, idx_block,
-            chunk, n_keys, sink, scale, use_reentrant=False)
-        outputs.append(o)
+    blocks = zip(q.split(rows * chunk, 1), w.split(rows, 1), idx.split(rows, 1))
+    outputs = [checkpoint(gca_reference, q_block, k, v, w_block, idx_block,
+                          chunk, n_keys, sink, scale, use_reentrant=False)
+               for q_block, w_block, idx_block in blocks]
     return torch.cat(outputs, dim=1)
 
 
@@ -403,7 +400,7 @@ def gca_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor,
     import_triton()
     B, N, K = idx.shape
     H = q.size(2)
-    M = k.size(1) // chunk
+    M = order.size(1)
     sizes, block = options(q, k, chunk, n_keys)
     do = do.contiguous()
 
@@ -442,8 +439,7 @@ def save_inputs(ctx, inputs, output):
 
 def backward(ctx, do):
     gradients = gca_backward(do, *ctx.saved_tensors, *ctx.numbers)
-    no_gradients = [None] * 8                                   # of the inputs idx ... scale
-    return *gradients, *no_gradients
+    return *gradients, *[None] * 8                              # none of the inputs idx ... scale
 
 
 gca_forward.register_autograd(backward, setup_context=save_inputs)
@@ -570,10 +566,11 @@ def benchmark(**sizes):
     """Prints times of GCA and of full causal attention (SDPA) on a GPU, in bf16."""
     from triton.testing import do_bench
     *inputs, do, w, idx = example(torch.bfloat16, **sizes)
-    q, k, v = (x.requires_grad_() for x in inputs)
+    for x in inputs:
+        x.requires_grad_()
     heads = [x.transpose(1, 2) for x in inputs]                 # (B, H, T, D)
     functions = {
-        'gca': lambda: gca(q, k, v, w, idx, sizes['S']),
+        'gca': lambda: gca(*inputs, w, idx, sizes['S']),
         'sdpa': lambda: F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)}
 
     print(f'\n{torch.cuda.get_device_name()}, {sizes}, bfloat16')

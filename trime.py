@@ -550,19 +550,18 @@ class Inference:
         returns             P_j (Q, M) and log_factor (Q, 1)"""
         if self.linear:
             # Eq. 1, then the continuous cache: Eq. 8 and 9 of local and long memory
-            n_past = sim.size(1) - self.n_neighbors
+            start = sim.size(1) - self.n_neighbors                  # then kNN-LM: of ext
             P, log_factor = torch.zeros_like(sim), -log_words
-            P, log_factor = interpolate(P, log_factor, sim, slice(n_past), self.tau, self.lam)
-            columns = slice(n_past, None)                           # then kNN-LM: of ext
+            P, log_factor = interpolate(P, log_factor, sim, slice(start), self.tau, self.lam)
         else:
             # Eq. 6, one softmax over words and memories
             exponents = sim / self.tau
             log_total = torch.logaddexp(log_words, exponents.logsumexp(1, keepdim=True))
             P, log_factor = (exponents - log_total).exp(), -log_total
-            columns = slice(None)                                   # of all memories
+            start = 0                                               # of all memories
 
         # Eq. 8 and 9
-        return interpolate(P, log_factor, sim, columns, self.tau_ext, self.lam_ext)
+        return interpolate(P, log_factor, sim, slice(start, None), self.tau_ext, self.lam_ext)
 
     def log_p(self, logit, log_words, sim, match, local):
         """log P (Q, 1) of the target words of a window, from what `collect` returns of it. That has
@@ -645,8 +644,8 @@ class Datastore:
             self.index.metric_type = faiss.METRIC_INNER_PRODUCT
             self.factor = 1.0                                       # TRIME: q · k
 
-    def keys(self, model, progress, desc, pairs):
-        """Yields keys (m, C) of contexts of the text, and their positions (m,)."""
+    def keys(self, text, model, progress, desc, pairs):
+        """Yields keys (m, C) of contexts of the text (1, n), and their positions (m,)."""
         if pairs:                                                   # each is encoded alone
             for i in progress(range(len(pairs)), desc):
                 batch = pairs[i]
@@ -656,7 +655,6 @@ class Datastore:
                 yield g[scored], position[scored]
             return
         start = 0
-        text = self.text[None, :-1]
         for _, g, _ in progress(model.windows(text), desc, 1 + text.size(1) // model.stride):
             yield g[0], start + np.arange(g.size(1))
             start += g.size(1)
@@ -696,7 +694,7 @@ class Datastore:
             faiss.write_index(index, shards[-1])
             index.reset()
 
-        for keys, positions in self.keys(model, progress, folder.name, pairs):
+        for keys, positions in self.keys(text, model, progress, folder.name, pairs):
             index.add_with_ids(to_numpy(keys), positions)
             if index.ntotal * size >= self.SHARD:
                 write_shard()
@@ -1073,7 +1071,8 @@ def collect(model, split, inference, progress, n_queries):
         drawn = rng.random(len(ids[1:])) < n_queries / len(text)
         if model.tab >= 0:                                      # of a pair, the target alone
             drawn &= (ids[:-1] == model.tab).cumsum() > 0
-        targets = tokens[1:].where(model.on_device(drawn) > 0, -1)[:, None]     # -1: not a query
+        targets = tokens[1:, None].clone()
+        targets[~drawn] = -1                                    # not a query
         for f, g, state in model.windows(tokens[None, :-1]):
             new, targets = targets.tensor_split([f.size(1)])
             queries = torch.where(new >= 0)[0]                                  # (Q,)
