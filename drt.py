@@ -301,9 +301,7 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx, f, E, targets):
         V = len(E)
         E = aligned(E)
-        R = 1024
-        if f.is_cuda:                   # 0.5 GiB of logits, as it needs large products
-            R = 2 ** 27 // len(E)
+        R = 2 ** 27 // len(E) if f.is_cuda else 1024    # a GPU needs large products: 0.5 GiB
         nats = f.new_zeros(())
         df = torch.empty_like(f)
         dE = torch.zeros_like(E)

@@ -307,9 +307,7 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx, f, E, targets):
         V = len(E)
         E = aligned(E)
-        R = 1024
-        if f.is_cuda:                   # 0.5 GiB of logits, as it needs large products
-            R = 2 ** 27 // len(E)
+        R = 2 ** 27 // len(E) if f.is_cuda else 1024    # a GPU needs large products: 0.5 GiB
         nats = f.new_zeros(())
         df = torch.empty_like(f)
         dE = torch.zeros_like(E)
@@ -401,22 +399,22 @@ class Attention(nn.Module):
         self.proj = nn.Linear(C, C, bias=False)
 
     def forward(self, x, y, first=0, mask=None):
-        """x (n, a, t, C), `a` texts with positions first, first + 1, ...; y (n, b, s, C), b texts
-        with positions 0, 1, ...; an axis of one text can be absent: x (n, t, C)
-        mask (n, 1, a t, b s), True: x may attend to y -> as x"""
-        q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (n, a, t, H, D)
-        k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(-3)    # 2 x (n, b, s, H, D)
+        """x (B, n, a, t, C), `a` texts with positions first, first + 1, ...; y (B, n, b, s, C), b
+        texts with positions 0, 1, ...; an axis of one text can be absent: x (B, n, t, C)
+        mask (B n, 1, a t, b s), True: x may attend to y -> as x"""
+        q = self.query(x).unflatten(-1, (self.n_head, -1))                  # (B, n, a, t, H, D)
+        k, v = self.kv(y).unflatten(-1, (2, self.n_head, -1)).unbind(-3)    # (B, n, b, s, H, D)
         if self.shift:
             v = v.roll(-1, -3)                              # the last token has the first one's
-        q = rotate(q, first).flatten(1, -3)                                 # (n, a t, H, D)
-        k = rotate(k).flatten(1, -3)                                        # (n, b s, H, D)
-        v = v.flatten(1, -3)
+        q = rotate(q, first)
+        k = rotate(k)
+        q, k, v = (z.flatten(2, -3).flatten(0, 1) for z in (q, k, v))       # (B n, ..., H, D)
 
         # e^-1e9 is 0; not -inf, as softmax of a row of -inf is nan
         bias = None
         if mask is not None:
             bias = torch.where(mask, 0.0, -1e9).to(q.dtype)
-        y = softmax_attention(q, k, v, bias)                                # (n, a t, H, D)
+        y = softmax_attention(q, k, v, bias)                                # (B n, a t, H, D)
         return self.proj(y.flatten(2)).view_as(x)
 
 
@@ -447,8 +445,8 @@ class Retriever(nn.Module):
 
     def forward(self, x):
         """Chunks x (B, N, m, C) -> states (B, N, m, C) to be retrieved, queries, keys (B, N, C)"""
-        y = self.norm(x).flatten(0, 1)                                      # (B N, m, C)
-        x = x + self.attention(y, y).view_as(x)
+        y = self.norm(x)
+        x = x + self.attention(y, y)
         query = self.query(self.norm_q(x.mean(2)))
         key = self.key(self.norm_k(x.mean(2)))
         return x, query, key
@@ -511,25 +509,22 @@ class NeighborEncoder(nn.Module):
     def join(self, x):
         """Each chunk of x (B, n, m, C) and the next one attend to each other: (B, n - 1, 2m, C)"""
         x = torch.cat([x[:, :-1], x[:, 1:]], 2)
-        y = self.norm1(x).flatten(0, 1)                                     # (B (n - 1), 2m, C)
-        return x + self.attention(y, y).view_as(x)
+        y = self.norm1(x)
+        return x + self.attention(y, y)
 
     def forward(self, joined, chosen, chunk_states):
         """The states of the neighbors of chunks, which have attended to the chunk that retrieves
         them. joined (B, M, 2m, C), chosen (B, N, K), chunk_states (B, N, m, C)
         -> (B, N, K, 2m, C)"""
         # row j + 1 of joined is chunks j and j + 1; row 0 is zeros, so -1 (no neighbor) reads zeros
-        B, N, K = chosen.shape
         rows = (chosen + 1).flatten(1)                                      # (B, N K)
 
         # not joined[b, rows]: on a CPU its gradient is a sum in any order
         x = torch.cat([x.index_select(0, i) for x, i in zip(joined, rows)])
-        x = x.unflatten(0, (B * N, K))                                      # (B N, K, 2m, C)
-        y = self.norm_query(chunk_states.flatten(0, 1))                     # (B N, m, C)
+        x = x.unflatten(0, chosen.shape)                                    # (B, N, K, 2m, C)
 
         # a slot without a neighbor does not stay zero here; its gate is 0
-        x = x + self.cross(self.norm2(x), y)
-        return x.unflatten(0, (B, N))
+        return x + self.cross(self.norm2(x), self.norm_query(chunk_states))
 
     def gates(self, neighbors, chosen):
         """A weight in [η, 1) of each neighbor; 0 where there is none:
@@ -550,15 +545,15 @@ class NeighborEncoder(nn.Module):
         chunk = torch.arange(n * K, device=chosen.device) // K              # (n K,)
         mask = (chunk > chunk[:, None] - self.config.window_chunks).tril()  # (n K, n K)
         mask = mask & valid.flatten(1)[:, None, None]                       # (B, 1, n K, n K)
-        mean = neighbors.mean(3).flatten(1, 2)                              # (B, n K, C)
+        mean = neighbors.mean(3).flatten(1, 2)[:, None]                     # (B, 1, n K, C)
         y = self.norm3(mean)
-        mean = mean + self.gate_attention(y, y, mask=mask)                  # ĉ (B, n K, C)
+        mean = mean + self.gate_attention(y, y, mask=mask)                  # ĉ (B, 1, n K, C)
 
         # in fp32 under autocast too, as the logit is tiny
         with torch.autocast(mean.device.type, enabled=False):
             logit = self.gate(self.norm_gate(fp32(mean))) / self.config.n_embd
         gates = logit.sigmoid().clamp(min=self.config.eta)
-        return gates.view_as(valid).where(valid, 0)
+        return gates.view_as(valid) * valid
 
 
 class ChunkedCrossAttention(nn.Module):
@@ -580,18 +575,14 @@ class ChunkedCrossAttention(nn.Module):
     def forward(self, x, states, mask, in_document):
         """x (B, t, C), in G groups -> (B, t, C)
 
-        states (B G, K, 2m, C) of the neighbors of each group, times their gates
+        states (B, G, K, 2m, C) of the neighbors of each group, times their gates
         mask (B G, 1, 1, K 2m), False: the chunk has fewer neighbors
         in_document (B, t, 1), False: the token is of another document than the chunk"""
-        _, t, C = x.shape
-
-        # a group begins with the last token of a chunk; zeros precede the first chunk
-        early = 1
-        padding = -(early + t) % self.m                                     # to whole groups
-        x = F.pad(x, (0, 0, early, padding))                                # (B, G m, C)
-        groups = self.norm(x).view(-1, self.m, C)                           # (B G, m, C)
-        y = self.attention(groups, states, self.m - 1, mask).view_as(x)
-        return y[:, early:early + t].where(in_document, 0)                  # (B, t, C)
+        # a group begins with the last token of a chunk: a zero precedes the first chunk, zeros
+        # complete the last group
+        groups = in_chunks(F.pad(x, (0, 0, 1, self.m - 1)), self.m)         # (B, G, m, C)
+        y = self.attention(self.norm(groups), states, self.m - 1, mask).flatten(1, 2)
+        return y[:, 1:1 + in_document.size(1)] * in_document                # (B, t, C)
 
 
 class Block(nn.Module):
@@ -650,7 +641,7 @@ def ranking_loss(s_q, s_t, tau):
     loss = (weight * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
 
     # NDCG of the first 20
-    dcg = (gain * discount).masked_fill(rank > 20, 0).sum(2)
+    dcg = (gain * discount * (rank <= 20)).sum(2)
     ndcg = dcg / ideal[..., :20].sum(2).clamp(min=1e-9)
     return loss, ndcg
 
@@ -708,9 +699,8 @@ class RPT(nn.Module):
             self.upper[n_upper // 2] = StateBlock(config)
 
         # retrieval: learned, trained before (dense), by BM25 with the idf of the corpus, or none
-        self.retriever = self.dense = self.neighbor_encoder = None
-        if config.retriever in ('sem', 'lex'):
-            self.retriever = Retriever(config)
+        self.retriever = Retriever(config) if config.retriever in ('sem', 'lex') else None
+        self.dense = None
         if config.retriever in ('dpr', 'contriever'):
             self.dense = nn.Sequential(OrderedDict(
                 embedding=nn.Embedding(config.vocab_size, config.n_embd),
@@ -718,8 +708,7 @@ class RPT(nn.Module):
             self.dense.register_buffer('is_trained', torch.zeros(()))       # see setup
         if config.retriever == 'bm25':
             self.register_buffer('idf', torch.zeros(config.vocab_size))     # see setup
-        if retrieves:
-            self.neighbor_encoder = NeighborEncoder(config)
+        self.neighbor_encoder = NeighborEncoder(config) if retrieves else None
         self.norm = RMSNorm(config.n_embd)                                  # of the output
         self.way = next(iter(self.ways()))
         self.init_weights(seed)
@@ -740,17 +729,16 @@ class RPT(nn.Module):
     def empty_state(self, tokens):
         """The state before the tokens (B, t) of new texts"""
         config, B = self.config, len(tokens)
-        m, C = config.chunk_size, config.n_embd
-        key_size = config.vocab_size if config.retriever == 'bm25' else C
+        neighbor = 2 * config.chunk_size, config.n_embd         # (2m, C)
         slots = B, config.window_chunks, config.n_neighbors     # (B, n, K)
         zeros = self.embedding.weight.new_zeros
         memory = Memory(
-            zeros(B, 0, m, C),                          # last: of no chunk
-            zeros(B, 1, 2 * m, C),                      # joined: row 0
-            zeros(B, 0, key_size),                      # keys
-            zeros(slots).long() - 1,                    # chosen: none
-            zeros(*slots, 2 * m, C),                    # neighbors
-            zeros(slots))                               # gates
+            last=zeros(0),                              # torch.cat skips it
+            joined=zeros(B, 1, *neighbor),              # row 0
+            keys=zeros(0),
+            chosen=zeros(slots).long() - 1,             # none
+            neighbors=zeros(*slots, *neighbor),
+            gates=zeros(slots))
         return State([None] * len(self.lower + self.upper), tokens[:, :0], memory)
 
     def retrieve(self, x, tokens, doc, teacher, memory):
@@ -771,7 +759,7 @@ class RPT(nn.Module):
         keys = torch.cat([memory.keys, key], 1)                         # (B, M, C)
 
         # which K chunks each chunk retrieves
-        first = memory.keys.size(1)                     # the number of the first of these chunks
+        first = keys.size(1) - query.size(1)            # the number of the first of these chunks
         s_q = product(query, keys.mT) / query.size(2) ** 0.5                # (B, N, M)
         doc = F.pad(doc, (first, 0))                    # of a stream: its chunks have doc 0
         mask = permitted(doc, window_chunks, first)
@@ -808,7 +796,7 @@ class RPT(nn.Module):
         # the first token of group 0 is that before these t
         group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, 1)        # (B, G m)
         in_document = group_doc[:, 1:1 + doc.size(1)] == doc                # (B, t)
-        return states.flatten(0, 1), mask[:, None, None], in_document[:, :, None]
+        return states, mask[:, None, None], in_document[:, :, None]
 
     def encode(self, tokens, doc=None, teacher=None, state=None):
         """Tokens (B, t) that continue the text of `state`, or begin a text. doc (B, t): their
@@ -938,10 +926,9 @@ def contrast(dense, chunks, doc, config, idf):
                     DRT; Izacard et al. 2022)
 
     chunks (B, N, m), doc (B, N) -> (), 0 if no chunk has a positive"""
-    # the positives of each chunk of a sequence: B of (N, N)
+    # the positives of each chunk of a sequence: (B, N, N)
     if config.retriever == 'dpr':
-        positives = [bm25_candidates(*row, config.window_chunks, 1, idf)
-                     for row in zip(chunks, doc)]
+        positives = bm25_candidates(chunks, doc, config.window_chunks, 1, idf)
     else:
         positives = permitted(doc, 1) & ~permitted(doc, 2)
     positives = torch.block_diag(*positives)                                # (B N, B N)
@@ -1153,16 +1140,16 @@ def corpus_idf(corpus, config):
 def bm25_candidates(chunks, doc, window_chunks, J, idf):
     """§3.2: the J chunks most similar to chunk i and its target, c_i and c_{i+1}, by BM25. Their
     score is s_t of RPT-Lex: 1 - r / J at rank r = 0, 1, ... (ours); that of all others is 0.
-    chunks (N, m), doc (N,) -> (N, N)"""
+    chunks (..., N, m), doc (..., N) -> (..., N, N)"""
     # chunks c_i and c_{i+1} are one query: their occurrences are added
-    tf, keys = bm25_vectors(chunks, idf)                                    # (N, V)
-    scores = (tf + tf.roll(-1, 0)) @ keys.T                                 # (N, N)
+    tf, keys = bm25_vectors(chunks, idf)                                    # (..., N, V)
+    scores = (tf + tf.roll(-1, -2)) @ keys.mT                               # (..., N, N)
 
     # the last chunk of a document has no target, so that it has no candidates
-    has_target = F.pad(doc[1:] == doc[:-1], (0, 1))                         # (N,)
-    mask = permitted(doc, window_chunks) & has_target[:, None] & (scores > 0)
-    rank = rank_of(scores.where(mask, 0))                                   # r = 0, 1, ...
-    return (1 - rank / J).relu().where(mask, 0)
+    has_target = F.pad(doc.diff() == 0, (0, 1))                             # (..., N)
+    mask = permitted(doc, window_chunks) & has_target[..., None] & (scores > 0)
+    rank = rank_of(scores * mask)                                           # r = 0, 1, ...
+    return (1 - rank / J).relu() * mask
 
 
 def target_log_p(reference, prompts, m):
@@ -1181,10 +1168,10 @@ def target_log_p(reference, prompts, m):
     # P_cache. Query a = 0 ... m - 1 is the state of position 3m - 1 + a; it may use
     # u < 3m - 1 + a, whose next token u + 1 is known
     scores = product(f, states[:, :-1].mT) / f.size(2) ** 0.5               # (n, m, 4m - 1)
-    is_later = torch.ones_like(scores, dtype=torch.bool).triu(3 * m - 1)
-    p_u = scores.masked_fill(is_later, -math.inf).softmax(2)
+    later = torch.full_like(scores, -math.inf).triu(3 * m - 1)              # 0 for those it may use
+    p_u = (scores + later).softmax(2)
     follows = prompts[:, None, 1:] == w                                     # (n, m, 4m - 1)
-    p_cache = p_u.where(follows, 0).sum(2)                                  # (n, m)
+    p_cache = (p_u * follows).sum(2)                                        # (n, m)
 
     # in logarithms, as P_LM can be 0 in fp32
     log_lm = reference.logits(f).log_softmax(2).gather(2, w).squeeze(2)
@@ -1204,8 +1191,7 @@ def target_scores(reference, chunks, candidates):
     candidates = candidates.to(chunks.device)
 
     # the second term is the first one of j = i - 2, which may be a candidate, too
-    needed = candidates.clone()
-    needed.diagonal(-2)[:] |= candidates[2:].any(1)
+    needed = candidates | torch.diag(candidates[2:].any(1), -2)
 
     # the first terms, of 4,096 tokens at once
     log_p = torch.zeros(N, N, device=chunks.device)
@@ -1215,7 +1201,7 @@ def target_scores(reference, chunks, candidates):
         log_p[i, j] = target_log_p(reference, prompts.flatten(1), m)
 
     baseline = F.pad(log_p.diagonal(-2), (2, 0))                            # (N,)
-    return (log_p - baseline[:, None]).where(candidates, 0)
+    return (log_p - baseline[:, None]) * candidates
 
 
 def load_reference(config, train_config, corpus, train_reference):
@@ -1304,9 +1290,10 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
                 torch.distributed.broadcast(x, 0)
         return
 
-    seed = train_config.seed if corpus.hops else 0                          # of the needles
-    facts = [VERSION, corpus.fingerprint, corpus.hops, seed, train_config.dtype, m,
-             config.window_chunks, config.n_candidates, config.score_every, config.reference_cache]
+    facts = [VERSION, corpus.fingerprint,
+             corpus.hops, corpus.hops and train_config.seed,                # of the needles
+             train_config.dtype, m, config.window_chunks, config.n_candidates,
+             config.score_every, config.reference_cache]
     digest = hashlib.sha256(repr(facts).encode())
     reference = None
     if config.retriever == 'sem':
@@ -1356,14 +1343,13 @@ def ranking_measures(s_q, s_t):
     rank = rank_of(s_q)                                                     # (n, N, N)
     positive = s_t > 0
     n_positives = positive.sum(2)                                           # (n, N)
+    one = n_positives / n_positives                                         # or nan, 0 / 0
 
     # NDCG of one text at a time, as a text takes (N, N, N)
     ndcg = [ranking_loss(q[None], t[None], tau=1)[1] for q, t in zip(s_q, s_t)]
-    measures = {'precision@2': (positive & (rank < 2)).sum(2) / 2,          # (n, N) each
-                'recall@10': (positive & (rank < 10)).sum(2) / n_positives,
-                'ndcg@20': torch.cat(ndcg)}
-    return {name: x.where(n_positives > 0, math.nan)
-            for name, x in measures.items()}
+    return {'precision@2': one * (positive & (rank < 2)).sum(2) / 2,
+            'recall@10': (positive & (rank < 10)).sum(2) / n_positives,
+            'ndcg@20': one * torch.cat(ndcg)}
 
 
 def target_losses(model, texts, chosen):
@@ -1411,13 +1397,14 @@ def ranks(runs, args):
 
     # s_t of all chunks that each of the runs may retrieve
     window_chunks = max(run.model.config.window_chunks for run in rankers)
-    mask = permitted(texts.new_zeros(N), window_chunks)                     # (N, N)
+    doc = texts.new_zeros(N)                                                # of one document
+    mask = permitted(doc, window_chunks)                                    # (N, N)
     mask[-1] = False                                                        # it has no target
     s_t = torch.stack([target_scores(reference.model, x, mask) for x in chunks])    # (n, N, N)
 
     # s_q by which the chunks are ranked
-    idf = corpus_idf(runs[0].corpus, config)
-    tf, keys = bm25_vectors(chunks, idf.to(s_t))
+    idf = corpus_idf(runs[0].corpus, config).to(s_t)
+    tf, keys = bm25_vectors(chunks, idf)
     torch.manual_seed(args.seed)
     rankings = {'chance': torch.rand_like(s_t), 'latest first': torch.arange(N).expand_as(s_t),
                 'BM25': tf @ keys.mT}
@@ -1440,8 +1427,7 @@ def ranks(runs, args):
 
     # the best of the first k by BM25
     oracle = s_t.where(mask, -math.inf)
-    scores = (tf + tf.roll(-1, 1)) @ keys.mT                                # (n, N, N)
-    rank = rank_of(scores.where(mask, -math.inf))
+    rank = rank_of(bm25_candidates(chunks, doc, window_chunks, N, idf))     # (n, N, N)
     best = {f'of {k}': oracle.where(rank < k, -math.inf).amax(2)
             for k in (1, 2, 5, 20)}
     report('best s_t', best)
@@ -1463,8 +1449,8 @@ def ranks(runs, args):
             gain = off - row['loss 2']
             row['gain with positive'] = gain.masked_fill(missed, math.nan)
             row['without'] = gain.where(missed, math.nan)
-            for key, x in ('shares', shared), ('with target', shared.roll(-1, 1)):
-                row[key] = x.where(rank < 1, 0).sum(2)
+            row['shares'] = (shared * (rank < 1)).sum(2)
+            row['with target'] = (shared.roll(-1, 1) * (rank < 1)).sum(2)
             report(f'{run.name} reads {name}', row)
     return result
 
