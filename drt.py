@@ -153,6 +153,11 @@ def RMSNorm(n_embd):
     return nn.RMSNorm(n_embd, eps=1e-6)
 
 
+def Linear(n, m):
+    """W x, from n numbers to m. No biases here; where there are some, it is nn.Linear."""
+    return nn.Linear(n, m, bias=False)
+
+
 def fp32(x):
     """bf16 and fp16 become fp32; fp64 remains, for the tests."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -283,8 +288,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         n_inner = config.n_inner or 32 * math.ceil(8 / 3 * config.n_embd / 32)
-        self.fc = nn.Linear(config.n_embd, 2 * n_inner, bias=False)
-        self.proj = nn.Linear(n_inner, config.n_embd, bias=False)
+        self.fc = Linear(config.n_embd, 2 * n_inner)
+        self.proj = Linear(n_inner, config.n_embd)
 
     def forward(self, x):
         gate, y = self.fc(x).chunk(2, dim=-1)
@@ -344,8 +349,8 @@ class SelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         C, self.config = config.n_embd, config
-        self.qkv = nn.Linear(C, 3 * C, bias=False)
-        self.proj = nn.Linear(C, C, bias=False)
+        self.qkv = Linear(C, 3 * C)
+        self.proj = Linear(C, C)
 
     def forward(self, x, past):
         """x (B, L, C), past: keys and values (B, P, H, D) of the positions before, or None
@@ -366,8 +371,8 @@ class GroupedCrossAttention(nn.Module):
         super().__init__()
         C, self.config = config.n_embd, config
         self.norm = RMSNorm(C)
-        self.query = nn.Linear(C, C, bias=False)
-        self.proj = nn.Linear(C, C, bias=False)
+        self.query = Linear(C, C)
+        self.proj = Linear(C, C)
 
     def forward(self, x, kv, w, idx, mask, start, kernel):
         """A piece of a text, of n chunks in whole or in part, that begins `start` positions into a
@@ -417,8 +422,8 @@ class EncoderBlock(nn.Module):
         self.norm1 = RMSNorm(C)
         self.norm2 = RMSNorm(C)
         self.mlp = MLP(config)
-        self.proj = nn.Linear(C, C, bias=False)
-        self.qkv = nn.Linear(C, 3 * C, bias=False)
+        self.proj = Linear(C, C)
+        self.qkv = Linear(C, 3 * C)
 
     def forward(self, x):
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.n_head, -1))
@@ -436,7 +441,7 @@ class ChunkEncoder(nn.Module):
         self.blocks = nn.Sequential(*(EncoderBlock(config) for _ in range(config.n_encoder)))
         self.norm_in = RMSNorm(C) if config.n_encoder else nn.Identity()
         self.norm = RMSNorm(C)
-        self.kv = nn.Linear(C, 2 * C, bias=False)
+        self.kv = Linear(C, 2 * C)
 
     def forward(self, x):
         """x (B, N, S, C) -> C_k (B, N, S, C), its keys and values (2, B, N, S, H, D)"""

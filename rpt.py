@@ -160,6 +160,11 @@ def RMSNorm(n_embd):
     return nn.RMSNorm(n_embd, eps=1e-6)
 
 
+def Linear(n, m):
+    """W x, from n numbers to m. No biases here; where there are some, it is nn.Linear."""
+    return nn.Linear(n, m, bias=False)
+
+
 def fp32(x):
     """bf16 and fp16 become fp32; fp64 remains, for the tests."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -290,8 +295,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         n_inner = config.n_inner or 4 * config.n_embd
-        self.fc = nn.Linear(config.n_embd, n_inner, bias=False)
-        self.proj = nn.Linear(n_inner, config.n_embd, bias=False)
+        self.fc = Linear(config.n_embd, n_inner)
+        self.proj = Linear(n_inner, config.n_embd)
 
     def forward(self, x):
         return self.proj(F.gelu(self.fc(x)))
@@ -351,8 +356,8 @@ class SelfAttention(nn.Module):
         self.n_head = config.n_head
         self.block = config.window // 2
         self.m = config.chunk_size
-        self.qkv = nn.Linear(C, 3 * C, bias=False)
-        self.proj = nn.Linear(C, C, bias=False)
+        self.qkv = Linear(C, 3 * C)
+        self.proj = Linear(C, C)
 
     def heads(self, x, past):
         """As forward, but P has no limit: what the tokens do not attend to comes first
@@ -394,9 +399,9 @@ class Attention(nn.Module):
         C = config.n_embd
         self.n_head = config.n_head
         self.shift = shift
-        self.query = nn.Linear(C, C, bias=False)
-        self.kv = nn.Linear(C, 2 * C, bias=False)
-        self.proj = nn.Linear(C, C, bias=False)
+        self.query = Linear(C, C)
+        self.kv = Linear(C, 2 * C)
+        self.proj = Linear(C, C)
 
     def forward(self, x, y, first=0, mask=None):
         """x (B, n, a, t, C), `a` texts with positions first, first + 1, ...; y (B, n, b, s, C), b
@@ -1086,9 +1091,9 @@ class StateBlock(Block):
         C = config.n_embd
         self.initial = nn.Parameter(torch.randn(1, config.n_states, C))
         self.norm = RMSNorm(C)
-        self.states = nn.Linear(C, 4 * C, bias=False)       # keys, values, queries for both
-        self.tokens = nn.Linear(C, 3 * C, bias=False)       # keys, values, queries for s
-        self.state_proj = nn.Linear(C, C, bias=False)
+        self.states = Linear(C, 4 * C)       # keys, values, queries for both
+        self.tokens = Linear(C, 3 * C)       # keys, values, queries for s
+        self.state_proj = Linear(C, C)
         self.mix = nn.Linear(2 * C, C)                      # W, b
         self.gate = nn.Parameter(torch.randn(C))
 

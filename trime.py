@@ -175,6 +175,11 @@ def RMSNorm(n_embd):
     return nn.RMSNorm(n_embd, eps=1e-6)
 
 
+def Linear(n, m):
+    """W x, from n numbers to m. No biases here; where there are some, it is nn.Linear."""
+    return nn.Linear(n, m, bias=False)
+
+
 def fp32(x):
     """bf16 and fp16 become fp32; fp64 remains, for the tests."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -244,8 +249,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.n_head = config.n_head
         C = config.n_embd
-        self.qkv = nn.Linear(C, 3 * C, bias=False)
-        self.proj = nn.Linear(C, C, bias=False)
+        self.qkv = Linear(C, 3 * C)
+        self.proj = Linear(C, C)
 
     def forward(self, x, past):
         """x (B, t, C), after the tokens of which past has the keys and values (None: no tokens)
@@ -281,8 +286,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         n_inner = config.n_inner or 4 * config.n_embd
-        self.fc = nn.Linear(config.n_embd, n_inner, bias=False)
-        self.proj = nn.Linear(n_inner, config.n_embd, bias=False)
+        self.fc = Linear(config.n_embd, n_inner)
+        self.proj = Linear(n_inner, config.n_embd)
 
     def forward(self, x):
         return self.proj(F.gelu(self.fc(x)))
@@ -330,7 +335,7 @@ class Embedding(nn.Module):
         for a, size in enumerate(np.diff(self.ends), 1):
             width = max(1, C // config.div_value ** a)
             self.tables.append(torch.empty(size, width))
-            self.tail_proj.append(nn.Linear(width, C, bias=False))
+            self.tail_proj.append(Linear(width, C))
 
     def clusters(self, ids):
         """For each cluster: its number a, its first id, and a mask of those of the ids in it"""
@@ -967,8 +972,6 @@ class TRIME(nn.Module):
         if 'ext' in names:
             if args.split == 'train' and external.fingerprint == corpus.fingerprint:
                 raise SystemExit('--split train with --memory ext: each token would find itself')
-            if external.train is None:
-                raise SystemExit(f'{external.folder} has no split train for a datastore')
             inference.n_neighbors = 1024
             pairs = None
             if external.tab >= 0:
@@ -999,8 +1002,8 @@ class SRUBlock(nn.Module):
         super().__init__()
         C = config.n_embd
         d = C // 4                                                  # of attention; paper: 768
-        self.query = nn.Linear(C, d, bias=False)
-        self.kv = nn.Linear(d, 2 * d, bias=False)
+        self.query = Linear(C, d)
+        self.kv = Linear(d, 2 * d)
         self.alpha = nn.Parameter(torch.zeros(1))
         self.norm1 = RMSNorm(d)
         self.out = nn.Linear(d, 3 * C)                              # W_o, b
