@@ -679,7 +679,7 @@ class RPT(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        seed = torch.randint(2 ** 48, (), device='cpu').item()              # see init_weights
+        seed = torch.randint(2 ** 48, (), device='cpu').item()              # of the weights
 
         # the last n_cca of the upper layers cross-attend
         n_lower = config.n_layer // 2
@@ -716,17 +716,15 @@ class RPT(nn.Module):
         self.neighbor_encoder = NeighborEncoder(config) if retrieves else None
         self.norm = RMSNorm(config.n_embd)                                  # of the output
         self.way = next(iter(self.ways()))
-        self.init_weights(seed)
 
-    def init_weights(self, seed):
-        """GPT-2's, for width C. The seed of a matrix depends on its name, so that what different
-        models share begins equal."""
+        # GPT-2's initial weights, for width C. The seed of a matrix depends on its name, so that
+        # what different models share begins equal
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 torch.manual_seed(seed + zlib.crc32(name.encode()))
-                std = 0.02 * math.sqrt(768 / self.config.n_embd)
+                std = 0.02 * math.sqrt(768 / config.n_embd)
                 if name.endswith('proj.weight'):            # of what layers add to x
-                    std /= math.sqrt(2 * self.config.n_layer)
+                    std /= math.sqrt(2 * config.n_layer)
                 nn.init.normal_(p, std=std)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
@@ -809,9 +807,7 @@ class RPT(nn.Module):
         NOT_TAUGHT: those with the highest s_q
         -> f (B, t, C), the new state, s_q (B, N, M) or None"""
         m = self.config.chunk_size
-        if state is None:
-            state = self.empty_state(tokens)
-        past, unfinished, memory = state
+        past, unfinished, memory = state or self.empty_state(tokens)
         past = list(past)                               # a state can be continued more than once
 
         # doc is only given without a state, so then nothing is unfinished

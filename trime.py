@@ -542,11 +542,6 @@ class Inference:
     tau_ext: float = 1.0        # τ' of Eq. 8; linear: of kNN-LM
     lam_ext: float = 0.0        # λ of Eq. 9; linear: of kNN-LM
 
-    def __str__(self):
-        """The memories and the constants, for the screen"""
-        return (f'local {self.local}, long {self.long:,} tokens, ext K = {self.n_neighbors}; '
-                f"τ = {self.tau}, λ = {self.lam}, of ext τ' = {self.tau_ext}, λ = {self.lam_ext}")
-
     def probabilities(self, log_words, sim):
         """The parts of P(w) = exp(E_w · f + log_factor) + Σ_{j: x_j = w} P_j
 
@@ -1006,7 +1001,7 @@ class SRUBlock(nn.Module):
         self.kv = Linear(d, 2 * d)
         self.alpha = nn.Parameter(torch.zeros(1))
         self.norm1 = RMSNorm(d)
-        self.out = nn.Linear(d, 3 * C)                              # W_o, b
+        self.out = nn.Linear(d, 3 * C)                              # W_o, with b
         self.v = nn.Parameter(torch.zeros(2, 1, C))                 # v_f, v_r
         self.norm2 = RMSNorm(C)
         self.dropout = nn.Dropout(config.dropout)

@@ -5,8 +5,8 @@ from pathlib import Path
 from pytest import mark
 
 ROOT = Path(__file__).parent.parent
-BUDGET = {'trime.py': 7600, 'rpt.py': 11200, 'drt.py': 7000, 'gca_kernel.py': 4500, 'bm25.py': 1200,
-          'data.py': 6300, 'train.py': 5100, 'eval.py': 6400}   # Python tokens; in all 48550
+BUDGET = {'trime.py': 8200, 'rpt.py': 10800, 'drt.py': 6800, 'gca_kernel.py': 4500, 'bm25.py': 1200,
+          'data.py': 6100, 'train.py': 5000, 'eval.py': 6300}   # Python tokens; in all 48100
 TESTS = [f'tests/{path.name}' for path in Path(__file__).parent.glob('*.py')]
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'setup', 'demo'}
@@ -79,8 +79,8 @@ def test_there_is_little_to_read():
     files = {path.name for path in ROOT.glob('*.py')}
     assert files == BUDGET.keys()
     assert [name for name in files if size(name) > BUDGET[name]] == []
-    assert sum(map(size, files)) <= 48550
-    assert sum(map(size, TESTS)) <= 46000
+    assert sum(map(size, files)) <= 48100
+    assert sum(map(size, TESTS)) <= 46250
 
 
 @mark.parametrize('name', [*BUDGET, *TESTS])
