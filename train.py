@@ -374,7 +374,7 @@ def check_folder(out, about, state):
     saved, trouble = {}, ''
     if 'ckpt.pt' in files:
         try:
-            saved = json.loads((out / 'config.json').read_text('utf-8'))
+            saved = dict(hops=0) | json.loads((out / 'config.json').read_text('utf-8'))
         except Exception as e:                          # a broken file can raise anything
             raise SystemExit(f'{out}/config.json is damaged ({e!r:.200}): --init {out}/ckpt.pt '
                              'with another --out starts from its weights')

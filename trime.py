@@ -991,8 +991,9 @@ class SRUBlock(nn.Module):
         c_t = f'_t c_{t-1} + (1 - f'_t) u_t         f'_t = σ(f_t + v_f c_{t-1})
         y_t = r'_t c_t + (1 - r'_t) x_t             r'_t = σ(r_t + v_r c_{t-1})
 
-    α is a scalar, 0 at first; b of r is -2 at first (official code). Returns y, g = norm(y), and the
-    keys, the values and c so far. The loop over tokens is plain PyTorch (official: a CUDA kernel)."""
+    α is a scalar, 0 at first; b of r is -2 at first (official code). Returns y, g = norm(y), and
+    the keys, the values and c so far. The loop over tokens is in plain PyTorch, so slow (official
+    code: a CUDA kernel)."""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
@@ -1012,7 +1013,8 @@ class SRUBlock(nn.Module):
         q = self.query(x)                                           # (B, t, d)
         *past, c = past or (q[:, :0], q[:, :0], x.new_zeros(len(x), x.size(2)))
         k, v = map(append, past, self.kv(q).chunk(2, 2))            # (B, s, d)
-        t, s = q.size(1), k.size(1)
+        t = q.size(1)
+        s = k.size(1)
         mask = q.new_full((t, s), -math.inf).triu(s - t + 1)
         a = F.scaled_dot_product_attention(q, k, v, mask)
         z = self.norm1(q + self.alpha * a)

@@ -200,7 +200,8 @@ def test_sru():
     expected, c = [], torch.zeros(C)
     for t in range(T):
         weight = (k[:t + 1] @ q[t] / 2).softmax(0)
-        u, f, r = block.out(block.norm1(q[t] + block.alpha * weight @ v[:t + 1])).split(C)
+        z = q[t] + block.alpha * weight @ v[:t + 1]
+        u, f, r = block.out(block.norm1(z)).split(C)
         f, r = (torch.stack([f, r]) + block.v[:, 0] * c).sigmoid()
         c = f * c + (1 - f) * u
         expected.append(r * c + (1 - r) * x[t])
