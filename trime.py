@@ -1011,7 +1011,9 @@ class SRUBlock(nn.Module):
     def forward(self, x, past):
         # attention to the tokens so far
         q = self.query(x)                                           # (B, t, d)
-        *past, c = past or (q[:, :0], q[:, :0], x.new_zeros(len(x), x.size(2)))
+        no_keys = q[:, :0]
+        zeros = x.new_zeros(len(x), x.size(2))
+        *past, c = past or (no_keys, no_keys, zeros)
         k, v = map(append, past, self.kv(q).chunk(2, 2))            # (B, s, d)
         t = q.size(1)
         s = k.size(1)
@@ -1023,12 +1025,15 @@ class SRUBlock(nn.Module):
         # the recurrence; lerp(a, b, w) is a + w (b - a)
         v_f, v_r = self.v
         outputs = [x[:, :0]]                                        # x can be without tokens
-        for x_t, u_t, f_t, r_t in zip(*(y.unbind(1) for y in (x, u, f, r))):
-            gate = (r_t + v_r * c).sigmoid()                        # r'_t
-            c = u_t.lerp(c, (f_t + v_f * c).sigmoid())              # (B, C)
-            outputs.append(x_t.lerp(c, gate)[:, None])
+        steps = zip(*(y.unbind(1) for y in (x, u, f, r)))           # of (B, C)
+        for x_t, u_t, f_t, r_t in steps:
+            reset = (r_t + v_r * c).sigmoid()                       # r'_t
+            forget = (f_t + v_f * c).sigmoid()                      # f'_t
+            c = u_t.lerp(c, forget)
+            outputs.append(x_t.lerp(c, reset)[:, None])
         y = torch.cat(outputs, 1)
-        return y, self.norm2(y), (k.detach(), v.detach(), c.detach())
+        past = k.detach(), v.detach(), c.detach()
+        return y, self.norm2(y), past
 
 
 # --------------------------------------------------------------------------------------------------
