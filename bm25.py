@@ -137,7 +137,8 @@ class BM25:
                 postings = join_ranges(self.first[term], df)
                 weight = self.weight[postings] * np.repeat(tf, df)
                 scores[i] += np.bincount(self.doc[postings], weight, self.N)
-            yield from scores.astype(np.float32)
+            scores = scores.astype(np.float32)
+            yield from scores
 
 
 def benchmark():

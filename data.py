@@ -382,7 +382,7 @@ def cut(text, part, of_lines):
     if of_lines:
         end, length = r'(?<=\n)', len(text)
     for percent in part:
-        start = len(text) * percent // 100
+        start = len(text) * percent // 100 or min(1, percent)
         yield re.compile(rf'\A|{end}|\Z').search(text, start, start + length).start()
 
 

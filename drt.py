@@ -522,8 +522,8 @@ class DRT(nn.Module):
 
     def insert(self, x, value, state=None):
         """§3.1: inserts `value` after every S - 1 tokens, at positions S - 1, 2S - 1, ... of a
-        text. x (B, T), which continues the text of state -> (B, L). None: inserts the number before
-        it. The base LM has no landmarks."""
+        text. x (B, T), which continues the text of state -> (B, L). value None: repeats the number
+        before. The base LM has no landmarks."""
         if self.config.groups == 0 and not self.config.landmark:
             return x
         S = self.config.chunk_size
@@ -639,13 +639,14 @@ class DRT(nn.Module):
         if self.config.next_chunk:                                      # (B, n, 2 K); -1 remains -1
             w = w.repeat_interleave(2, 2) / 2
             idx = torch.stack([idx, idx + (idx >= 0)], 3).flatten(2)
-        if docs is None:                    # a stream copies each chunk that is retrieved once; for
-            numbers, copies = idx.unique(return_inverse=True)       # -1 the last, which is not read
+        if docs is None:
+            # a stream copies each chunk that is retrieved once; for -1 the last, which is not read
+            numbers, copies = idx.unique(return_inverse=True)
             idx = copies.masked_fill(idx < 0, -1)
             kv = torch.stack([kv[k] for k in numbers.tolist()], 2).to(w.device)
         else:                               # a landmark retrieves for positions of its document
             position = torch.arange(L, device=docs.device)
-            mask = docs == docs[:, position // S * S - 1]               # (B, L); chunk 0: no matter
+            mask = docs == docs[:, position // S * S - 1]   # (B, L); chunk 0 reads nothing
         return kv, w, idx, mask, start, self.kernel
 
     def encode(self, ids, state=None, docs=None, masked=None, upper=True):

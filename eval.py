@@ -88,7 +88,7 @@ class Run:
     """A trained model, by its folder or .pt file, and the text that it is evaluated on
 
     chunk       tokens that are retrieved together; 1: single ones, TRIME's memories
-    split       its bytes are without those of the first tokens, which are not scored
+    split       n_bytes does not count the first tokens, which are not scored
     documents   of the split, each (n,) int64
     ways        name -> attributes of the model to set
     on          the name of the way that retrieves most
@@ -586,7 +586,7 @@ def plot_losses(figure, runs):
 
         # means over n steps, a thirtieth; the first tenth of the losses is too high for the axis
         path = run.path.with_name('log.jsonl')
-        if path.is_file():
+        if path.is_file() and path.stat().st_size:
             log = list(map(json.loads, path.read_text().splitlines()))
             log = log[len(log) // 10:]
             n = 1 + len(log) // 30

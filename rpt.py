@@ -1344,7 +1344,7 @@ def ranking_measures(s_q, s_t):
     rank = rank_of(s_q)                                                     # (n, N, N)
     positive = s_t > 0
     n_positives = positive.sum(2)                                           # (n, N)
-    one = n_positives / n_positives                                         # or nan, 0 / 0
+    one = n_positives / n_positives                     # 1, or 0 / 0 = nan: without a positive
 
     # NDCG of one text at a time, as a text takes (N, N, N)
     ndcg = [ranking_loss(q[None], t[None], tau=1)[1] for q, t in zip(s_q, s_t)]

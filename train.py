@@ -36,7 +36,7 @@ import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')
 import argparse, collections, contextlib, ctypes, datetime, difflib, functools, importlib, inspect
-import json, math, re, shlex, signal, subprocess, sys, time
+import json, math, platform, re, shlex, signal, subprocess, sys, time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -178,7 +178,7 @@ def hardware(device):
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if not torch.get_device_module(device).is_available():
         raise SystemExit(f'PyTorch finds no {device}: --device cpu works')
-    if device == 'cpu' and sys.platform == 'linux':     # PyTorch is built with glibc there
+    if device == 'cpu' and platform.libc_ver()[0] == 'glibc':
         mallopt = ctypes.CDLL(None).mallopt             # else pages are freed and cleared each step
         mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
         mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
@@ -288,9 +288,8 @@ def barrier():
 
 
 def write(path, content):
-    """The first process writes text, or other content by torch.save, to a temporary file, then
-    renames it: whenever the program is killed, there is no incomplete file of this name."""
-    if RANK > 0: return
+    """Writes text, or other content by torch.save, to a temporary file, then renames it: whenever
+    the program is killed, there is no incomplete file of this name."""
     temporary = Path(f'{path}.{os.getpid()}.tmp')
     try:
         if isinstance(content, str):
@@ -349,8 +348,8 @@ def locked(out):
     try:
         if fcntl:                                       # on Windows there is none, and no lock
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            assert os.fstat(file.fileno()).st_nlink     # else its program has just removed it
-    except (BlockingIOError, AssertionError):
+            assert os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK))
+    except (BlockingIOError, FileNotFoundError, AssertionError):    # or its program has just ended
         raise SystemExit(f'{out} is in use by another program; try another --out')
     except OSError:                                     # of a file system without locks
         pass
@@ -361,7 +360,7 @@ def locked(out):
         yield
     finally:
         with contextlib.suppress(OSError):      # it has files; Windows removes no open file
-            (out / LOCK).unlink()
+            (out / LOCK).unlink(missing_ok=True)
             file.close()
             out.rmdir()
 
@@ -497,10 +496,9 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
     state: what a checkpoint has, but the optimizers    gradient(done): sets .grad -> metrics
     check(progress, at_most): validates    signals: see caught_signals    peak: in tokens/s"""
     began, first, max_steps = time.perf_counter(), state['step'], config.max_steps
-    log = out / 'log.jsonl'             # a line for each step
-    if log.exists():                    # it may have steps after the checkpoint: remove them
-        lines = log.read_text().splitlines(keepends=True)
-        write(log, ''.join(lines[:first]))
+    if RANK == 0:                       # the log may have steps after the checkpoint: remove them
+        with open(out / 'log.jsonl', 'a') as f:
+            f.truncate(min(f.tell(), state['log_size']))
 
     for done in range(first, max_steps):
         # one step of training
@@ -543,8 +541,9 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
 
         # the log and checkpoints, then a line on the console
         if RANK == 0:
-            with open(log, 'a') as f:
+            with open(out / 'log.jsonl', 'a') as f:
                 f.write(json.dumps(entry) + '\n')
+                state['log_size'] = f.tell()
             if due and entry['val_loss'] < state['best']:
                 state['best'] = entry['val_loss']
                 write(out / 'best.pt', state)
@@ -612,7 +611,7 @@ def train(module, model_config, config, corpus=None, stage=''):
             raise SystemExit(f'{file} has weights for other settings: {differ}')
     if not resumes:     # no loss is below nan: a packed run, validated otherwise, has no best.pt
         state = dict(
-            model_name=name, config=vars(model_config), data=config.data, step=0,
+            model_name=name, config=vars(model_config), data=config.data, step=0, log_size=0,
             corpus=corpus.fingerprint, tokenizer=corpus.tokenizer.to_dict(),
             tokens=state.get('tokens', 0), best=math.nan if sizes['kind'] == 'packed' else math.inf)
     state['model'] = model.state_dict()                 # the same tensors: steps change them, too
@@ -665,10 +664,11 @@ def train(module, model_config, config, corpus=None, stage=''):
             print(f'--max-steps was {planned}: the learning rate is now that of {max_steps} steps')
 
     # the first files, compilation, and all steps
-    if planned != max_steps:
-        write_config(out, about, ran_on)
-    if not resumes:
-        save(out, state, optimizers)                    # a run that is killed early can be resumed
+    if RANK == 0:
+        if planned != max_steps:
+            write_config(out, about, ran_on)
+        if not resumes:
+            save(out, state, optimizers)                # a run that is killed early can be resumed
     model.kernel = config.kernel
     compiles = device.type == 'cuda' and sys.platform == 'linux'
     if config.compile == 'on' or config.compile == 'auto' and compiles:

@@ -89,7 +89,7 @@ class TRIMEConfig:
     n_layer: int = 4            # Transformer layers (ours; paper: 8 to 16)
     n_head: int = 4             # attention heads, H (ours)
     n_embd: int = 128           # width, C (ours; paper: 128 to 1,024)
-    layer: Literal['transformer', 'sru'] = 'transformer'        # sru: SRU++ (paper App. E)
+    layer: Literal['transformer', 'sru'] = 'transformer'    # sru: SRU++, of one head (App. E)
     n_inner: int = 0            # width inside the MLP; 0: 4 C (paper: 4 C, its 150M model 2,100)
     dropout: float = 0.0        # on embeddings and residual branches (ours; official code: 0.3)
     memory: Literal['none', 'local', 'long', 'ext'] = 'local'   # used in training (paper Table 1)
@@ -724,7 +724,7 @@ COMPILED = (Block,)     # layers that train.py compiles
 #     text    (B, L)        its last tokens, at most long + T
 #     keys    (B, L, C)     g of each of them, as first encoded
 #     window  (B, n, C)     g of the tokens of the current window, the last of the text
-#     past    list          the attention's keys and values of the window
+#     past    list          of each layer, keys and values of the window; of SRU++ also c
 State = namedtuple('State', 'text keys window past')
 
 
@@ -768,7 +768,7 @@ class TRIME(nn.Module):
 
     def encode(self, tokens, past=None):
         """Tokens (B, t) -> f, g (B, t, C) of their contexts, and past, the keys and values so far.
-        f is the output of the Transformer, g the input of the last MLP (§3)."""
+        f is the output of the Transformer, g the input of the last MLP (§3; see SRUBlock, too)."""
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
         past = list(past or [None] * len(self.blocks))
         for layer, block in enumerate(self.blocks):
@@ -991,13 +991,13 @@ class SRUBlock(nn.Module):
         c_t = f'_t c_{t-1} + (1 - f'_t) u_t         f'_t = σ(f_t + v_f c_{t-1})
         y_t = r'_t c_t + (1 - r'_t) x_t             r'_t = σ(r_t + v_r c_{t-1})
 
-    α is a scalar, 0 at first; b of r is -2 at first (official code). Returns y, g = norm(y), and
-    the keys, the values and c so far. The loop over tokens is in plain PyTorch, so slow (official
-    code: a CUDA kernel)."""
+    α is a scalar, at first 0; b is 0, of r -2 (official code). Ours: b of u, v = 0 at first, and
+    g = norm(y), of which the last layer's is used. Returns y, g, and the keys, the values and c so
+    far. The loop over tokens is in plain PyTorch, so slow (official code: a CUDA kernel)."""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        d = C // 4                                                  # of attention; paper: 768
+        d = max(1, C // 4)                                          # of attention; paper: 768
         self.query = Linear(C, d)
         self.kv = Linear(d, 2 * d)
         self.alpha = nn.Parameter(torch.zeros(1))
@@ -1006,6 +1006,7 @@ class SRUBlock(nn.Module):
         self.v = nn.Parameter(torch.zeros(2, 1, C))                 # v_f, v_r
         self.norm2 = RMSNorm(C)
         self.dropout = nn.Dropout(config.dropout)
+        nn.init.zeros_(self.out.bias)
         nn.init.constant_(self.out.bias[2 * C:], -2)
 
     def forward(self, x, past):
@@ -1018,7 +1019,8 @@ class SRUBlock(nn.Module):
         t = q.size(1)
         s = k.size(1)
         mask = q.new_full((t, s), -math.inf).triu(s - t + 1)
-        a = F.scaled_dot_product_attention(q, k, v, mask)
+        heads = [y[:, None] for y in (q, k, v)]                     # without this axis torch
+        a = F.scaled_dot_product_attention(*heads, mask)[:, 0]      # keeps scores (t, s)
         z = self.norm1(q + self.alpha * a)
         u, f, r = fp32(self.out(self.dropout(z))).chunk(3, 2)       # 3 x (B, t, C)
 

@@ -6,7 +6,7 @@ from pytest import mark
 
 ROOT = Path(__file__).parent.parent
 BUDGET = {'trime.py': 8200, 'rpt.py': 10800, 'drt.py': 6800, 'gca_kernel.py': 4500, 'bm25.py': 1200,
-          'data.py': 6100, 'train.py': 5000, 'eval.py': 6300}   # Python tokens; in all 48100
+          'data.py': 6100, 'train.py': 5000, 'eval.py': 6300}   # Python tokens; in all 48200
 TESTS = [f'tests/{path.name}' for path in Path(__file__).parent.glob('*.py')]
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'setup', 'demo'}
@@ -79,7 +79,7 @@ def test_there_is_little_to_read():
     files = {path.name for path in ROOT.glob('*.py')}
     assert files == BUDGET.keys()
     assert [name for name in files if size(name) > BUDGET[name]] == []
-    assert sum(map(size, files)) <= 48100
+    assert sum(map(size, files)) <= 48200
     assert sum(map(size, TESTS)) <= 46250
 
 
