@@ -629,10 +629,8 @@ def train(module, model_config, config, corpus=None, stage=''):
         with locked(Path(config.out)):
             return train(module, reference_config, config, corpus, ' in this stage')
 
-    attach = None
-    if hasattr(module, 'setup'):
-        attach = module.setup(model, corpus, batches, config, autocast, train_reference,
-                              data.progress)
+    setup = getattr(module, 'setup', lambda *_: None)
+    attach = setup(model, corpus, batches, config, autocast, train_reference, data.progress)
 
     # a forward pass; the gradient of a step
     def forward(batch, progress):
