@@ -88,13 +88,13 @@ def assert_close(results, exact, tolerance=2e-6, dw_tolerance=1e-5):
 
 CASES = {                               # sizes of the example, options of gca
     'as in drt.py': (dict(N=2, S=32, D=64, K=4), dict(n_keys=31)),
-    'eight slots of two chunks': (dict(K=8, M=2), dict()),
-    'more chunks of queries': (dict(N=6, M=1, K=1), dict()),
-    'wide chunks': (dict(S=64, M=3, D=32, H=1, Hkv=1), dict()),
+    'eight slots of two chunks': (dict(K=8, M=2), {}),
+    'more chunks of queries': (dict(N=6, M=1, K=1), {}),
+    'wide chunks': (dict(S=64, M=3, D=32, H=1, Hkv=1), {}),
     'wide heads': (dict(D=128, N=2), dict(scale=-0.3)),
-    'one key and a sink': (dict(), dict(sink=True, n_keys=1)),
+    'one key and a sink': ({}, dict(sink=True, n_keys=1)),
     'two heads share keys': (dict(B=2, H=4, M=3), dict(sink=True, n_keys=11)),
-    'head size 24': (dict(D=24), dict()),
+    'head size 24': (dict(D=24), {}),
 }
 
 

@@ -81,9 +81,8 @@ IDF = corpus_idf(tokens_of(9, 400)[0].tolist(), V)
 def taught(tokens, J=4):
     """A batch with random scores of BM25's candidates; every third chunk has no positive."""
     chunks = tokens.unflatten(1, (-1, CHUNK))
-    doc = torch.zeros(chunks.size(1))
-    candidates = [bm25_candidates(x, doc, WINDOW, J, IDF) > 0 for x in chunks]
-    candidates = torch.stack(candidates)
+    doc = torch.zeros(chunks.shape[:2])
+    candidates = bm25_candidates(chunks, doc, WINDOW, J, IDF) > 0
     scores = torch.randn(candidates.shape, generator=generator(1))
     scores[:, 2::3] = -scores[:, 2::3].abs()
     scores = scores.where(candidates, 0)
@@ -93,11 +92,6 @@ def taught(tokens, J=4):
 
 # --------------------------------------------------------------------------------------------------
 # §3 of the paper, for one sequence, token by token and chunk by chunk
-def norm(module, x):
-    rms = (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-    return x / rms * module.weight
-
-
 def attention(module, x, y, x_positions=None, y_positions=None, mask=None):
     """Token a of x (t, C) attends to the tokens b of y (s, C) where mask[a][b]. Positions are
     0, 1, ... unless given."""
@@ -126,12 +120,12 @@ def self_attention(block, x, window):
     """§3.4: a token attends to its block of half a window, and to the block before."""
     half, t = window // 2, range(len(x))
     mask = [[(a // half - 1) * half <= b <= a for b in t] for a in t]
-    y = norm(block.norm1, x)
+    y = block.norm1(x)
     return attention(block.attention, y, y, mask=mask)
 
 
 def mlp(block, x):
-    hidden = F.gelu(norm(block.norm2, x) @ block.mlp.fc.weight.T)
+    hidden = F.gelu(block.norm2(x) @ block.mlp.fc.weight.T)
     return hidden @ block.mlp.proj.weight.T
 
 
@@ -155,10 +149,10 @@ def rank_chunks(model, chunks, tokens, permitted):
         r = model.dense.retriever
         encoded = model.dense.embedding.weight[tokens].split(len(chunks[0]))[:n]
     for x in encoded:
-        y = norm(r.norm, x)
+        y = r.norm(x)
         states.append(x + attention(r.attention, y, y))
-    query = [r.query(norm(r.norm_q, x.mean(0))) for x in states]
-    key = [r.key(norm(r.norm_k, x.mean(0))) for x in states]
+    query = [r.query(r.norm_q(x.mean(0))) for x in states]
+    key = [r.key(r.norm_k(x.mean(0))) for x in states]
     if model.dense:
         states = chunks
     order = []
@@ -170,9 +164,9 @@ def rank_chunks(model, chunks, tokens, permitted):
 
 def neighbor(encoder, x, chunk):
     """§3.1: a retrieved chunk and the next one, (2m, C), for the chunk (m, C) that retrieves it"""
-    y = norm(encoder.norm1, x)
+    y = encoder.norm1(x)
     x = x + attention(encoder.attention, y, y)
-    return x + attention(encoder.cross, norm(encoder.norm2, x), norm(encoder.norm_query, chunk))
+    return x + attention(encoder.cross, encoder.norm2(x), encoder.norm_query(chunk))
 
 
 def gates_of(model, neighbors, chunk_doc):
@@ -187,9 +181,9 @@ def gates_of(model, neighbors, chunk_doc):
     positions = [i * K + rank for i, rank in slots]
     mask = [[b <= a and i - j < w and chunk_doc[i] == chunk_doc[j]
              for b, (j, _) in enumerate(slots)] for a, (i, _) in enumerate(slots)]
-    y = norm(encoder.norm3, mean)
+    y = encoder.norm3(mean)
     mean = mean + attention(encoder.gate_attention, y, y, positions, positions, mask)
-    logits = encoder.gate(norm(encoder.norm_gate, mean)) / config.n_embd
+    logits = encoder.gate(encoder.norm_gate(mean)) / config.n_embd
     gates = [[] for _ in neighbors]
     for (i, _), logit in zip(slots, logits):
         gates[i].append(max(config.eta, logit.sigmoid().item()))
@@ -203,7 +197,7 @@ def cross_attention(cca, x, neighbors, chunk_doc, doc):
     for p in range(m - 1, len(x)):
         i = (p + 1) // m - 1
         if neighbors[i] and chunk_doc[i] == doc[p]:
-            q = norm(cca.norm, x[p:p + 1])
+            q = cca.norm(x[p:p + 1])
             kv = torch.cat(neighbors[i])                                # (K 2m, C)
             positions = [*range(2 * m)] * len(neighbors[i])
             y[p] = attention(cca.attention, q, kv, [p - i * m], positions)[0]
@@ -247,7 +241,7 @@ def by_definition(model, tokens, doc):
         if config.retriever != 'none' and layer >= first_cca:
             x = x + cross_attention(block.cca, x, gated, chunk_doc, doc)
         x = x + mlp(block, x)
-    log_p = (norm(model.norm, x) @ model.embedding.weight.T).log_softmax(1)
+    log_p = (model.norm(x) @ model.embedding.weight.T).log_softmax(1)
     return log_p, retrieved, gates
 
 
@@ -256,6 +250,12 @@ def retrieved_by(model, tokens, doc=None):
     memory = model.encode(tokens, doc)[1].memory
     chosen = memory.chosen[0, model.config.window_chunks:].tolist()     # before these: none
     return [[j for j in row if j >= 0] for row in chosen]
+
+
+def test_the_norm():
+    x = torch.randn(3, 16, generator=generator(0))
+    rms = (x.pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
+    close(rpt.RMSNorm(16)(x), x / rms)
 
 
 @mark.parametrize('doc', [docs_of(T - 3),
@@ -768,7 +768,7 @@ def test_retrieval_is_learned():
 # compared systems
 def griffin_by_loops(layer, x, begins):
     """De et al. 2024, token by token: x (t, C) -> (t, C)"""
-    gate, inputs = layer.inputs(norm(layer.norm, x)).chunk(2, 1)        # 2 x (t, R)
+    gate, inputs = layer.inputs(layer.norm(x)).chunk(2, 1)        # 2 x (t, R)
     inputs = F.pad(inputs, (0, 0, 2, 0)).T                              # (R, 2 + t)
     h, states = 0, []
     for t in range(len(x)):
@@ -786,7 +786,7 @@ def memorizing_by_loops(layer, x, begins):
     """Wu et al. 2022, token by token and head by head: x (t, C) -> (t, C)"""
     module, block = layer.attention, layer.attention.block
     doc = begins.cumsum(0)
-    qkv = module.qkv(norm(layer.norm1, x))
+    qkv = module.qkv(layer.norm1(x))
     _, k, v = qkv.unflatten(1, (3, 2, -1)).unbind(1)
     module.proj.weight.data = torch.eye(16)                             # y of the heads
     y = self_attention(layer, x, 2 * block).unflatten(1, (2, -1))       # (t, H, D)
@@ -810,7 +810,7 @@ def states_by_loops(layer, x, begins):
     def attend(*qkv):                                                   # 3 x (n, H, D)
         return rpt.softmax_attention(*(z[None] for z in qkv))[0]
     H, block = layer.attention.n_head, layer.attention.block
-    tokens = layer.tokens(norm(layer.norm1, x))
+    tokens = layer.tokens(layer.norm1(x))
     k, v, q = tokens.unflatten(1, (3, H, -1)).unbind(1)
     initial = s = layer.initial[0]
     reads, g = [], layer.gate.sigmoid()
@@ -818,16 +818,15 @@ def states_by_loops(layer, x, begins):
         rows = slice(start, start + block)
         if any(begins[rows]):
             s = initial
-        states = layer.states(norm(layer.norm, s) + initial)
+        states = layer.states(layer.norm(s) + initial)
         k_s, v_s, q_s, q_t = states.unflatten(1, (4, H, -1)).unbind(1)
         read = attend(q[rows], k_s, v_s)
         reads.append(read.flatten(1))
         of_states = attend(q_s, k_s, v_s)
         both = [of_states, attend(q_t, k[rows], v[rows])]
         z = layer.mix(torch.cat(both, 2).flatten(1))
-        s = g * s + (1 - g) * z
-        if any(begins[rows]):
-            s = initial
+        if not any(begins[rows]):
+            s = g * s + (1 - g) * z
     y = self_attention(layer, x, 2 * block) + layer.state_proj(torch.cat(reads))
     return x + y + mlp(layer, x + y)
 

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 from pytest import approx, fixture, mark
 
 import data, train, trime
-from helpers import COMMON, FLAGS, batch_of, close, flags, log_p, one_line, write_splits
+from helpers import (COMMON, FLAGS, batch_of, close, flags, log_p, one_line, streamed,
+                     write_splits)
 
 FILE = Path(train.__file__)
 WORDS = 'cat dog tree river stone sees finds the a old'.split()
@@ -700,9 +701,7 @@ def test_on_a_gpu(here, capsys, model, more, dtype, error):
     tokens = torch.randint(200, (1, 150), device='cuda')
     evaluation = importlib.import_module('eval')
     lm = evaluation.load('gpu')[0].cuda()
-    first, state = lm.stream(tokens[:, :70])
-    rest, _ = lm.stream(tokens[:, 70:], state)
-    close(torch.cat([first, rest], 1), lm.log_probs(tokens), atol=1e-3)
+    close(streamed(lm, tokens, 70)[0], lm.log_probs(tokens), atol=1e-3)
     evaluation.main('gpu gpu --task speed --lengths 1k'.split())
     assert float(capsys.readouterr().out.split()[-1]) > 0       # of its own time
 

@@ -80,7 +80,7 @@ def test_there_is_little_to_read():
     assert files == BUDGET.keys()
     assert [name for name in files if size(name) > BUDGET[name]] == []
     assert sum(map(size, files)) <= 48200
-    assert sum(map(size, TESTS)) <= 46250
+    assert sum(map(size, TESTS)) <= 46150
 
 
 @mark.parametrize('name', [*BUDGET, *TESTS])

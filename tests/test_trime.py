@@ -376,7 +376,7 @@ def test_what_sizes_are_tuned_on(name, n_source, stores):
     """Every token, of a pair those of the target, with more memories than are used."""
     model = with_memories(name, stores)
     tokens, x = a_pair(model, n_source), model.inference
-    split = SimpleNamespace(tokens=tokens.numpy(), offsets=[0, 51])
+    split = Split('val', tokens.numpy(), [0, 51])
     windows = trime.collect(model, split, x, no_progress, 51)
     x = replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
     scored = torch.cat([x.log_p(*window) for window in windows])
@@ -388,7 +388,7 @@ def test_what_sizes_are_tuned_on(name, n_source, stores):
 @mark.parametrize('length', [3, 5, 11, 17])
 def test_queries_of_all_positions(length):
     """Also where each 4th token would be the first of a document, which alone has no memory"""
-    split = SimpleNamespace(tokens=random_tokens(1200).numpy(), offsets=[*range(0, 1200, length)])
+    split = Split('val', random_tokens(1200).numpy(), [*range(0, 1200, length)])
     windows = trime.collect(small(), split, Inference(True), no_progress, 300)
     has_memory = torch.cat([(sim > trime.MASKED).any(1) for _, _, sim, _, _ in windows])
     assert 150 < len(has_memory) < 330
@@ -595,7 +595,7 @@ def test_another_corpus(tmp_path):
 def test_the_accuracy_and_recall_of_the_datastore(stores, monkeypatch):
     """Table 13 by a loop"""
     model = with_memories('ext', stores)
-    split = SimpleNamespace(tokens=TOKENS.numpy(), offsets=[0, len(TOKENS)])
+    split = Split('val', TOKENS.numpy(), [0, len(TOKENS)])
     runs = [SimpleNamespace(name='a', model=model, split=split)]
     shares = trime.datastore_accuracy(runs, None)['a']
     for K in 1, 8:
