@@ -867,11 +867,8 @@ class LandmarkAttention(SelfAttention):
 # a demo
 def demo():
     """From tokens to the loss, and what is retrieved, with the weights of assets/drt.pt"""
-    from data import Tokenizer
-    file = torch.load(Path(__file__).parent / 'assets/drt.pt', weights_only=True)
-    model = DRT(DRTConfig(**file['config'])).eval()
-    model.load_state_dict(file['model'])
-    tokenizer = Tokenizer(**file['tokenizer'])
+    from eval import load               # as in a notebook
+    model, tokenizer = load(Path(__file__).parent / 'assets/drt.pt')
     source = inspect.getsource(DRTConfig)
     ids = tokenizer.encode(source)[:401].tolist()
     tokens = torch.tensor([ids])

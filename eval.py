@@ -40,11 +40,10 @@ PAGE_TOKENS = 8192              # tokens of a document that a page shows, at mos
 # --------------------------------------------------------------------------------------------------
 # flags
 def numbers(text):
-    """The type of a flag: '1k,16k,2m' -> [('1k', 1024), ('16k', 16384), ('2m', 2097152)]"""
+    """The type of a flag: '1k,16k,2m' -> {'1k': 1024, '16k': 16384, '2m': 2097152}"""
     if not re.fullmatch('[0-9]{1,9}[km]?(,[0-9]{1,9}[km]?)*', text):
         raise argparse.ArgumentTypeError(f'{text!r} is not like 0,16,1k,2m')
-    names = text.split(',')
-    return [(x, int(x.rstrip('km')) * UNITS.get(x[-1], 1)) for x in names]
+    return {x: int(x.rstrip('km')) * UNITS.get(x[-1], 1) for x in text.split(',')}
 
 
 def output(text):
@@ -63,7 +62,7 @@ def output(text):
 
 @dataclass
 class EvalConfig:
-    task: str = ''  # table, examples, generate, pairs, niah, speed, frequency, datastore, ranks
+    task: str = 'report'    # or: table examples generate pairs niah speed frequency datastore ranks
     data: train.source = ''     # another corpus than the one of training
     retrieve_from: train.source = ''    # trime, drt: retrieve from the train split of this corpus
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
@@ -560,8 +559,6 @@ def plot_positions(axes, run):
         n_tokens = sum(len(tokens[edges[-1]:edge]) for tokens in run.documents)
         if n_tokens >= 1000:
             edges.append(edge)
-    if len(edges) == 1:
-        raise ValueError('fewer than 1,000 tokens are at position 64 or later of their document')
 
     # a line for each way, the gain between two of them
     starts = edges[:-1]
@@ -672,7 +669,7 @@ def speed(runs, args):
     memory in use for what was read, that of the state (DRT, Table 3). Then the speed of training.
     -> the rows of both"""
     rows = []
-    for run, (name, length) in itertools.product(runs, args.lengths):
+    for run, (name, length) in itertools.product(runs, args.lengths.items()):
         if length == 0:
             raise SystemExit('eval.py: --lengths 0: there is nothing to read')
         tokens = torch.randint(run.model.config.vocab_size, (1, length + 32),
@@ -725,8 +722,8 @@ def answers(run, needles, n_chunks, chunks, seed):
 def niah(runs, args):
     """Needles in a haystack (DRT, Table 2): the share of right answers by length of the text and
     depth in it, as a table and as niah.png; 10 texts of each length, fewer above 400k tokens"""
-    rows, depths = [], dict(args.depths).values()
-    for run, (name, length) in itertools.product(runs, args.lengths):
+    rows, depths = [], args.depths.values()
+    for run, (name, length) in itertools.product(runs, args.lengths.items()):
         # needles at these depths, in different chunks; the last two chunks are for the questions,
         # which are in one of them if there is one hop
         chunk = run.chunk if run.chunk > 1 else 32
@@ -737,7 +734,7 @@ def niah(runs, args):
         last = n_chunks - 3
         chunks = [depth * last // 100 for depth in depths]
         if len(set(chunks)) < len(chunks) or hops * len(chunks) > last or max(depths) > 100:
-            raise SystemExit(f'--lengths {name}, --depths {",".join(dict(args.depths))}: '
+            raise SystemExit(f'--lengths {name}, --depths {",".join(args.depths)}: '
                              'no chunk for each needle')
 
         # right answers
@@ -769,8 +766,8 @@ def report(runs, args):
     return result
 
 
-TASKS = {'': report, 'table': table, 'examples': examples, 'generate': samples, 'pairs': pairs,
-         'speed': speed, 'niah': niah, 'frequency': frequency}
+TASKS = {'report': report, 'table': table, 'examples': examples, 'generate': samples,
+         'pairs': pairs, 'speed': speed, 'niah': niah, 'frequency': frequency}
 
 
 @torch.no_grad()
@@ -797,7 +794,7 @@ def main(argv):
         tasks.update(getattr(runs[0].module, 'TASKS', {}))
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have '
-                     f'{", ".join(tasks).strip(", ")}; datastore is for TRIME alone, ranks for RPT')
+                     f'{", ".join(tasks)}; datastore is for TRIME alone, ranks for RPT')
 
     # the work
     args.device = train.hardware(args.device)
@@ -808,8 +805,8 @@ def main(argv):
             if run.text != runs[0].text:
                 parser.error(f'different texts, {runs[0].text} and {run.text}: use --data')
         if runs[0].corpus.tab >= 0:
-            tasks[''] = pairs
-            if args.task not in ('', 'pairs', 'generate', 'speed'):
+            tasks['report'] = pairs
+            if args.task not in ('report', 'pairs', 'generate', 'speed'):
                 parser.error(f'--task {args.task} scores all tokens, of pairs only targets are '
                              'predicted: --task pairs')
         result = tasks[args.task](runs, args)

@@ -1205,34 +1205,27 @@ def target_scores(reference, chunks, candidates):
     return (log_p - baseline[:, None]) * candidates
 
 
-def load_reference(config, train_config, corpus, train_reference):
+def reference_lm(config, train_config, corpus, load_reference):
     """The reference LM, of --reference or trained first; its window has the four chunks of s_t."""
     path, window = config.reference, 4 * config.chunk_size
     steps = min(config.reference_steps, train_config.max_steps)
     print(f'first the reference LM, which tells which chunks help: {path or f"{steps} steps"}')
 
     # half as deep as RPT, without retrieval
-    if not path:
-        path = train_reference(
-            replace(config, n_layer=max(1, config.n_layer // 2), n_cca=0,
-                    window=max(config.window, window), retriever='none'),
-            replace(train_config, init='', max_steps=steps))
-    if Path(path).is_dir():
-        path = Path(path, 'ckpt.pt')
+    _, reference, tokenizer = load_reference(
+        path,
+        replace(config, n_layer=max(1, config.n_layer // 2), n_cca=0, reference='',
+                window=max(config.window, window), retriever='none'),
+        replace(train_config, out=f'{Path(train_config.out)}-reference', resume='auto', init='',
+                max_steps=steps))
 
     # a file of --reference can be of any run
-    try:
-        file = torch.load(path, map_location='cpu', weights_only=True)
-        assert file['tokenizer'] == corpus.tokenizer.to_dict()
-        reference = RPT(RPTConfig(**file['config'])).eval()
-        reference.requires_grad_(False)
-        reference.load_state_dict(file['model'])
-        assert reference.config.window >= window and reference.neighbor_encoder is None
-    except Exception as e:                              # a broken file can raise anything
+    fits = isinstance(reference, RPT) and reference.config.window >= window
+    if not fits or reference.neighbor_encoder or tokenizer.ids != corpus.tokenizer.ids:
         raise SystemExit(f'--reference {path}: no RPT of retriever none with this tokenizer and '
-                         f'window >= {window} ({e!r:.99})')
+                         f'window >= {window}')
     reference.config.reference_cache = config.reference_cache
-    return reference
+    return reference.eval().requires_grad_(False)
 
 
 def sequence_scores(path, chunks, doc, config, idf, reference):
@@ -1262,7 +1255,7 @@ def sequence_scores(path, chunks, doc, config, idf, reference):
 TaughtBatch = namedtuple('TaughtBatch', 'tokens targets doc seed target_scores ranked')
 
 
-def setup(model, corpus, batches, train_config, autocast, train_reference, progress):
+def setup(model, corpus, batches, train_config, autocast, load_reference, progress):
     """Computes s_t of all sequences of the run, each process its share, and stores it in files. The
     name of their folder is a hash of all that they depend on: runs that differ in other settings
     share them. -> attach(batch, g), which adds s_t to batch, the micro-batch number g;
@@ -1298,7 +1291,7 @@ def setup(model, corpus, batches, train_config, autocast, train_reference, progr
     digest = hashlib.sha256(repr(facts).encode())
     reference = None
     if config.retriever == 'sem':
-        reference = load_reference(config, train_config, corpus, train_reference)
+        reference = reference_lm(config, train_config, corpus, load_reference)
         for p in reference.parameters():
             digest.update(p.numpy())
         reference.to(model.embedding.weight.device)
@@ -1463,11 +1456,8 @@ TASKS = {'ranks': ranks}
 # a demo
 def demo():
     """The source of RPTConfig, from tokens to the loss; what a chunk retrieves; of assets/rpt.pt"""
-    from data import Tokenizer
-    file = torch.load(Path(__file__).parent / 'assets/rpt.pt', weights_only=True)
-    model = RPT(RPTConfig(**file['config'])).eval()
-    model.load_state_dict(file['model'])
-    tokenizer = Tokenizer(**file['tokenizer'])
+    from eval import load               # as in a notebook
+    model, tokenizer = load(Path(__file__).parent / 'assets/rpt.pt')
     source = inspect.getsource(RPTConfig)
     ids = tokenizer.encode(source)[-513:].tolist()
     tokens = torch.tensor([ids])

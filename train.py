@@ -15,7 +15,7 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
     PRESETS                 {name: values of some fields, of this config and of TrainConfig}
     COMPILED                classes of layers, for torch.compile
     batches(config)         arguments of data.Corpus.batches: what a micro-batch consists of
-    setup(model, corpus, batches, config, autocast, train_reference, progress)
+    setup(model, corpus, batches, config, autocast, load_reference, progress)
                             optional, before training: computes what a teacher knows; returns None
                             or attach(batch, g), which adds that to micro-batch g, a data.Batch
     X(config)               the model
@@ -37,7 +37,7 @@ os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')
 import argparse, collections, contextlib, ctypes, datetime, difflib, functools, importlib, inspect
 import json, math, platform, re, shlex, signal, subprocess, sys, time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -93,7 +93,7 @@ class TrainConfig:
     val_tokens: int = 32768         # tokens of a validation, evenly spread; at the end it has all
     dtype: Literal['auto', 'bf16', 'fp32'] = 'auto'     # auto: bf16 where hardware is fast with it
     grow_context: bool = False      # niah: sequences grow to block_size in the first half
-    init: path = ''                 # a .pt file: its weights, its tokenizer, its model's settings
+    init: path = ''                 # a run or .pt file: its weights, tokenizer, model's settings
     out: path = ''                  # folder of the run
     resume: Literal['auto', 'no'] = 'auto'              # auto: the run in the folder is resumed
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
@@ -204,12 +204,11 @@ def precision(device, dtype):
 
 def peak_tokens_per_s(device, bf16, n_params):
     """What mfu (model FLOPs utilization) is a share of: a token takes 6 FLOPs for each parameter.
-    0 if the peak of the hardware is not known"""
+    None if the peak of the hardware is not known"""
     if bf16 and device.type == 'cuda':
         for name, flops in PEAK_FLOPS.items():
             if name in torch.cuda.get_device_name(device):
                 return WORLD * flops / (6 * n_params)
-    return 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -315,15 +314,16 @@ def start_of(config):
 
 
 def read_checkpoint(path):
-    """A file that `loop` wrote here or elsewhere -> its state, the model in fp32, the Tokenizer"""
+    """A file that `loop` wrote here or elsewhere, or ckpt.pt in a folder -> its state, the model in
+    fp32, the Tokenizer"""
     try:
+        if os.path.isdir(path):
+            path = Path(path, 'ckpt.pt')
         state = torch.load(path, 'cpu', weights_only=True)
         name, config = state['model_name'], state['config']
         assert name in MODELS, name
         module = importlib.import_module(name)
         Config = getattr(module, f'{name.upper()}Config')
-        if 'm' in config:                                           # its name in old checkpoints
-            config['n_consecutive'] = config.pop('m')
         config = state['config'] = vars(Config()) | config          # newer fields: the defaults
         tokenizer = data.Tokenizer(**state['tokenizer'])
         model = getattr(module, name.upper())(Config(**config))
@@ -373,7 +373,7 @@ def check_folder(out, about, state):
     saved, trouble = {}, ''
     if 'ckpt.pt' in files:
         try:
-            saved = dict(hops=0) | json.loads((out / 'config.json').read_text('utf-8'))
+            saved = saved | json.loads((out / 'config.json').read_text('utf-8'))
         except Exception as e:                          # a broken file can raise anything
             raise SystemExit(f'{out}/config.json is damaged ({e!r:.200}): --init {out}/ckpt.pt '
                              'with another --out starts from its weights')
@@ -393,8 +393,8 @@ def check_folder(out, about, state):
         while Path(f'{run}-{i}').exists():
             i += 1
         message = f'{out} {trouble}; try --out {run}-{i}'
-        if 'best.pt' in files:
-            message += f'; --init {out}/best.pt has its weights'
+        if saved:
+            message += f'; --init {out} has its weights'
         raise SystemExit(message)
     return saved.get('max_steps')
 
@@ -563,8 +563,8 @@ def loop(out, config, state, model, optimizers, gradient, check, signals, peak, 
 
 
 def train(module, model_config, config, corpus=None, stage=''):
-    """A run, from its configuration to its folder, which is returned. With a corpus it is a
-    stage of another run, as RPT's reference LM is; `stage` ends the lines of its steps."""
+    """A run, from its configuration to its folder. With a corpus it is a stage of another run, as
+    RPT's reference LM is; `stage` ends the lines of its steps."""
     # where it runs, and how many micro-batches a process has in a step
     name, out, max_steps = module.__name__, Path(config.out), config.max_steps
     device = hardware(config.device)
@@ -589,7 +589,7 @@ def train(module, model_config, config, corpus=None, stage=''):
         barrier()
     sizes = dict(block_size=T, micro_batch=B, **module.batches(model_config))
     # grow: the micro-batches of the first half of the run
-    grow = max_steps * passes * WORLD // 2 if config.grow_context else 0
+    grow = config.grow_context * max_steps * passes * WORLD // 2
     batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
     val_batches = corpus.batches(corpus.val, seed=0, **dict(sizes, bm25=False))     # not packed
 
@@ -624,13 +624,15 @@ def train(module, model_config, config, corpus=None, stage=''):
           'settings other than the defaults:', *changed)
 
     # what has to be known before the first step: in RPT, scores by a reference LM
-    def train_reference(reference_config, config):
-        config = replace(config, out=f'{out}-reference', resume='auto')
-        with locked(Path(config.out)):
-            return train(module, reference_config, config, corpus, ' in this stage')
+    def load_reference(path, reference_config, config):
+        if not path:
+            path = config.out
+            with locked(Path(path)):
+                train(module, reference_config, config, corpus, ' in this stage')
+        return read_checkpoint(path)
 
     setup = getattr(module, 'setup', lambda *_: None)
-    attach = setup(model, corpus, batches, config, autocast, train_reference, data.progress)
+    attach = setup(model, corpus, batches, config, autocast, load_reference, data.progress)
 
     # a forward pass; the gradient of a step
     def forward(batch, progress):
@@ -675,7 +677,6 @@ def train(module, model_config, config, corpus=None, stage=''):
     with caught_signals() as signals:
         loop(out, config, state, model, optimizers, gradient,
              functools.partial(validate, model, forward, val_batches), signals, peak, stage)
-    return out
 
 
 @contextlib.contextmanager

@@ -1166,11 +1166,8 @@ TASKS = {'datastore': datastore_accuracy}
 def demo():
     """The source of TRIMEConfig, from tokens to the loss; memories of one. With assets/trime.pt, a
     model of the default configuration"""
-    from data import Tokenizer
-    file = torch.load(Path(__file__).parent / 'assets/trime.pt', weights_only=True)
-    model = TRIME(TRIMEConfig()).eval()
-    model.load_state_dict(file['model'])
-    tokenizer = Tokenizer(**file['tokenizer'])
+    from eval import load               # as in a notebook
+    model, tokenizer = load(Path(__file__).parent / 'assets/trime.pt')
     source = inspect.getsource(TRIMEConfig)
     ids = tokenizer.encode(source)[:360].tolist()
     tokens = torch.tensor([ids])

@@ -92,6 +92,10 @@ def rope(x, positions):
 
 # --------------------------------------------------------------------------------------------------
 # models
+def random_tokens(*shape, seed=0, vocab=23):
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
 def batch_of(tokens, doc=None, seed=0, **more):
     """A batch in which each token of a row but the last has a target, of one document"""
     targets = F.pad(tokens[:, 1:], (0, 1), value=-1)

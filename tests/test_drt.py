@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from pytest import approx, mark
 
 from drt import DRT, DRTConfig, setup
-from helpers import assert_causal, assert_ties, batch_of, close, learn, one_line, rope, streamed
+from helpers import (assert_causal, assert_ties, batch_of, close, learn, one_line, random_tokens,
+                     rope, streamed)
 
 torch.set_num_threads(1)                        # the models are tiny
 V, S, W, K, T, B = 23, 4, 5, 2, 36, 2           # T: 12 chunks of 3 tokens and a landmark
@@ -26,8 +27,8 @@ def small(**settings):
     return model
 
 
-def random_tokens(seed=0, t=T, b=B):
-    return torch.randint(V, (b, t), generator=torch.Generator().manual_seed(seed))
+def tokens_of(seed=0, t=T, b=B):
+    return random_tokens(b, t, seed=seed)
 
 
 def positions_that_differ(a, b):
@@ -183,7 +184,7 @@ EVERY = SETTINGS + [dict(retriever='random'), dict(retriever='off'), LANDMARK]
 def test_the_model_is_the_papers(settings):
     """Landmarks, window, ALiBi, encoder, Eq. 1 to 3; groups = 0 is the base LM."""
     model = small(**settings)
-    tokens = random_tokens()
+    tokens = tokens_of()
     expected, _ = by_definition(model, tokens[0])
     close(model.log_probs(tokens)[0], expected, atol=1e-6)              # RoPE's angles are fp32
 
@@ -192,14 +193,14 @@ def test_the_model_is_the_papers(settings):
 # what must always hold
 @mark.parametrize('settings', EVERY, ids=str)
 def test_the_future_is_invisible(settings):
-    assert_causal(small(**settings), random_tokens(), atol=0)
+    assert_causal(small(**settings), tokens_of(), atol=0)
 
 
 @mark.parametrize('groups', [1, 2])
 def test_nothing_is_late(groups):
     """Chunk 0 is read from the first token after the landmark of chunk 1 on."""
     model = small(groups=groups, window=2, n_neighbors=9, chunk_size=8)
-    tokens = random_tokens(t=28)
+    tokens = tokens_of(t=28)
     changed = (tokens + F.one_hot(torch.tensor(0), 28)) % V             # the first one
     differ = positions_that_differ(model.log_probs(tokens), model.log_probs(changed))
     assert differ[:5].all() and not differ[5:14].any()                  # 4 layers, window 2
@@ -222,8 +223,8 @@ TWO_DOCUMENTS = (torch.arange(T) >= 16).long().expand(B, T)
 def test_documents_are_respected():
     """The second, from token 16, in chunk 5, depends on the first only through the window."""
     model = small(window=2, n_neighbors=9)
-    a = random_tokens()
-    b = torch.cat([random_tokens(1)[:, :16], a[:, 16:]], dim=1)
+    a = tokens_of()
+    b = torch.cat([tokens_of(1)[:, :16], a[:, 16:]], dim=1)
     f, g = (f_of_tokens(model, batch_of(x, TWO_DOCUMENTS)) for x in (a, b))
     assert torch.equal(f[:, 21:], g[:, 21:])                            # 4 layers, window 2
 
@@ -244,7 +245,7 @@ def test_streaming_equals_one_pass(settings, tmp_path, monkeypatch):
     that never changes; in pieces of any size, with --offload"""
     monkeypatch.setattr(DRT, 'PIECE', 20)
     model = small(**settings)
-    tokens = random_tokens(t=120)
+    tokens = tokens_of(t=120)
     full = model.log_probs(tokens)
     for n in (0, 7, 20, 85, 95):
         state = model.read(tokens[:, :n])
@@ -261,14 +262,14 @@ def test_streaming_equals_one_pass(settings, tmp_path, monkeypatch):
     (dict(encoder='tokens'), 3), (dict(window=2), 24), (LANDMARK, 3)])
 def test_a_chunk_that_recurs_is_a_tie(settings, n):
     model = small(n_neighbors=3, n_embd=32, **settings).float()
-    assert_ties(model, random_tokens(t=n, b=1), random_tokens(t=3, b=20))
+    assert_ties(model, tokens_of(t=n, b=1), tokens_of(t=3, b=20))
 
 
 def test_the_state_is_bounded():
     """§3.3: only landmarks, keys and values grow with the text."""
     model, sizes = small(), []
     for t in (100, 190):
-        _, state = model.stream(random_tokens(t=1), model.read(random_tokens(t=t)))
+        _, state = model.stream(tokens_of(t=1), model.read(tokens_of(t=t)))
         file = io.BytesIO()
         torch.save((state.past, state.unfinished, state.chosen), file)
         sizes.append(file.tell())
@@ -279,7 +280,7 @@ def test_the_state_is_bounded():
 # ways of retrieval
 def test_ways_are_models_of_these_settings():
     model = small()
-    tokens = random_tokens()
+    tokens = tokens_of()
     ways = model.ways()
     assert list(ways) == ['on', 'shuffled', 'off']
     results = []
@@ -297,7 +298,7 @@ def test_ways_are_models_of_these_settings():
 def test_random_retrieval_ignores_the_text():
     """App. A.5: many chunks are chosen, whatever the landmarks are."""
     model = small(retriever='random')
-    tokens = random_tokens(t=120)
+    tokens = tokens_of(t=120)
     log_probs, state = model.stream(tokens)
     _, idx = state.chosen[0]
     assert len(idx.unique()) > 20
@@ -319,14 +320,14 @@ def prepare(model, corpus, text='text', **args):
 def test_what_a_corpus_must_be():
     """Another text than the one that is scored, two chunks long; only --retrieve-from reads it."""
     model = small()
-    corpus = random_tokens(t=40)[0]
+    corpus = tokens_of(t=40)[0]
     assert 'find itself' in one_line(prepare, model, corpus, text='books', split='train')
     assert 'two chunks' in one_line(prepare, model, corpus[:2 * S - 3])
     prepare(model, corpus, retrieve_from='')
     assert 'corpus' not in model.ways()
 
 
-CORPUS = random_tokens(1, t=40)[0]              # 13 chunks and a token
+CORPUS = tokens_of(1, t=40)[0]              # 13 chunks and a token
 
 
 @mark.parametrize('way', ['on', 'corpus', 'both'])
@@ -338,7 +339,7 @@ def test_retrieval_from_a_corpus(settings, way, monkeypatch):
     monkeypatch.setattr(DRT, 'PIECE', 1)            # the corpus in pieces of 16 positions
     prepare(model, CORPUS)
     monkeypatch.setattr(DRT, 'PIECE', 20)
-    text = random_tokens(b=1)[0]
+    text = tokens_of(b=1)[0]
     assert list(model.ways()) == ['on', 'corpus', 'both', 'shuffled', 'off']
     vars(model).update(model.ways()[way])
     corpus = CORPUS[:0] if way == 'on' else CORPUS
@@ -378,7 +379,7 @@ def test_gumbel_top_k_samples_from_the_softmax(n=6000):
 def test_the_loss_reaches_the_scores():
     """The gradient of what enters scores, h and l, is that of finite differences."""
     model = small(groups=1)
-    batch = batch_of(random_tokens())
+    batch = batch_of(tokens_of())
     model(batch, 0)[0].backward()
     for name, p in model.named_parameters():
         assert p.grad is not None, f'{name} has no gradient'
@@ -395,15 +396,14 @@ def test_the_loss_reaches_the_scores():
 def test_the_loss_scores_each_target_once():
     """In slices of 1,024 tokens; targets are shifted before landmarks, which predict nothing."""
     model = small()
-    batch = batch_of(random_tokens(t=1101))
+    batch = batch_of(tokens_of(t=1101))
     batch.targets[0, 7:21] = batch.targets[-1] = batch.doc[-1] = -1     # the last row is padding
     loss, log = model(batch, 0)
     logits = f_of_tokens(model, batch) @ model.embedding.weight[:V].T
     expected = F.cross_entropy(logits.mT, batch.targets, ignore_index=-1)
     close(loss, expected)
     weights = list(model.parameters())
-    close(torch.autograd.grad(loss, weights),
-                               torch.autograd.grad(expected, weights))
+    close(torch.autograd.grad(loss, weights), torch.autograd.grad(expected, weights))
     _, state = model.stream(batch.tokens[:-1])
     w, _ = state.chosen[-1]
     close(log['top_weight'], w[:, 2:-1].amax(2).mean())    # 0, 1 have none
@@ -412,7 +412,7 @@ def test_the_loss_scores_each_target_once():
 def test_mlm_predicts_the_tokens_that_the_encoder_does_not_see():
     """§3.2, in the first half of training; no landmark is masked."""
     model = small(encoder='tokens', mlm=0.3).train()
-    batch = batch_of(random_tokens(t=35))                               # 11 chunks and two tokens
+    batch = batch_of(tokens_of(t=35))                               # 11 chunks and two tokens
     batch.targets[0] = -1                                       # as in needles: MLM has them too
     with mock.patch.object(model, 'encode', wraps=model.encode) as encode:
         loss, log = model(batch, 0.49)
@@ -440,7 +440,7 @@ def test_scores_are_fp32_under_autocast():
     landmarks = 8 * torch.randn(1, 40, 16).bfloat16()
     with torch.autocast('cpu', torch.bfloat16):
         w, idx = model.retrieve(0, h, landmarks, mask)
-        assert w.dtype == model.log_probs(random_tokens()).dtype == torch.float32
+        assert w.dtype == model.log_probs(tokens_of()).dtype == torch.float32
     h = h.double()
     landmarks = landmarks.double()
     exact_w, exact_idx = model.double().retrieve(0, h, landmarks, mask)
@@ -545,7 +545,7 @@ def landmark_attention(block, x):
 
 def test_landmark_attention_is_its_formula():
     model = small(**LANDMARK)
-    tokens = random_tokens()
+    tokens = tokens_of()
     ids = model.insert(tokens, V)[0]
     x = model.embedding.weight[ids]
     for block in (*model.lower, *model.upper):
@@ -556,7 +556,7 @@ def test_landmark_attention_is_its_formula():
 
 
 def test_training_of_landmark_attention_reads_all_chunks():
-    batch = batch_of(random_tokens())
+    batch = batch_of(tokens_of())
     loss, _ = small(**LANDMARK, n_neighbors=1).train()(batch, 0)
     expected, _ = small(**LANDMARK, n_neighbors=11)(batch, 0)
     close(loss, expected)

@@ -1,6 +1,6 @@
 """RPT against its definitions, with loops in fp64."""
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -12,7 +12,7 @@ from pytest import approx, fixture, mark
 
 import data, rpt, train
 from helpers import (assert_causal, assert_ties, batch_of, close, formula, learn, one_line,
-                     ranking, rope, streamed, write_splits)
+                     random_tokens, ranking, rope, streamed, write_splits)
 from rpt import RPT, RPTConfig, bm25_candidates, ranking_loss, target_scores
 
 V, CHUNK, WINDOW, K = 23, 4, 2, 2               # ids, m, chunks of a window, neighbors
@@ -58,7 +58,7 @@ def generator(seed):
 
 
 def tokens_of(seed=0, t=T, b=B):
-    return torch.randint(V, (b, t), generator=generator(seed))
+    return random_tokens(b, t, seed=seed)
 
 
 def docs_of(*lengths, padding=0):
@@ -555,7 +555,6 @@ def start(tmp_path):
     texts = [' '.join(rng.choice(words, n_words)) for n_words in (150, 100, 90, 40)]
     write_splits(tmp_path, texts[:3], texts[3:])
     corpus = data.load(tmp_path, 'bytes', root=tmp_path / 'corpora', quiet=True)
-    path = tmp_path / 'ckpt.pt'
 
     def run(train_config=CONFIG, shift=0.0, n=2, **more):
         model = small(**dict(vocab_size=257, block_size=48, window=4 * CHUNK) | more)
@@ -563,16 +562,14 @@ def start(tmp_path):
         reference = small(**vars(model.config) | of_reference)
         reference.norm.weight.data += shift
 
-        def train_reference(reference_config, config):
+        def load_reference(path, reference_config, config):
             assert (reference_config.retriever, reference_config.n_layer) == ('none', 2)
             assert config.max_steps == min(model.config.reference_steps, train_config.max_steps)
-            torch.save(dict(model=reference.state_dict(), config=asdict(reference.config),
-                            model_name='rpt', tokenizer=corpus.tokenizer.to_dict()), path)
-            return path
+            return None, reference, corpus.tokenizer
         batches = data.Batches(corpus.train, 'documents', model.config.block_size,
                                model.config.micro_batch, seed=0)
         attach = rpt.setup(model, corpus, batches, train_config,
-                           partial(torch.autocast, 'cpu', enabled=False), train_reference,
+                           partial(torch.autocast, 'cpu', enabled=False), load_reference,
                            data.progress)
         taught = [attach(batches[g], g) if attach else batches[g] for g in range(n)]
         return taught, corpus, model, reference
@@ -653,15 +650,6 @@ def test_documents_too_short_for_retrieval(start, capsys, n_chunks, warns):
     """They have up to 542 tokens."""
     start(retriever='lex', window=n_chunks * CHUNK, block_size=(n_chunks + 2) * CHUNK, n=0)
     assert ('nothing can be retrieved' in capsys.readouterr().out) == warns
-
-
-def test_a_reference_of_another_run(start, count):
-    """Its file is given; it needs a window of four chunks and the tokenizer of the run."""
-    assert 'window' in one_line(start, window=2 * CHUNK)
-    path = start()[1].folder.parent.parent / 'ckpt.pt'
-    assert count(reference=str(path)) == 0
-    torch.save({**torch.load(path), 'tokenizer': {}}, path)
-    assert 'tokenizer' in one_line(start, reference=str(path))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -177,6 +177,17 @@ def test_an_interrupted_reference(here, capsys):
     assert re.search(r'ndcg 0\.\d+ \| ranked \d+ \|', screen)
 
 
+def test_a_reference_of_another_run(here):
+    """Its folder is given; what retrieves, has another tokenizer or a short window is refused."""
+    launch('--out run', 'rpt')
+    launch('--out same --reference run-reference', 'rpt')
+    assert same('run', 'same')
+    launch('--out bpe --retriever none --tokenizer bpe', 'rpt')
+    for more in ('run', 'bpe', 'run-reference --chunk-size 8'):
+        message = one_line(launch, '--out other --reference ' + more, 'rpt')
+        assert 'no RPT of retriever none' in message
+
+
 def test_kill_9(here):
     """At any moment; checkpoints are written to another file first, so the last one is whole."""
     more = '--max-steps 100 --eval-every 20 --out '
@@ -277,7 +288,7 @@ def test_nothing_is_overwritten(here, capsys):
     folder.mkdir()
     (folder / 'thesis.txt').write_text('mine')
     before = contents('out')
-    messages = {'--lr 1e-4': 'lr; try --out out/trime-2', '--dropout 0': 'dropout',
+    messages = {'--lr 1e-4': 'lr; try --out out/trime-2', '--dropout 0': '--init out/trime has',
                 '--resume no': '--out out/trime-2',
                 '--out out/other': 'no run to resume: thesis.txt; try --out out/ot'}
     for more, message in messages.items():
@@ -288,7 +299,7 @@ def test_nothing_is_overwritten(here, capsys):
 
     # without ckpt.pt there are weights and a log of a run, but none that resumes
     (folder.parent / 'trime/ckpt.pt').unlink()
-    assert '--init out/trime/best.pt has its weights' in one_line(launch)
+    assert 'no run to resume' in one_line(launch)
     assert contents('out').items() < before.items()
 
 
@@ -437,7 +448,7 @@ def first(here):
     first = '--model rpt --retriever bm25 --out first --tokenizer bpe --vocab-size 300'
     launch(first, 'rpt')
     run_of_first = '--model rpt --data other.txt --device cpu --dtype fp32 --tokens-per-step 280'
-    return f'{run_of_first} --init first/ckpt.pt --max-steps 1 --out second'.split()
+    return f'{run_of_first} --init first --max-steps 1 --out second'.split()
 
 
 def test_init_starts_from_weights_and_their_tokenizer(first, capsys):
@@ -458,7 +469,7 @@ def test_init_starts_from_weights_and_their_tokenizer(first, capsys):
     assert 'step 1 of 1' in capsys.readouterr().out
 
 
-NOT_FITTING = {'--n-embd 32': "ckpt.pt has weights for other settings: {'n_embd': 16}",
+NOT_FITTING = {'--n-embd 32': "first has weights for other settings: {'n_embd': 16}",
                '--tokenizer bytes': "{'vocab_size': 294}", '--model trime': '--model rpt',
                '--init other.txt': 'other.txt is not a checkpoint'}
 

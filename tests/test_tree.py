@@ -5,15 +5,15 @@ from pathlib import Path
 from pytest import mark
 
 ROOT = Path(__file__).parent.parent
-BUDGET = {'trime.py': 8200, 'rpt.py': 10800, 'drt.py': 6800, 'gca_kernel.py': 4500, 'bm25.py': 1200,
-          'data.py': 6100, 'train.py': 5000, 'eval.py': 6300}   # Python tokens; in all 48200
+BUDGET = {'trime.py': 8200, 'rpt.py': 10700, 'drt.py': 6800, 'gca_kernel.py': 4500, 'bm25.py': 1200,
+          'data.py': 6100, 'train.py': 5000, 'eval.py': 6300}   # Python tokens; in all 48000
 TESTS = [f'tests/{path.name}' for path in Path(__file__).parent.glob('*.py')]
 MODELS = ('trime.py', 'rpt.py', 'drt.py')
 PER_MODEL = {'SelfAttention', 'State', 'Block', 'EvalConfig', 'batches', 'setup', 'demo'}
 PAPERS = {('MLP', 'drt.py')}                            # SwiGLU
 IMPORTS = {'bm25.py': set(), 'gca_kernel.py': set(), 'data.py': {'bm25'}, 'train.py': {'data'},
-           'trime.py': {'data'}, 'rpt.py': {'data', 'bm25'}, 'drt.py': {'data', 'gca_kernel'},
-           'eval.py': {'data', 'train'}}        # a model file imports data for its demo alone
+           'trime.py': {'eval'}, 'rpt.py': {'eval', 'bm25'}, 'drt.py': {'eval', 'gca_kernel'},
+           'eval.py': {'data', 'train'}}        # a model file imports eval for its demo alone
 NOT_COUNTED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
                tokenize.ENDMARKER}
 LEAVES = (ast.Return, ast.Raise, ast.Break, ast.Continue, ast.Pass)
@@ -79,8 +79,8 @@ def test_there_is_little_to_read():
     files = {path.name for path in ROOT.glob('*.py')}
     assert files == BUDGET.keys()
     assert [name for name in files if size(name) > BUDGET[name]] == []
-    assert sum(map(size, files)) <= 48200
-    assert sum(map(size, TESTS)) <= 46150
+    assert sum(map(size, files)) <= 48000
+    assert sum(map(size, TESTS)) <= 46000
 
 
 @mark.parametrize('name', [*BUDGET, *TESTS])

@@ -12,7 +12,7 @@ from pytest import approx, fixture, mark, raises
 
 import trime
 from data import Pairs, Split
-from helpers import assert_causal, batch_of, close, learn, log_p, one_line
+from helpers import assert_causal, batch_of, close, learn, log_p, one_line, random_tokens
 from trime import TRIME, Datastore, EvalConfig, Inference, TRIMEConfig
 
 torch.set_num_threads(1)                            # the models are tiny
@@ -35,10 +35,6 @@ def small(memory='local', **settings):
         else:
             weight.data.fill_(1.0)
     return model
-
-
-def random_tokens(*shape, seed=0, vocab=V):
-    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def random_batch(seed=0):
@@ -565,8 +561,6 @@ def test_the_split_for_tuning(scored, val, test, tuned_on, capsys):
     split = trime.tuning_split(SimpleNamespace(**splits), scored)
     assert split.name == tuned_on
     assert ('warning' in capsys.readouterr().out) == (tuned_on == scored)
-
-
 
 
 def test_flags(tmp_path):
