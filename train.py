@@ -317,8 +317,9 @@ def read_checkpoint(path):
     """A file that `loop` wrote here or elsewhere, or ckpt.pt in a folder -> its state, the model in
     fp32, the Tokenizer"""
     try:
-        if os.path.isdir(path):
-            path = Path(path, 'ckpt.pt')
+        path = Path(path).expanduser()
+        if path.is_dir():
+            path /= 'ckpt.pt'
         state = torch.load(path, 'cpu', weights_only=True)
         name, config = state['model_name'], state['config']
         assert name in MODELS, name
@@ -471,12 +472,12 @@ def average(tensors):
 def compile_layers(model, classes):
     """Applies torch.compile to the layers, not to the whole model: layers of a class share their
     machine code, so that many compile as quickly as one."""
-    print('the first step compiles the layers, which can take minutes (--compile off)')
     torch.compiler.reset()                              # a reference LM's are not needed any more
     torch._dynamo.config.cache_size_limit = 64          # kinds of layers, lengths of --grow-context
-    for layer in model.modules():
-        if isinstance(layer, classes):
-            layer.compile(dynamic=False)
+    layers = [layer for layer in model.modules() if isinstance(layer, classes)]
+    print(f'the first step compiles {len(layers)} layers; it can take minutes (--compile off)')
+    for layer in layers:
+        layer.compile(dynamic=False)
 
 
 def show(entry, max_steps, left):
@@ -625,6 +626,7 @@ def train(module, model_config, config, corpus=None, stage=''):
 
     # what has to be known before the first step: in RPT, scores by a reference LM
     def load_reference(path, reference_config, config):
+        """What read_checkpoint returns of a run or file; path '': of a run that is trained here"""
         if not path:
             path = config.out
             with locked(Path(path)):
