@@ -669,7 +669,6 @@ def ranking_loss(s_q, s_t, tau):
 #     memory     Memory
 Memory = namedtuple('Memory', 'last joined keys chosen neighbors gates')
 State = namedtuple('State', 'past unfinished memory')
-COMPILED = (Block, NeighborEncoder)     # layers that train.py compiles
 
 
 class RPT(nn.Module):
@@ -1119,6 +1118,9 @@ class StateBlock(Block):
                 s = g * s + (1 - g) * new                                   # (B, n_states, C)
                 s = s.where(continues, self.initial)
         return y + self.state_proj(torch.cat(reads, 1).flatten(2)), (past, s)
+
+
+COMPILED = (Block, NeighborEncoder, RecurrentLayer)     # layers that train.py compiles
 
 
 # --------------------------------------------------------------------------------------------------
