@@ -562,6 +562,8 @@ def plot_positions(axes, run):
 
     # a line for each way, the gain between two of them
     starts = edges[:-1]
+    if not starts:
+        return
     losses = {}
     for way in run.ways:
         losses[way] = by_position(run.scores[way], edges)

@@ -93,7 +93,7 @@ class TrainConfig:
     val_tokens: int = 32768         # tokens of a validation, evenly spread; at the end it has all
     dtype: Literal['auto', 'bf16', 'fp32'] = 'auto'     # auto: bf16 where hardware is fast with it
     grow_context: bool = False      # niah: sequences grow to block_size in the first half
-    init: path = ''                 # a run or .pt file: its weights, tokenizer, model's settings
+    init: path = ''     # a .pt file, or a run's last one: its weights, tokenizer, model's settings
     out: path = ''                  # folder of the run
     resume: Literal['auto', 'no'] = 'auto'              # auto: the run in the folder is resumed
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
@@ -394,8 +394,8 @@ def check_folder(out, about, state):
         while Path(f'{run}-{i}').exists():
             i += 1
         message = f'{out} {trouble}; try --out {run}-{i}'
-        if saved:
-            message += f'; --init {out} has its weights'
+        if 'best.pt' in files:
+            message += f'; --init {out}/best.pt has its weights'
         raise SystemExit(message)
     return saved.get('max_steps')
 
@@ -475,7 +475,7 @@ def compile_layers(model, classes):
     torch.compiler.reset()                              # a reference LM's are not needed any more
     torch._dynamo.config.cache_size_limit = 64          # kinds of layers, lengths of --grow-context
     layers = [layer for layer in model.modules() if isinstance(layer, classes)]
-    print(f'the first step compiles {len(layers)} layers; it can take minutes (--compile off)')
+    print(f'the first step compiles {len(layers)} layers; many take minutes (--compile off)')
     for layer in layers:
         layer.compile(dynamic=False)
 

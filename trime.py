@@ -51,7 +51,8 @@ Where this differs from the paper, and why
     For translation the paper has an encoder and a decoder. Here a pair is a text "source TAB
     target" for the decoder alone; only the target is predicted, and only its contexts are memories.
     An SRU++ segment begins with the state 0 and without the keys of the one before (App. E: they go
-    on), because segments of a micro-batch are encoded side by side.
+    on), because segments of a micro-batch are encoded side by side. So its long memory is that of a
+    Transformer, too: m segments, with gradients (App. E: the segment before, without gradients).
 
     $ python trime.py                       a demo of ten seconds
     $ python train.py --model trime
@@ -1046,8 +1047,7 @@ ENOUGH = 1000
 # values that `tune` tries
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1,
         0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
-LAMBDAS = [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3,
-           0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9]
+LAMBDAS = [i / 20 for i in range(20)]
 
 
 def tuning_split(corpus, scored):

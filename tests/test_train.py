@@ -288,7 +288,7 @@ def test_nothing_is_overwritten(here, capsys):
     folder.mkdir()
     (folder / 'thesis.txt').write_text('mine')
     before = contents('out')
-    messages = {'--lr 1e-4': 'lr; try --out out/trime-2', '--dropout 0': '--init out/trime has',
+    messages = {'--lr 1e-4': 'lr; try --out out/trime-2', '--dropout 0': 'dropout',
                 '--resume no': '--out out/trime-2',
                 '--out out/other': 'no run to resume: thesis.txt; try --out out/ot'}
     for more, message in messages.items():
@@ -299,7 +299,7 @@ def test_nothing_is_overwritten(here, capsys):
 
     # without ckpt.pt there are weights and a log of a run, but none that resumes
     (folder.parent / 'trime/ckpt.pt').unlink()
-    assert 'no run to resume' in one_line(launch)
+    assert '--init out/trime/best.pt has its weights' in one_line(launch)
     assert contents('out').items() < before.items()
 
 
