@@ -14,24 +14,36 @@ Where the paper is in this file
     Eq. 3        O_k = softmax(Q K_kᵀ / sqrt(D)) V_k        gca_reference, chunk_softmax
     App. A.2     Algorithms 1 and 2                         forward_kernel; dq_kernel, dkdv_kernel
 
+Three layers, from the last section upwards
+    gca                the public function: checks the sizes, chooses PyTorch or Triton
+    gca_forward        the operator nanorlm::gca, with autograd: allocates o, launches the kernel
+    forward_kernel     the kernel; likewise gca_backward launches dq_kernel, then dkdv_kernel
+
 Letters used in the shape comments
-    B sequences    N chunks of queries    M chunks of keys    S tokens per chunk    K retrieved
-    H heads        Hkv heads of keys and values, each for G = H / Hkv heads of q    D head size
-    b, n, c, h     number of a sequence, a chunk of queries, a chunk of keys, a head
-    slot           0 ... K - 1: it holds the number c of a retrieved chunk, or -1 if it is unused
-    entry          n K + slot, the number of a slot
-    With an index, Q, K_k, V_k, P_k, dS_k are matrices, as the paper's bold letters; S, K, D without
-    one are sizes. δ is D of Algorithm 2, slot its k, lse its L.
+    B sequences    N chunks of queries    M chunks of keys    K retrieved for a chunk of queries
+    S positions per chunk (in drt.py S - 1 tokens and a landmark)    D head size
+    H heads of queries    Hkv heads of keys and values, each for R = H / Hkv heads of queries
+
+Indices
+    b, h     a sequence, a head of queries
+    n        a chunk of queries
+    slot     0 ... K - 1, the place of one of the chunks that n retrieves; k in formulas
+    c        idx[b, n, slot], the chunk of keys in a slot; -1: the slot is unused
+    entry    n K + slot, the number of a slot among all slots of a sequence
+
+Matrices in the formulas, of one chunk of queries in one head
+    Q, O, dO (S, D)    K_k, V_k (S, D): keys and values of the chunk in slot k
+    P_k, dP_k, dS_k (S, S): softmax and gradients; D and L of Algorithm 2 are δ and lse here
 
 Where we differ from the paper, and why
     Algorithm 1 loops over blocks of a chunk's keys; here a whole chunk fits on the chip. The
-    forward pass saves neither O_k nor L; dq_kernel recomputes L and hands it to dkdv_kernel.
-    Algorithm 2's rowsum(dO ∘ O_k) equals rowsum(P ∘ dP). Its dK, dV are those of a slot; here
+    forward pass saves neither O_k nor L; dq_kernel computes L again and stores it for dkdv_kernel.
+    Algorithm 2's rowsum(dO ∘ O_k) equals rowsum(P_k ∘ dP_k). Its dK, dV are those of a slot; here
     dkdv_kernel sums them over all slots that hold a chunk.
 
     $ python gca_kernel.py           errors against fp64; on a GPU also times
 """
-from __future__ import annotations      # tl.constexpr: Triton is imported later
+from __future__ import annotations      # tl.constexpr in signatures: tl is imported later
 
 import functools, importlib.util, os
 
@@ -67,28 +79,27 @@ def retrieved_chunks(x, idx, chunk, n_keys):
 def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
     """The definition of `gca`, with its arguments. Scores and softmax are fp32, or fp64 where q is.
 
-        O_n = Σ_k w_nk softmax(Q_n K_cᵀ · scale) V_c,    c = idx_nk         (DRT, Eq. 2 and 3)"""
+        O = Σ_k w_k softmax(Q K_kᵀ · scale) V_k    for each chunk of queries   (DRT, Eq. 2 and 3)"""
     B, N, K = idx.shape
     scale = scale or q.size(3) ** -0.5
 
-    # an unused slot has weight 0
-    w = w.masked_fill(idx < 0, 0)
-    w = w.view(B, N, 1, 1, 1, K, 1)                             # broadcast over Hkv, G, S, n_keys
-
-    # einsum has the letters of the shapes in lower case, but h for Hkv, and t for a key of a chunk
+    # einsum has the letters of the shapes in lower case; h is Hkv, and t is n_keys
     with torch.autocast(q.device.type, enabled=False):          # under bf16, scores remain fp32
         k = retrieved_chunks(k, idx, chunk, n_keys)             # (B, N, K, n_keys, Hkv, D)
         v = retrieved_chunks(v, idx, chunk, n_keys)
         n_keys, Hkv = k.shape[3:5]
         grouped = q.unflatten(1, (N, chunk))                    # (B, N, S, H, D)
-        grouped = grouped.unflatten(3, (Hkv, -1))               # (B, N, S, Hkv, G, D)
-        s = torch.einsum('bnshgd, bnkthd -> bnhgskt', fp32(grouped), fp32(k))
-        s = s * scale                                           # (B, N, Hkv, G, S, K, n_keys)
+        grouped = grouped.unflatten(3, (Hkv, -1))               # (B, N, S, Hkv, R, D)
+        s = torch.einsum('bnshrd, bnkthd -> bnhrskt', fp32(grouped), fp32(k))
+        s = s * scale                                           # (B, N, Hkv, R, S, K, n_keys)
         if sink:
             s = F.pad(s, (0, 1))                                # one more key, with score 0
         p = s.softmax(-1)[..., :n_keys]                         # Eq. 3
-        p = p * w                                               # w_k of Eq. 2
-        o = torch.einsum('bnhgskt, bnkthd -> bnshgd', p.to(v.dtype), v)
+
+        # w_k of Eq. 2, 0 for an unused slot; broadcast over Hkv, R, S, n_keys
+        w = w.masked_fill(idx < 0, 0)                           # (B, N, K)
+        p = p * w.view(B, N, 1, 1, 1, K, 1)
+        o = torch.einsum('bnhrskt, bnkthd -> bnshrd', p.to(v.dtype), v)
     return o.reshape(q.shape).to(q.dtype)
 
 
@@ -112,7 +123,11 @@ def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
 
 
 # --------------------------------------------------------------------------------------------------
-# the Triton kernels: plain Python functions, until import_triton makes them Triton's
+# the Triton kernels
+#
+# From here to dkdv_kernel no function has the decorator @triton.jit, because it would import Triton
+# together with this file. Instead import_triton, below dkdv_kernel, imports Triton (as `tl`) and
+# applies triton.jit to each of them before the first launch.
 #
 # Each kernel runs as a grid of programs, one for each chunk and head. All tensors are contiguous.
 # In a tensor (chunks, S, H, D), head h of chunk n begins at the offset (n S H + h) D, and its rows
@@ -131,16 +146,16 @@ def tile_offsets(rows, H, D: tl.constexpr):
 
 
 def load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot,
-              H, M, S: tl.constexpr, D: tl.constexpr, G: tl.constexpr):
+              H, M, S: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
     """Weight (), keys and values (S, D), for head h, of the chunk of sequence b that a slot holds.
     Zeros if it is unused, by masks: a branch is not pipelined."""
     c = tl.load(idx_row + slot)
     w = tl.load(w_row + slot, mask=c >= 0, other=0.0)
 
     rows = tl.arange(0, S)
-    Hkv = H // G
+    Hkv = H // R
     tile = tile_offsets(rows, Hkv, D)                           # (S, D)
-    offset = ((b * M + c) * S * Hkv + h // G) * D               # in k and v
+    offset = ((b * M + c) * S * Hkv + h // R) * D               # in k and v
     n_rows = tl.where(c >= 0, S, 0)
     mask = rows[:, None] < n_rows
     k = tl.load(k_ptr + offset + tile, mask=mask, other=0.0)
@@ -148,7 +163,7 @@ def load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot,
     return w, k, v
 
 
-def product(a, b):
+def product_t(a, b):
     """a bᵀ in fp32. 'ieee': a GPU would round fp32 inputs to TF32."""
     return tl.dot(a, tl.trans(b), input_precision='ieee')
 
@@ -159,8 +174,8 @@ def add_product(acc, a, b):
 
 
 def scores_log2(a, b, scale):
-    """a bᵀ · scale · log2(e), as e^s is computed as 2^(s log2(e))"""
-    return product(a, b) * (scale * 1.4426950408889634)
+    """a bᵀ · scale · log2(e), because e^s is computed as 2^(s log2(e))"""
+    return product_t(a, b) * (scale * 1.4426950408889634)
 
 
 def chunk_softmax(q, k, scale, S: tl.constexpr,
@@ -181,12 +196,12 @@ def chunk_softmax(q, k, scale, S: tl.constexpr,
 
 def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
                    H, N, M, K, scale,
-                   S: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
+                   S: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                    N_KEYS: tl.constexpr, SINK: tl.constexpr):
     """O = Σ_k w_k softmax(Q K_kᵀ · scale) V_k                     (DRT, Eq. 2 and 3; Algorithm 1)
 
     Grid      (N, H, B): one program for the S queries of one chunk in one head
-    q, o      (B, N S, H, D)     contiguous, as all tensors
+    q, o      (B, N S, H, D)     contiguous, like all tensors
     k, v      (B, M S, Hkv, D)   a program loads the chunks that it needs
     w, idx    (B, N, K)          fp32 weights and int32 chunk numbers, -1 for an unused slot
     On chip   q, k, v, acc: (S, D) each; scores (S, S)
@@ -207,7 +222,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
 
     acc = tl.zeros([S, D], tl.float32)
     for slot in range(K):
-        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, G)
+        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, R)
 
         # w_k P_k V_k
         p, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
@@ -219,7 +234,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
 def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
               dq_ptr, dw_ptr, lse_ptr, delta_ptr,
               H, N, M, K, scale,
-              S: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
+              S: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
               N_KEYS: tl.constexpr, SINK: tl.constexpr):
     """dQ = scale Σ_k dS_k K_k,    dw_k = Σ_rows δ_k                             (DRT, Algorithm 2)
     dS_k = w_k P_k ∘ (dP_k - δ_k),  dP_k = dO V_kᵀ,  δ_k = rowsum(P_k ∘ dP_k),  P_k the softmax
@@ -243,12 +258,12 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
 
     dq = tl.zeros([S, D], tl.float32)
     for slot in range(K):
-        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, G)
+        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, R)
 
         # P_k, dP_k, δ_k, dS_k
         p, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
         p = p / total[:, None]                                  # (S, S)
-        dp = product(do, v)                                     # (S, S)
+        dp = product_t(do, v)                                   # (S, S)
         delta = tl.sum(p * dp, axis=1)                          # (S,) zeros if c is -1
         ds = p * (dp - delta[:, None]) * w                      # (S, S)
         dq = add_product(dq, ds, k)
@@ -264,9 +279,9 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
 def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
                 lse_ptr, delta_ptr, entries_ptr, start_ptr, order_ptr,
                 H, N, M, K, scale,
-                S: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
+                S: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                 N_KEYS: tl.constexpr, BLOCK: tl.constexpr):
-    """dV = Σ w Pᵀ dO,    dK = scale Σ dSᵀ Q,    over all (n, slot) of the chunk (DRT, Algorithm 2)
+    """dV = Σ w_k P_kᵀ dO,   dK = scale Σ dS_kᵀ Q,   over slots that hold the chunk    (Algorithm 2)
 
     Grid      (M, Hkv, B): one program for one chunk in one head of keys, most retrieved first
     dk, dv    (B, M S, Hkv, D)   zeros for keys that no query attends to
@@ -274,7 +289,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
     On chip   k, v, dk, dv: (S, D) each; transposed scores (S, BLOCK), for BLOCK queries at a time
     Numerics  sums in fp32, in the order of entries: no atomics, the same bits every time"""
     # the head and the chunk of keys of this program
-    Hkv = H // G
+    Hkv = H // R
     b = tl.program_id(2).to(tl.int64)
     hkv = tl.program_id(1)
     c = tl.load(order_ptr + b * M + tl.program_id(0))
@@ -290,22 +305,23 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
     start_row = start_ptr + b * (M + 1)
     start = tl.load(start_row + c)
     end = tl.load(start_row + c + 1)
-    first_entry = b * N * K                                     # of the sequence, among all
+    first_entry = b * N * K                                     # of sequence b
 
     dk = tl.zeros([S, D], tl.float32)
     dv = tl.zeros([S, D], tl.float32)
     blocks = S // BLOCK                                         # of a chunk of queries
-    for g in range(G):
-        h = hkv * G + g
+    for r in range(R):                                          # heads of queries that share hkv
+        h = hkv * R + r
 
-        # for each entry, for each block of its S queries: flattened, as only one loop is pipelined
+        # entries, and for each the blocks of its S queries: in one loop, which can be pipelined
         for i in range(start * blocks, end * blocks):
-            entry_number = i // blocks
+            position = i // blocks                              # in entries
             block = i % blocks
 
-            # BLOCK queries of chunk n, and what dq_kernel saved of their softmax
-            entry = first_entry + tl.load(entries_ptr + first_entry + entry_number)
-            n = entry // K                                      # among the B N of all sequences
+            # BLOCK queries of chunk n, and what dq_kernel saved of their softmax; entry and n are
+            # numbers among those of all sequences
+            entry = first_entry + tl.load(entries_ptr + first_entry + position)
+            n = entry // K
             rows = block * BLOCK + tl.arange(0, BLOCK)
             q_tile = tile_offsets(rows, H, D)                   # (BLOCK, D)
             q_offset = (n * S * H + h) * D                      # in q and do
@@ -320,7 +336,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
             s = scores_log2(k, q, scale)                        # (S, BLOCK)
             p = tl.exp2(s - lse[None, :]) * w
             dv = add_product(dv, p, do)
-            dp = product(v, do)                                 # (S, BLOCK)
+            dp = product_t(v, do)                               # (S, BLOCK)
             ds = p * (dp - delta[None, :])
             dk = add_product(dk, ds, q)
 
@@ -334,13 +350,13 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
 
 @functools.cache
 def import_triton():
-    """Imports Triton when the first kernel is launched, as nothing else needs it. The kernels look
-    up `tl` and each other in this module: this assigns tl, and does what the decorator @triton.jit
-    above each function would do."""
+    """Imports Triton before the first launch, because nothing else needs it. The kernels look up
+    `tl` and each other in this module. So this function assigns `tl`, and replaces each function by
+    what the decorator @triton.jit would return."""
     global tl
     import triton
     import triton.language as tl
-    for function in (tile_offsets, load_slot, product, add_product, scores_log2, chunk_softmax,
+    for function in (tile_offsets, load_slot, product_t, add_product, scores_log2, chunk_softmax,
                      forward_kernel, dq_kernel, dkdv_kernel):
         globals()[function.__name__] = triton.jit(function)
 
@@ -356,7 +372,7 @@ def options(q, k, chunk, n_keys):
     The numbers were chosen by compiling for sm_80 and sm_90: for S = 64 in 16 bits no register is
     spilled, and loads overlap products. They change no result beyond rounding."""
     H, D = q.shape[2:]
-    sizes = dict(S=chunk, D=D, G=H // k.size(2), N_KEYS=n_keys)
+    sizes = dict(S=chunk, D=D, R=H // k.size(2), N_KEYS=n_keys)
 
     # 4 warps would spill registers for tiles larger than 64 x 64
     is_small = chunk <= 64 and chunk * D <= 64 * 64
@@ -429,20 +445,53 @@ def fake_forward(q, *args):
 
 @gca_backward.register_fake
 def fake_backward(do, *inputs):
+    """The shapes of dq, dk, dv, dw"""
     return tuple(map(torch.empty_like, inputs[:4]))             # of q, k, v, w
 
 
 def save_inputs(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:8])                          # the tensors, q to order
-    ctx.numbers = inputs[8:]                                    # chunk to scale
+    """What the backward pass of gca_forward needs"""
+    *tensors, chunk, n_keys, sink, scale = inputs               # q, k, v, w, idx and the plan
+    ctx.save_for_backward(*tensors)
+    ctx.numbers = chunk, n_keys, sink, scale
 
 
 def backward(ctx, do):
-    gradients = gca_backward(do, *ctx.saved_tensors, *ctx.numbers)
-    return *gradients, *[None] * 8                              # none of the inputs idx ... scale
+    """The gradients of all inputs of gca_forward"""
+    dq, dk, dv, dw = gca_backward(do, *ctx.saved_tensors, *ctx.numbers)
+    of_integers = [None] * 4                                    # idx, entries, start, order
+    of_numbers = [None] * 4                                     # chunk, n_keys, sink, scale
+    return dq, dk, dv, dw, *of_integers, *of_numbers
 
 
 gca_forward.register_autograd(backward, setup_context=save_inputs)
+
+
+# --------------------------------------------------------------------------------------------------
+# FLOPs, for torch.utils.flop_counter: the formulas of the operators get the shapes of tensors
+def product_flops(q_shape, idx_shape):
+    """FLOPs of Q K_kᵀ, or of another product of its size, for all slots and heads"""
+    B, T, H, D = q_shape
+    _, N, K = idx_shape
+    S = T // N
+    return 2 * B * N * K * H * S * S * D
+
+
+def forward_flops(q_shape, k_shape, v_shape, w_shape, idx_shape, *others, out_shape):
+    return 2 * product_flops(q_shape, idx_shape)                # Q K_kᵀ, P_k V_k
+
+
+def backward_flops(do_shape, q_shape, k_shape, v_shape, w_shape, idx_shape, *others, out_shape):
+    dq_products = 3                                             # Q K_kᵀ, dP_k, dQ
+    dkdv_products = 4                                           # Q K_kᵀ, dP_k, dK_k, dV_k
+    return (dq_products + dkdv_products) * product_flops(q_shape, idx_shape)
+
+
+# FlopCounterMode(custom_mapping=FLOPS) counts the kernels. Unused slots count like others: all
+# kernels except dkdv_kernel multiply their zeros.
+FLOPS = {
+    torch.ops.nanorlm.gca: forward_flops,
+    torch.ops.nanorlm.gca_backward: backward_flops}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -468,12 +517,13 @@ def gca_plan(idx, n_chunks):
 
 def triton_can_run(q, chunk):
     """Can the kernels run on q (B, T, H, D)? On a GPU, or in Triton's interpreter, which cannot
-    multiply bf16; on 32 bits or less."""
+    multiply bf16; not in fp64"""
     interprets = os.environ.get('TRITON_INTERPRET') == '1' and q.dtype != torch.bfloat16
     if not HAS_TRITON or not (q.is_cuda or interprets):
         return False
 
-    # what fits the shared memory of RTX cards, 99 KiB; the scores of a wide chunk, too
+    # sizes whose tiles fit the shared memory of RTX cards, 99 KiB; for small heads, the scores are
+    # the largest tile
     D = q.size(3)
     tile_bytes = chunk * max(D, 64) * q.element_size()
     fits = 16 <= D <= 128 and tile_bytes <= 16 * 1024
@@ -512,11 +562,13 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     if kernel == 'auto':
         kernel = 'triton' if can_run and q.is_cuda else 'torch'
 
-    # without slots or chunks o is 0; PyTorch
-    n_keys = n_keys or chunk
-    scale = scale or D ** -0.5
+    # without slots or chunks o is 0
     if M == 0 or idx.numel() == 0:
         return torch.zeros_like(q)
+
+    # PyTorch: the definition
+    n_keys = n_keys or chunk
+    scale = scale or D ** -0.5
     if kernel == 'torch':
         return gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale)
 

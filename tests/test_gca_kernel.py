@@ -1,5 +1,5 @@
 """gca_kernel.py against a double loop in fp64; without a GPU, Triton runs in its interpreter."""
-import importlib, os, subprocess, sys
+import doctest, importlib, os, subprocess, sys
 from importlib.metadata import version
 from unittest import mock
 
@@ -209,6 +209,66 @@ def test_compiles_without_a_graph_break(kernel):
     assert_close(results, run(layer, *inputs), 0, 0)
 
 
+def products_in_kernels(monkeypatch):
+    """A list to which Triton's interpreter appends the FLOPs of each product of two tiles."""
+    from triton.runtime.interpreter import InterpreterBuilder
+    create_dot = InterpreterBuilder.create_dot
+    flops = []
+
+    def counted(self, a, b, *args):
+        m, k = a.data.shape
+        flops.append(2 * m * k * b.data.shape[1])
+        return create_dot(self, a, b, *args)
+
+    monkeypatch.setattr(InterpreterBuilder, 'create_dot', counted)
+    return flops
+
+
+@interpreted
+@mark.parametrize('name', ['as in drt.py', 'two heads share keys', 'head size 24'])
+def test_flops_are_those_of_the_kernels(name, monkeypatch):
+    """torch's counter with FLOPS, against a closed formula and against the products that the
+    kernels compute; dkdv_kernel computes none for unused slots."""
+    from torch.utils.flop_counter import FlopCounterMode
+    monkeypatch.setenv('TRITON_INTERPRET', '1')
+    sizes, options = CASES[name]
+    q, k, v, w, idx, do = example(**sizes | dict(B=1))
+    B, N, K = idx.shape
+    _, T, H, D = q.shape
+    S = T // N
+    width = 32 if D == 24 else D                                            # a power of 2
+    product = 2 * S * S * width                                             # FLOPs of one
+    slots = B * N * H * K
+    used = int((idx >= 0).sum()) * H
+
+    executed = products_in_kernels(monkeypatch)
+    with FlopCounterMode(display=False, custom_mapping=gca_kernel.FLOPS) as counter:
+        run(gca, q, k, v, w, idx, do, kernel='triton', **options)
+    assert counter.get_flop_counts()['Global'] == {
+        torch.ops.nanorlm.gca: 2 * slots * product,
+        torch.ops.nanorlm.gca_backward: 7 * slots * product}
+    assert sum(executed) == (2 + 3) * slots * product + 4 * used * product
+
+    # all slots used: exactly what the kernels compute
+    executed.clear()
+    run(gca, q, k, v, w.nan_to_num(), idx.clamp(min=0), do, kernel='triton', **options)
+    assert sum(executed) == counter.get_total_flops()
+
+
+@mark.parametrize('sizes', [{}, dict(H=4, Hkv=2, S=32)])
+def test_flops_are_those_of_the_definition(sizes):
+    """In PyTorch, forward has the same 2 products, backward has 4: the kernels save no scores, so
+    both compute Q Kᵀ and dO Vᵀ, which makes 7."""
+    from torch.utils.flop_counter import FlopCounterMode
+    inputs = example(**sizes)
+    with FlopCounterMode(display=False) as counter:
+        run(gca_reference, *inputs)
+    q, k, v, w, idx, do = (x.shape for x in inputs)
+    forward = gca_kernel.forward_flops(q, k, v, w, idx, out_shape=q)
+    backward = gca_kernel.backward_flops(do, q, k, v, w, idx, out_shape=(q, k, v, w))
+    assert counter.get_total_flops() == forward + backward * 4 // 7
+
+
 COMPILE = r'''
 import inspect, sys
 import torch
@@ -266,6 +326,12 @@ def test_the_plan_begins_with_the_chunks_of_most_queries():
     idx = torch.tensor([2, 2, 0, 1, 2, 1]).view(1, 6, 1)
     *_, order = gca_plan(idx, 3)
     assert order.tolist() == [[2, 1, 0]]
+
+
+def test_the_example_in_a_docstring():
+    results = doctest.testmod(gca_kernel)
+    assert results.attempted == 1
+    assert results.failed == 0
 
 
 LARGE = dict(N=40, M=40, S=64, K=8, H=12, Hkv=12, D=64)
