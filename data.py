@@ -40,7 +40,7 @@ def digest(*values):
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
-def progress(items, desc, total=None, quiet=False, size=lambda item: 1):
+def progress_bar(items, desc, total=None, quiet=False, size=lambda item: 1):
     """Yields the items. Between items it prints to stderr, when ten seconds have passed, what is
     done and the time left at this speed: `desc: 1,234 of 5,678, 2.1 min left`.
 
@@ -128,7 +128,7 @@ def learn_bpe(counts, n_merges):
     heap = sorted((-n, pair) for pair, n in total.items()) + [(0, ())]
 
     # the most frequent pair (a, b) becomes token i
-    for i in progress(range(256, 256 + n_merges), 'learning bpe'):
+    for i in progress_bar(range(256, 256 + n_merges), 'learning bpe'):
         # some frequencies in the heap are out of date, too high: the top is corrected
         n, pair = heap[0]
         while -n != total[pair]:
@@ -501,7 +501,7 @@ def write_split(path, sources, tokenizer):
 
     # one document after the other: its ids and <|endoftext|>, its bytes and words
     with open(f'{path}.bin', 'wb') as file, ThreadPoolExecutor() as pool:
-        for source in progress(sources, f'encoding {path.name}'):
+        for source in progress_bar(sources, f'encoding {path.name}'):
             for text in filter(None, documents(*source)):
                 encoded = pool.map(tokenizer.encode, pieces(text))
                 ids = np.concatenate([*encoded, eot]).astype(tokenizer.dtype)
@@ -644,7 +644,7 @@ def pack(segments, first_doc, last_doc, seed):
 
     # the 20 segments that are most similar to each segment by BM25, best first
     neighbors = []
-    rows = progress(BM25(segments).scores(segments), 'packing by BM25', n)      # n of (n,)
+    rows = progress_bar(BM25(segments).scores(segments), 'packing by BM25', n)      # n of (n,)
     for i, scores in enumerate(rows):
         scores[low[i]:high[i]] = 0
         neighbors.append(best_documents(scores, 20).tolist())
@@ -737,6 +737,13 @@ class Batches:
         sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
         seed = int.from_bytes(sha[:8], 'little') >> 1           # 63 bits, an int64
         return self.take(self.rows(g), seed)
+
+    def in_order(self, i):
+        N = len(self)
+        rows = range(self.n_rows)[i * self.B:i * self.B + self.B]
+        if self.kind == 'documents':
+            rows = range(i, self.n_rows, N)
+        return self.take(rows, seed=i)
 
     def take(self, rows, seed):
         """The Batch of these rows, at most B numbers, and of rows of padding if there are fewer"""

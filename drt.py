@@ -11,52 +11,57 @@ helps is scored higher. There is no other supervision of the scores.
 
 Where the paper is in this file
     §3.1           landmarks in the text                    DRT.insert
-    §3.1           the chunk encoder, C_k and l_k           ChunkEncoder, DRT.add_chunks
-    Eq. 1          scores r, the top K chunks               DRT.retrieve
-    Eq. 2          w_k, the softmax of the scores           DRT.retrieve
-    Eq. 2          g(l), the group of a layer               DRT.encode
+    §3.1           the chunk encoder, C_k and l_k           ChunkEncoder, DRT.encode_chunks
+    Eq. 1          the scores r                             DRT.query, DRT.scores
+    Eq. 1          the top K chunks                         DRT.choose
+    Eq. 2          w_k, the softmax of the scores           DRT.choose
+    Eq. 2          g(l), the group of a layer               DRT.upper_layers
     Eq. 2, Eq. 3   O = Σ_k w_k O_k, O_k by attention        GroupedCrossAttention, gca_kernel.py
     Eq. 2          H + O                                    Block
-    §3.2           Gumbel top-k                             DRT.retrieve
+    §3.2           Gumbel top-k                             DRT.choose
     §3.2           MLM of the encoder                       DRT.forward
     §3.3           inference from a bounded state           DRT.stream, DRT.read
     §3.3           memory offloading                        DRT.store
     §4.1.2         a sliding window, ALiBi                  SelfAttention
-    Table 1 to 3   Landmark Attention, compared             LandmarkAttention
+    Table 1 to 3   Landmark Attention                       compared/landmark.py
     §4.4, Table 4  retrieval from a corpus                  DRT.prepare_eval
-    App. A.5       random retrieval                         DRT.retrieve
+    App. A.5       random retrieval                         DRT.random_query
 
-Letters used in the shape comments
-    B sequences    T tokens    L positions: tokens and landmarks    C width    V vocabulary
-    N chunks       S positions of a chunk, its landmark included    H heads    D width of a head
-    K chunks retrieved for one    M chunks to retrieve from         W window   P positions before
+Letters in the shape comments
+    B sequences    T tokens    L positions: tokens and landmarks    C width (the paper's d)
+    H heads        D width of a head           V vocabulary         W window
+    N chunks       S positions of a chunk: S - 1 tokens and a landmark (the paper's S are tokens)
+    K chunks retrieved for one                 M chunks to retrieve from
+    C_k            the states of chunk k, (S, C), as in the paper
 
-Where this differs from the paper, and why
-    Fields marked (ours); the preset 124m has the paper's. As in the official code, a chunk is S - 1
-    tokens and a landmark; cross-attention has a sink in place of the landmark's key, a norm and a
+Where we differ from the paper, and why
+    By default, fields marked (ours) differ from the paper's, which --preset 124m has.
+    As in the official code, cross-attention has a sink in place of the landmark's key, a norm and a
     projection; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the residual (official
-    code: only the MLP's input). Scores and top K: no autocast (official code: bf16). Streams keep
-    chunks in 16 bits. Retrieval never crosses joined documents; self-attention does. Of a corpus
-    too, keys and values are stored (paper, §3.3: only landmarks; chunks are encoded again). With
-    --next-chunk the chunk after the last one that can be retrieved is the retrieving chunk itself.
-    Weights start with std 0.02 for C = 768 (as in the official code), over sqrt(2 n_layer) where
-    they add to the residual, except in GCA.
+    code: only the MLP's input).
+    Scores and top K are computed without autocast (official code: bf16).
+    Streams keep chunks in 16 bits. Of a corpus, keys and values are stored, too (paper, §3.3: only
+    landmarks; chunks are encoded again).
+    Retrieval never crosses joined documents; self-attention does.
+    With --next-chunk, the chunk after the last permitted one is the retrieving chunk itself.
+    Weights start with std 0.02 for C = 768 (as in the official code), divided by sqrt(2 n_layer)
+    where they add to the residual, except in GCA.
 
-    $ python drt.py                         a demo on a CPU
+    $ python drt.py                         a demo of ten seconds, on a CPU
     $ python train.py --model drt
 """
-import inspect, math, tempfile, zlib
-from collections import namedtuple
+import math, tempfile, zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gca_kernel import gca
+from gca_kernel import FLOPS, gca      # noqa: F401   FLOPS: for eval.py --task speed
 
 MASKED = -1e30      # score of a chunk that may not be retrieved: finite, so no row gives nan
 
@@ -83,14 +88,14 @@ class DRTConfig:
     n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
     next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
-    landmark: bool = False      # with groups 0: Landmark Attention; scores of (B, H, L, L)
     encoder: Literal['lower', 'tokens'] = 'lower'   # encodes lower layers' output, or embeddings
     n_encoder: int = 1          # layers of the chunk encoder; 0: none, w/o enc (official code: 2)
-    compare_means: bool = True  # l_k: mean of C_k; the query compares means, see retrieve (ours)
-    shift_values: bool = True   # value: the next token's; at first W_Q = W_K, W_O = W_Vᵀ (ours)
+    compare_means: bool = True  # l_k: mean of C_k; the query compares means, see query (ours)
+    shift_values: bool = True   # in cross-attention a token has the next one's value (ours)
+    copy_start: bool = True     # at first W_Q = W_K and W_O = W_Vᵀ in cross-attention (ours)
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     mlm: float = 0.15           # --encoder tokens: share masked in first half (official code: 0.15)
-    retriever: Literal['learned', 'random', 'off'] = 'learned'  # random: App. A.5; off: no chunks
+    retriever: Literal['learned', 'random', 'none'] = 'learned'     # random: App. A.5
     sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
 
     def __post_init__(self):
@@ -101,10 +106,6 @@ class DRTConfig:
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
         if self.chunk_size < 2 or self.slope < 2 ** -8 or self.mlm > 1:
             raise ValueError('chunk_size must be 2 or more, slope 2^-8 or more, mlm at most 1')
-        if self.landmark:
-            if self.groups:
-                raise ValueError('landmark is for groups 0')
-            self.window = 1_000_000_000                         # all positions are kept
         if self.groups == 0:                                    # the base LM retrieves nothing
             return
         if n_upper == 0 or n_upper % self.groups:
@@ -122,8 +123,9 @@ PRESETS = {
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
                  n_layer=12, n_encoder=2, n_head=12, n_embd=768, window=512, chunk_size=64,
                  n_neighbors=8, next_chunk=False, slope=2 ** (-8 / 12), compare_means=False,
-                 shift_values=False, gumbel=True, tokens_per_step=524_160, max_steps=60_000,
-                 optimizer='adamw', lr=2e-3, warmup=0.02, weight_decay=0.001, eval_every=1000),
+                 shift_values=False, copy_start=False, gumbel=True, tokens_per_step=524_160,
+                 max_steps=60_000, optimizer='adamw', lr=2e-3, warmup=0.02, weight_decay=0.001,
+                 eval_every=1000),
 }
 
 
@@ -133,62 +135,64 @@ class EvalConfig:
 
 
 def batches(config):
-    return dict(kind='documents', chunk=config.chunk_size - 1)  # of data.Corpus.batches
+    """Arguments of data.Corpus.batches: sequences of one document"""
+    return dict(kind='documents', chunk=config.chunk_size - 1)
 
 
-def setup(model, corpus, *args):
-    """Warns if no document has two chunks and a token, which reads one."""
+def setup(model, run):
+    """Prints a warning if no document has two chunks and a token, which reads one. run: see
+    train.py"""
     needed = 2 * model.config.chunk_size - 1
-    longest = np.diff(corpus.train.offsets).max()
-    if longest < needed and 'on' in model.ways() and not corpus.hops:
+    longest = np.diff(run.corpus.train.offsets).max()
+    if longest < needed and 'on' in model.ways() and not run.corpus.hops:
         print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
               f'than {needed}. Try longer documents or a smaller --chunk-size')
 
 
 # --------------------------------------------------------------------------------------------------
 # the transformer
-# (what several model files define is identical in them, except SelfAttention, MLP and Block)
+# (what several model files define is identical in them; the header lists what differs)
 def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     return nn.RMSNorm(n_embd, eps=1e-6)
 
 
 def Linear(n, m):
-    """W x, from n numbers to m. No biases here; where there are some, it is nn.Linear."""
+    """W x, from n numbers to m, without a bias. Layers with a bias are nn.Linear."""
     return nn.Linear(n, m, bias=False)
 
 
 def fp32(x):
-    """bf16 and fp16 become fp32; fp64 remains, for the tests."""
+    """Converts bf16 and fp16 to fp32. fp64 remains, for the tests."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def product(a, b):
-    """a b with fp32 sums, under autocast too: bf16 has steps of 0.125 near 20. The factors of the
-    sums may be rounded in bf16 runs, see train.precision.
+    """a b with sums in fp32, under autocast too: near 20, bf16 has steps of 0.125. In bf16 runs the
+    factors may be rounded, see train.precision.
 
-    a (..., n, C)   b (..., C, m) -> (..., n, m)"""
+    a (..., n, C), b (..., C, m) -> (..., n, m)"""
     with torch.autocast(a.device.type, enabled=False):
         return fp32(a) @ fp32(b)
 
 
 def output_product(a, b):
-    """a b with fp32 sums, for logits and their gradients, the largest products of a step. On a GPU,
-    in bf16 runs (train.precision), the factors are rounded to bf16, as TF32 takes twice the time:
-    gradients then have relative errors of 0.5%, not of 0.03% (results.md).
+    """a b with sums in fp32, for logits and their gradients, the largest products of a step. On a
+    GPU, bf16 runs (train.precision) round the factors to bf16, because TF32 takes twice the time.
+    Gradients then have relative errors of 0.5% instead of 0.03% (results.md).
 
-    a (n, C)   b (C, m) -> (n, m)"""
+    a (n, C), b (C, m) -> (n, m)"""
     if not a.is_cuda or torch.get_float32_matmul_precision() == 'highest':
         return product(a, b)
     a = a.bfloat16()
     b = b.bfloat16()
     if torch.__version__ < (2, 8) or torch.version.hip:
-        return (a @ b).float()                                          # logits are rounded, too
+        return (a @ b).float()                                          # rounds the logits, too
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def aligned(E):
-    """E (V, C) with rows of zeros, to a multiple of 64: a GPU multiplies them faster."""
+    """E (V, C) with rows of zeros up to a multiple of 64: a GPU multiplies these faster."""
     return F.pad(E, (0, 0, 0, -len(E) % 64))
 
 
@@ -201,16 +205,16 @@ def rotate(x, first=0):
     theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)      # (D/2,)
     positions = torch.arange(first, first + x.size(-3), device=x.device)
     angle = positions[:, None, None] * theta                            # (T, 1, D/2)
-
-    # a pair is a complex number, its rotation a product with cos + i sin; by real numbers the same
-    # takes several times as long, but complex ones cannot be compiled
-    pairs = fp32(x).unflatten(-1, (-1, 2)).contiguous()                 # (..., T, H, D/2, 2)
     cos = angle.cos()
     sin = angle.sin()
+    pairs = fp32(x).unflatten(-1, (-1, 2)).contiguous()                 # (..., T, H, D/2, 2)
+
+    # the rotation of (a, b) is (a cos - b sin, a sin + b cos)
     if torch.compiler.is_compiling():
-        a, b = pairs.unbind(-1)                                         # (..., T, H, D/2) each
+        a, b = pairs.unbind(-1)                                         # 2 x (..., T, H, D/2)
         rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
     else:
+        # (a + ib)(cos + i sin) is several times faster, but torch.compile has no complex numbers
         rotated = torch.view_as_complex(pairs) * torch.complex(cos, sin)
         rotated = torch.view_as_real(rotated)
     return rotated.flatten(-2).type_as(x)
@@ -219,10 +223,11 @@ def rotate(x, first=0):
 def softmax_attention(q, k, v, bias=None):
     """softmax(q kᵀ / sqrt(D) + bias) v; bias is broadcast to (B, H, t, s).
 
-    q (B, t, H, D)   k, v (B, s, H, D) -> (B, t, H, D)"""
+    q (B, t, H, D), k and v (B, s, H, D) -> (B, t, H, D)"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or s, D)
+
+    # the formula itself: on a CPU in bf16 it is faster than the fused kernel (torch 2.13)
     if q.device.type == 'cpu' and q.dtype == torch.bfloat16:
-        # the formula itself: on a CPU in bf16 faster than the fused kernel (torch 2.13)
         scores = (q / q.size(-1) ** 0.5) @ k.mT                         # (B, H, t, s)
         if bias is not None:
             scores = scores + bias
@@ -233,11 +238,12 @@ def softmax_attention(q, k, v, bias=None):
 
 
 def window_attention(q, k, v, window, slopes):
-    """softmax_attention of queries to keys of the same position or up to window - 1 before. The
+    """softmax_attention of queries to the keys of the same position or up to window - 1 before.
+    With slopes (1, H, 1, 1), ALiBi (Press et al. 2022) subtracts slope * age from each score. The
     queries (B, t, H, D) have the positions of the last t of the keys (B, s, H, D)."""
     position = torch.arange(k.size(1), device=k.device)
     age = position[-q.size(1):, None] - position                        # (t, s)
-    bias = -slopes * age                                                # ALiBi
+    bias = -slopes * age
     bias = bias.masked_fill((age < 0) | (age >= window), -math.inf)
     return softmax_attention(q, k, v, bias.to(q.dtype))
 
@@ -249,38 +255,45 @@ def in_blocks(x, block):
 
 
 def block_pairs(x, block):
-    """Each block of x (B, T, H, D) but the first, after the one before it
+    """Each block of x (B, T, H, D) except the first, after the block before it
     -> (B, n_blocks - 1, 2 block, H, D)"""
     x = in_blocks(x, block)
     return torch.cat([x[:, :-1], x[:, 1:]], dim=2)
 
 
 def attend(q, k, v, block, window, slopes=0.0):
-    """Causal attention in blocks, linear in T: a query attends to the keys of its block and of the
-    block before it, none later, none `window` or more tokens older. With slopes (1, H, 1, 1), ALiBi
-    (Press et al. 2022) subtracts slope * age from each score.
+    """window_attention with blocks, so its time is linear in the number of tokens: queries of a
+    block attend to the keys of their block and of the block before it.
 
-    q (B, T, H, D)   k, v (B, P + T, H, D): the keys of the past, P < 2 block, come first, and the
-    first of them begins a block -> (B, T, H, D)"""
-    T = q.size(1)
-    P = k.size(1) - T
+        block 4, window 4              block 4, window 8
+        keys      0123 4567 89         keys      0123 4567 89
+        query 4    xxx x               query 4   xxxx x
+        query 7        xxxx            query 7   xxxx xxxx
+        query 8         xxx x          query 8        xxxx x
 
-    # 1. queries up to the end of the block that the past has begun (a whole block if it has not)
-    n_first = min(T, block - P % block)
-    end = P + n_first
+    q (B, t, H, D), k and v (B, s, H, D): the keys of s - t past tokens, fewer than 2 block, come
+    first, and the first of them begins a block -> (B, t, H, D)"""
+    t = q.size(1)
+    n_past = k.size(1) - t
+
+    # 1. the queries up to the end of the block that the past has begun; if it ends with a whole
+    # block, or is empty, a whole block
+    n_first = min(t, block - n_past % block)
+    end = n_past + n_first
     first = window_attention(q[:, :n_first], k[:, :end], v[:, :end], window, slopes)
-    if n_first == T:
+    if n_first == t:
         return first
 
-    # 2. all later blocks, in one product, as a GPU needs few and large ones. Their keys start one
-    # block before the first of these queries
-    q = in_blocks(q[:, n_first:], block)                            # (B, n_blocks, block, H, D)
-    k, v = (block_pairs(x[:, end - block:], block) for x in (k, v))     # ..., 2 block, H, D)
+    # 2. all later blocks in one product, because a GPU needs few and large ones. Their keys start
+    # one block before the first of these queries
+    q = in_blocks(q[:, n_first:], block)                                # (B, n_blocks, block...)
+    k = block_pairs(k[:, end - block:], block)                          # (B, n_blocks, 2 block...)
+    v = block_pairs(v[:, end - block:], block)
     B, n_blocks = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))                      # (B n_blocks, ...)
     y = window_attention(q, k, v, window, slopes)
     rest = y.unflatten(0, (B, n_blocks)).flatten(1, 2)                  # (B, n_blocks block, H, D)
-    return torch.cat([first, rest[:, :T - n_first]], dim=1)
+    return torch.cat([first, rest[:, :t - n_first]], dim=1)
 
 
 class MLP(nn.Module):
@@ -292,49 +305,64 @@ class MLP(nn.Module):
         self.proj = Linear(n_inner, config.n_embd)
 
     def forward(self, x):
+        """x (B, t, C) -> (B, t, C)"""
         gate, y = self.fc(x).chunk(2, dim=-1)
         return self.proj(F.silu(gate) * y)
 
 
-class CrossEntropy(torch.autograd.Function):
-    """Σ -log P(w), P = softmax(f Eᵀ). The (n, V) logits are never held: the forward pass computes
-    the gradient too, from the logits of R rows at a time. The derivative of -log P(w) by the logits
-    is P - 1[w].
+def cross_entropy_reference(f, E, targets):
+    """The definition of `cross_entropy`, for autograd."""
+    log_p = product(f, E.T).log_softmax(2)                              # (B, T, V)
+    scored = targets >= 0
+    log_p = log_p.gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0]  # (B, T)
+    return -(log_p * scored).sum() / scored.sum().clamp(min=1)
 
-    f (n, C)   E (V, C)   targets w (n,) -> ()"""
+
+class CrossEntropy(torch.autograd.Function):
+    """The same by blocks of rows, summed instead of averaged. The (n, V) logits are never held: the
+    forward pass computes the gradient too, from the logits of a block. The derivative of -log P(w)
+    by the logits is P - 1[w].
+
+    f (n, C), E (V, C), targets w (n,) -> Σ -log P(w), P = softmax(f Eᵀ) ()"""
     @staticmethod
     def forward(ctx, f, E, targets):
         V = len(E)
         E = aligned(E)
-        R = 2 ** 27 // len(E) if f.is_cuda else 1024    # a GPU needs large products: 0.5 GiB
+        block = 1024
+        if f.is_cuda:                                   # a GPU needs large products: 0.5 GiB
+            block = 2 ** 27 // len(E)
         nats = f.new_zeros(())
         df = torch.empty_like(f)
         dE = torch.zeros_like(E)
-        for start in range(0, len(f), R):
-            rows = slice(start, start + R)
-            w = targets[rows]                                           # (R,)
+        for start in range(0, len(f), block):
+            rows = slice(start, start + block)
+            w = targets[rows]                                           # (block,)
             i = torch.arange(len(w), device=w.device)
             logits = output_product(f[rows], E.T)
-            logits[:, V:] = -math.inf                                   # of rows that are no words
-            log_p = logits.log_softmax(1)                               # (R, V)
+            logits[:, V:] = -math.inf                                   # rows of zeros: no words
+            log_p = logits.log_softmax(1)                               # (block, V)
             nats -= log_p[i, w].sum()
             if f.requires_grad:
                 dlogits = log_p.exp_()
                 dlogits[i, w] -= 1
                 df[rows] = output_product(dlogits, E)
                 dE += output_product(dlogits.T, f[rows])
-        ctx.grads = df, dE[:V]
+        ctx.gradients = df, dE[:V]
         return nats
 
     @staticmethod
     def backward(ctx, dnats):
-        return *(dnats * grad for grad in ctx.grads), None
+        df, dE = ctx.gradients
+        return dnats * df, dnats * dE, None
 
 
-def cross_entropy(f, E, targets):
+def cross_entropy(f, E, targets, kernel='auto'):
     """Mean of -log P(w), P = softmax(f Eᵀ) in fp32, over the targets w >= 0.
 
-    f (B, T, C)   E (V, C)   targets (B, T), -1 is not scored -> ()"""
+    f (B, T, C), E (V, C), targets (B, T), -1 is not scored; kernel 'torch' runs the definition
+    -> ()"""
+    if kernel == 'torch':
+        return cross_entropy_reference(f, E, targets)
     scored = targets >= 0
     nats = CrossEntropy.apply(fp32(f)[scored], E, targets[scored])
     return nats / scored.sum().clamp(min=1)
@@ -344,104 +372,63 @@ def cross_entropy(f, E, targets):
 # what is new in DRT
 class SelfAttention(nn.Module):
     """Causal attention over a sliding window, with ALiBi (Press et al. 2022) for positions."""
-    attend = staticmethod(attend)       # LandmarkAttention has another one
-
     def __init__(self, config):
         super().__init__()
-        C, self.config = config.n_embd, config
+        C = config.n_embd
+        self.config = config
         self.qkv = Linear(C, 3 * C)
         self.proj = Linear(C, C)
 
+    def slopes(self, device):
+        """ALiBi's slopes, a geometric series -> (1, H, 1, 1)"""
+        exponents = torch.linspace(
+            math.log2(self.config.slope), -8, self.config.n_head, device=device)
+        return exponents.exp2().view(1, -1, 1, 1)
+
     def forward(self, x, past):
-        """x (B, L, C), past: keys and values (B, P, H, D) of the positions before, or None
-        -> (B, L, C), keys and values of the last W positions"""
-        H, W = self.config.n_head, self.config.window
-        q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).unbind(2)       # (B, L, H, D) each
+        """x (B, L, C), past: 2 x (B, s, H, D), keys and values of the positions before, None at the
+        beginning of a text -> (B, L, C), keys and values of the last W positions"""
+        W = self.config.window
+        q, k, v = self.qkv(x).unflatten(2, (3, self.config.n_head, -1)).unbind(2)  # (B, L, H, D)
         if past is not None:
-            k, v = (torch.cat(pair, 1) for pair in zip(past, (k, v)))   # (B, P + L, H, D)
-        exponents = torch.linspace(math.log2(self.config.slope), -8, H, device=x.device)
-        slopes = exponents.exp2().view(1, -1, 1, 1)                     # (1, H, 1, 1)
-        y = self.attend(q, k, v, W, W, slopes)                          # (B, L, H, D)
+            past_k, past_v = past
+            k = torch.cat([past_k, k], 1)                               # (B, s + L, H, D)
+            v = torch.cat([past_v, v], 1)
+        y = attend(q, k, v, W, W, self.slopes(x.device))                # (B, L, H, D)
         return self.proj(y.flatten(2)), (k[:, -W:], v[:, -W:])
-
-
-class GroupedCrossAttention(nn.Module):
-    """O = Σ_k w_k softmax(Q K_kᵀ / sqrt(D)) V_k (Eq. 2 and 3, gca_kernel.py), and a projection."""
-    def __init__(self, config):
-        super().__init__()
-        C, self.config = config.n_embd, config
-        self.norm = RMSNorm(C)
-        self.query = Linear(C, C)
-        self.proj = Linear(C, C)
-
-    def forward(self, x, kv, w, idx, mask, start, kernel):
-        """A piece of a text, of n chunks in whole or in part, that begins `start` positions into a
-        chunk, attends to chunks.
-
-        x (B, L, C)   kv (2, B, M, S, H, D)   w (B, n, K) fp32   idx (B, n, K) int32, -1: none
-        mask (B, L), False: a position attends to nothing; None: all attend   -> (B, L, C)"""
-        S, L = self.config.chunk_size, x.size(1)
-        q = self.query(self.norm(x)).unflatten(-1, (self.config.n_head, -1))    # (B, L, H, D)
-
-        # gca takes whole chunks of queries, and S - 1 keys of a chunk: not the landmark's. w has a
-        # row more than whole chunks: of the unfinished one
-        after = w.size(1) * S - start - L
-        q = F.pad(q, (0, 0, 0, 0, start, after))                        # (B, n S, H, D)
-        k, v = kv.type_as(q).flatten(2, 3)                              # (B, M S, H, D)
-        o = gca(q, k, v, w, idx, S, n_keys=S - 1, sink=self.config.sink, kernel=kernel)
-        o = o[:, start:start + L]
-        if mask is not None:
-            o = o.where(mask[..., None, None], 0)
-        return self.proj(o.flatten(2))
-
-
-class Block(nn.Module):
-    """A pre-norm Transformer layer; those of the upper half have grouped cross-attention."""
-    def __init__(self, config, retrieves=False):
-        super().__init__()
-        attention = LandmarkAttention if config.landmark else SelfAttention
-        self.norm1 = RMSNorm(config.n_embd)
-        self.attention = attention(config)
-        self.norm2 = RMSNorm(config.n_embd)
-        self.mlp = MLP(config)
-        self.gca = GroupedCrossAttention(config) if retrieves else None
-
-    def forward(self, x, past, retrieved=None):
-        y, past = self.attention(self.norm1(x), past)
-        x = x + y
-        if retrieved is not None:
-            x = x + self.gca(x, *retrieved)                             # H + O of Eq. 2
-        return x + self.mlp(self.norm2(x)), past
 
 
 class EncoderBlock(nn.Module):
     """A pre-norm Transformer layer with bidirectional attention and rotary positions."""
     def __init__(self, config):
         super().__init__()
-        C, self.n_head = config.n_embd, config.n_head
+        C = config.n_embd
+        self.n_head = config.n_head
         self.norm1 = RMSNorm(C)
+        self.qkv = Linear(C, 3 * C)
+        self.proj = Linear(C, C)
         self.norm2 = RMSNorm(C)
         self.mlp = MLP(config)
-        self.proj = Linear(C, C)
-        self.qkv = Linear(C, 3 * C)
 
     def forward(self, x):
+        """x (B N, S, C), chunks -> (B N, S, C)"""
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.n_head, -1))
-        q, k, v = qkv.unbind(2)                                         # (B N, S, H, D) each
+        q, k, v = qkv.unbind(2)                                         # 3 x (B N, S, H, D)
         y = softmax_attention(rotate(q), rotate(k), v)
         x = x + self.proj(y.flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
 class ChunkEncoder(nn.Module):
-    """§3.1: C_k of a chunk, by attention within it; its keys and values for cross-attention."""
+    """§3.1: C_k of a chunk, by attention within it; its keys and values for cross-attention"""
     def __init__(self, config):
         super().__init__()
-        C, self.config = config.n_embd, config
-        self.blocks = nn.Sequential(*(EncoderBlock(config) for _ in range(config.n_encoder)))
+        C = config.n_embd
+        self.config = config
         self.norm_in = RMSNorm(C) if config.n_encoder else nn.Identity()
+        self.blocks = nn.Sequential(*(EncoderBlock(config) for _ in range(config.n_encoder)))
         self.norm = RMSNorm(C)
-        self.kv = Linear(C, 2 * C)
+        self.kv = Linear(C, 2 * C)                                      # W_K, W_V
 
     def forward(self, x):
         """x (B, N, S, C) -> C_k (B, N, S, C), its keys and values (2, B, N, S, H, D)"""
@@ -453,78 +440,170 @@ class ChunkEncoder(nn.Module):
         return y, torch.stack([k, v])
 
 
-COMPILED = (Block, EncoderBlock)        # layers that train.py compiles
+class Retrieved(NamedTuple):
+    """What the L positions of a piece cross-attend to (Eq. 2): each of its n chunks, whole or in
+    part, to what the landmark before it has retrieved"""
+    kv: torch.Tensor            # (2, B, M, S, H, D) keys and values of chunks
+    w: torch.Tensor             # (B, n, K) fp32, their weights
+    idx: torch.Tensor           # (B, n, K) int32, their numbers among the M; -1: none
+    start: int                  # positions of the first chunk before the piece
+    mask: torch.Tensor | None   # (B, L), False: a position attends to nothing; None: all attend
 
 
-# What a stream keeps of a text (§3.3); only landmarks and kv grow, once a chunk
-#     past        list          of each layer, keys and values of the last W positions
-#     unfinished  (B, s, C)     the encoder's input, of the chunk that is not yet complete
-#     landmarks   list          of pieces, l_k of their chunks, (B, n, C)
-#     kv          list          of each chunk, (2, B, S, H, D) 16 bits; in forward a tensor
-#     chosen      list          of each group, w and idx (B, n, K), the last of the unfinished chunk
-State = namedtuple('State', 'past unfinished landmarks kv chosen')
+class GroupedCrossAttention(nn.Module):
+    """O = Σ_k w_k softmax(Q K_kᵀ / sqrt(D)) V_k (Eq. 2 and 3, gca_kernel.py), and a projection"""
+    def __init__(self, config):
+        super().__init__()
+        C = config.n_embd
+        self.config = config
+        self.norm = RMSNorm(C)
+        self.query = Linear(C, C)                                       # W_Q
+        self.proj = Linear(C, C)                                        # W_O
+
+    def forward(self, x, retrieved, kernel):
+        """x (B, L, C), Retrieved, kernel of gca -> (B, L, C)"""
+        kv, w, idx, start, mask = retrieved
+        S = self.config.chunk_size
+        L = x.size(1)
+        q = self.query(self.norm(x)).unflatten(-1, (self.config.n_head, -1))    # (B, L, H, D)
+
+        # gca takes whole chunks of queries: n for the rows of w, one for each whole chunk and one
+        # for the unfinished one. Of a chunk it takes S - 1 keys, without the landmark's
+        after = w.size(1) * S - start - L
+        q = F.pad(q, (0, 0, 0, 0, start, after))                        # (B, n S, H, D)
+        k, v = kv.type_as(q).flatten(2, 3)                              # 2 x (B, M S, H, D)
+        o = gca(q, k, v, w, idx, S, n_keys=S - 1, sink=self.config.sink, kernel=kernel)
+        o = o[:, start:start + L]
+        if mask is not None:
+            o = o.where(mask[..., None, None], 0)
+        return self.proj(o.flatten(2))
+
+
+class Block(nn.Module):
+    """A pre-norm Transformer layer; those of the upper half have grouped cross-attention."""
+    def __init__(self, config, retrieves=False):
+        super().__init__()
+        self.norm1 = RMSNorm(config.n_embd)
+        self.attention = SelfAttention(config)
+        self.norm2 = RMSNorm(config.n_embd)
+        self.mlp = MLP(config)
+        self.gca = GroupedCrossAttention(config) if retrieves else None
+
+    def forward(self, x, past, retrieved=None, kernel='auto'):
+        """x (B, L, C), past: see SelfAttention, Retrieved or None, kernel of gca -> (B, L, C), the
+        past of the next piece"""
+        y, past = self.attention(self.norm1(x), past)
+        x = x + y
+        if self.gca is not None and retrieved is not None:
+            x = x + self.gca(x, retrieved, kernel)                      # H + O of Eq. 2
+        return x + self.mlp(self.norm2(x)), past
 
 
 # --------------------------------------------------------------------------------------------------
 # the model
+class Traced(NamedTuple):
+    """A part of what was read to predict a token: ids[start:end] of a text"""
+    weight: float
+    ids: torch.Tensor       # (n,) the document, or another text
+    start: int
+    end: int
+
+
+class State(NamedTuple):
+    """What a stream keeps of a text (§3.3); only landmarks and kv grow, once a chunk. They are
+    lists, because a list is extended without a copy of what it has."""
+    past: list                  # of each layer, keys and values of the last W positions
+    unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the unfinished chunk
+    landmarks: list             # of pieces of the text, l_k of their chunks, (B, n, C)
+    kv: list                    # of each chunk, (B, 2, S, H, D) in 16 bits
+    chosen: list                # of each group, w and idx (B, n, K); the last row is for the
+                                # unfinished chunk
+
+
+class Candidates(NamedTuple):
+    """The M chunks that the N landmarks of a piece can retrieve from"""
+    l_k: torch.Tensor           # (B, M, C)
+    permitted: torch.Tensor     # (B, N, M) bool
+    take: Callable              # idx (B, n, K) -> kv (2, B, m, S, H, D) of chunks, idx among the m
+    start: int                  # see Retrieved
+    mask: torch.Tensor | None   # see Retrieved
+
+
+COMPILED = (Block, EncoderBlock)        # layers that train.py compiles
+
+
+def init_weights(model, seed):
+    """Normal initial weights, for width C. The seed of a matrix depends on its name, so what
+    different models share begins equal."""
+    config = model.config
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            torch.manual_seed(seed + zlib.crc32(name.encode()))
+            std = 0.02 * math.sqrt(768 / config.n_embd)
+            if name.endswith('proj.weight') and 'gca' not in name:      # it adds to the residual
+                std /= math.sqrt(2 * config.n_layer)
+            nn.init.normal_(p, std=std)
+
+    # h begins at 0, so at first similar chunks retrieve each other, see DRT.query
+    if config.compare_means:
+        for norm in model.landmark_norms:
+            nn.init.zeros_(norm.weight)
+
+    # GCA begins by copying what followed a similar token
+    if config.groups and config.copy_start:
+        k, v = model.encoder.kv.weight.data.chunk(2)
+        for block in model.upper:
+            block.gca.query.weight.data.copy_(k)                        # W_Q = W_K
+            block.gca.proj.weight.data.copy_(v.T)                       # W_O = W_Vᵀ
+
+
 class DRT(nn.Module):
-    """A sliding-window language model whose upper layers attend to chunks that it retrieves."""
+    """A sliding-window language model whose upper layers attend to chunks that it retrieves. By
+    default it has the fields marked (ours); --preset 124m has the paper's."""
     PIECE = 2048                # positions of a long text that are processed at once
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.kernel = config, 'auto'                       # kernel: of gca
-        self.retriever, self.source = config.retriever, 'text'          # see ways
-        self.corpus, self.offload = None, ''    # tokens, landmarks and kv; see prepare_eval, State
-        seed = torch.randint(2 ** 48, (), device='cpu').item()
-        C, n_upper = config.n_embd, config.n_layer // 2
-        retrieves = config.groups > 0
+        seed = torch.randint(2 ** 48, (), device='cpu').item()          # of the weights
+        C = config.n_embd
+        self.config = config
+        self.way = 'on'                                                 # see ways
+        self.kernel = 'auto'                                            # see gca, cross_entropy
 
         # ids after those of the tokenizer: the landmark; for MLM the mask
         n_ids = config.vocab_size
-        if retrieves or config.landmark:
+        if self.has_landmarks:
             n_ids += 2 if config.encoder == 'tokens' else 1
         self.embedding = nn.Embedding(n_ids, C)                         # also the output embedding
-        self.lower = nn.ModuleList(Block(config) for _ in range(config.n_layer - n_upper))
-        self.upper = nn.ModuleList(Block(config, retrieves) for _ in range(n_upper))
+        self.lower, self.upper = self.make_layers(config)
+
+        # retrieval
         self.landmark_norms = nn.ModuleList(RMSNorm(C) for _ in range(config.groups))
-        self.encoder = ChunkEncoder(config) if retrieves else None
-        self.norm = RMSNorm(C)
+        self.encoder = ChunkEncoder(config) if config.groups else None
+        self.norm = RMSNorm(C)                                          # of the output
+        init_weights(self, seed)
 
-        # normal weights, seeded by name: what models of other settings share is equal
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                torch.manual_seed(seed + zlib.crc32(name.encode()))
-                std = 0.02 * math.sqrt(768 / C)
-                if name.endswith('proj.weight') and 'gca' not in name:  # it adds to the residual
-                    std /= math.sqrt(2 * config.n_layer)
-                nn.init.normal_(p, std=std)
-        if config.compare_means:
-            for norm in self.landmark_norms:
-                nn.init.zeros_(norm.weight)                             # h begins at 0
-        if config.groups and config.shift_values:
-            # GCA begins by copying what followed a similar token: W_Q = W_K, W_O = W_Vᵀ
-            k, v = self.encoder.kv.weight.data.chunk(2)
-            for block in self.upper:
-                block.gca.query.weight.data.copy_(k)
-                block.gca.proj.weight.data.copy_(v.T)
+        # for evaluation; prepare_eval sets them
+        self.corpus = None      # to retrieve from: its tokens (n,), landmarks and kv as in State
+        self.offload = ''       # folder for kv
 
-    def empty_state(self, B):
-        """The state before a text. A corpus to retrieve from comes first: its chunks (B = 1)."""
-        config, zeros = self.config, self.embedding.weight.new_zeros
-        nothing = zeros(B, 0, config.n_embd)
-        landmarks, kv = [nothing], []
-        if self.source != 'text':
-            _, landmarks, kv = self.corpus
-        w = zeros(B, 1, config.n_neighbors)
-        chosen = [(w, w.int() - 1)] * config.groups                     # weights 0, no chunks
-        return State([None] * config.n_layer, nothing, landmarks, kv, chosen)
+    @property
+    def has_landmarks(self):
+        """The base LM has none."""
+        return self.config.groups > 0
+
+    def make_layers(self, config):
+        """The lower and the upper half of the layers; the upper ones retrieve."""
+        n_upper = config.n_layer // 2
+        n_lower = config.n_layer - n_upper
+        lower = nn.ModuleList(Block(config) for _ in range(n_lower))
+        upper = nn.ModuleList(Block(config, config.groups > 0) for _ in range(n_upper))
+        return lower, upper
 
     def insert(self, x, value, state=None):
         """§3.1: inserts `value` after every S - 1 tokens, at positions S - 1, 2S - 1, ... of a
-        text. x (B, T), which continues the text of state -> (B, L). value None: repeats the number
-        before. The base LM has no landmarks."""
-        if self.config.groups == 0 and not self.config.landmark:
+        text; None: repeats the number before. x (B, T) continues the text of state -> (B, L)"""
+        if not self.has_landmarks:
             return x
         S = self.config.chunk_size
         s = state.unfinished.size(1) if state else 0                    # positions before x
@@ -537,171 +616,176 @@ class DRT(nn.Module):
             return x
         return x.where(position % S < S - 1, value)
 
-    def retrieve(self, g, x, l_k, mask):
-        """Eq. 1: r = h · l_k / sqrt(C). Retrieves the K chunks of largest r (§3.2: + noise),
-        weighted by the softmax of r.
+    # lower layers, retrieval, upper layers
+    def lower_layers(self, ids, past):
+        """ids (B, L), past of these layers -> states x (B, L, C), the past of the next piece"""
+        x = self.embedding(ids)
+        new_past = []
+        for block, block_past in zip(self.lower, past, strict=True):
+            x, block_past = block(x, block_past)
+            new_past.append(block_past)
+        return x, new_past
+
+    def encoder_input(self, x, ids):
+        """What the chunk encoder gets of a piece: x (B, L, C) of the lower layers, or embeddings of
+        ids (B, L) -> (B, L, C)"""
+        if self.config.encoder == 'lower':
+            return x
+        return self.embedding(ids)
+
+    def encode_chunks(self, x):
+        """§3.1, of N whole chunks: x (B, N S, C) of encoder_input -> C_k (B, N, S, C), l_k
+        (B, N, C), keys and values (2, B, N, S, H, D)"""
+        chunks, kv = self.encoder(x.unflatten(1, (-1, self.config.chunk_size)))
+        l_k = chunks[:, :, -1]                                          # of the landmarks
+        if self.config.compare_means:
+            l_k = chunks.mean(2)
+        return chunks, l_k, kv
+
+    def query(self, g, x, l_k, permitted):
+        """h of Eq. 1, for group g of the upper layers: a norm of x at the landmark.
 
         compare_means (ours): l_k is the mean of chunk k's states C_k, not its landmark's state, and
         the query of chunk t is
 
             h_t = norm_g(x_t) + RMSNorm(l_t - mean of l_k over the chunks that t may retrieve)
 
-        The weight of norm_g starts at 0, so at first similar chunks retrieve each other.
-
-        x (B, N, C), of group g, of the last N of M landmarks   l_k (B, M, C)   mask (B, N, M),
-        False: not to retrieve -> w (B, N, K) fp32, idx (B, N, K) int32; 0, -1 where no chunk is
-        left"""
-        N, M = mask.shape[1:]
-        K = self.config.n_neighbors
-
-        # the query h (B, N, C)
+        x (B, N, C), at the last N of M landmarks, l_k (B, M, C), permitted (B, N, M)
+        -> (B, N, C)"""
         h = self.landmark_norms[g](fp32(x))
-        if self.retriever == 'random':
-            # App. A.5: row k is the query of landmark k, in every text. Uniform, with mean 0 and
-            # standard deviation 1: that of numbers from 0 to 1 is 1 / sqrt(12)
-            generator = torch.Generator().manual_seed(g)
-            table = torch.rand(M, h.size(2), generator=generator)[M - N:]
-            h = (table * 12 ** 0.5 - 3 ** 0.5).to(h)                    # (N, C)
-        elif self.config.compare_means:
-            n_chunks = mask.sum(2, keepdim=True).clamp(min=1)
-            mean = product(mask.type_as(l_k), l_k) / n_chunks           # (B, N, C)
-            h = h + F.rms_norm(l_k[:, M - N:] - mean, mean.shape[2:], eps=1e-6)
+        if not self.config.compare_means:
+            return h
+        N, M = permitted.shape[1:]
+        n_permitted = permitted.sum(2, keepdim=True).clamp(min=1)
+        mean = product(permitted.type_as(l_k), l_k) / n_permitted       # (B, N, C)
+        return h + F.rms_norm(l_k[:, M - N:] - mean, mean.shape[2:], eps=1e-6)
 
-        # scores, with K columns or more
-        r = product(h, l_k.mT) / h.size(-1) ** 0.5                      # (B, N, M)
-        r = F.pad(r.masked_fill(~mask, MASKED), (0, K), value=MASKED)
+    def random_query(self, g, x, M):
+        """App. A.5: random numbers in place of h, for x (B, N, C) at the last N of M landmarks: row
+        k is the query of landmark k, in every text -> (N, C)"""
+        _, N, C = x.shape
+        generator = torch.Generator().manual_seed(g)
+        table = torch.rand(M, C, generator=generator)[M - N:]
+
+        # uniform, with mean 0 and standard deviation 1: that of numbers from 0 to 1 is 1 / sqrt(12)
+        return (table * 12 ** 0.5 - 3 ** 0.5).to(fp32(x))
+
+    def scores(self, h, l_k):
+        """Eq. 1: r_k = h · l_k / sqrt(C). h (B, N, C) or (N, C), l_k (B, M, C) -> (B, N, M)"""
+        return product(h, l_k.mT) / h.size(-1) ** 0.5
+
+    def choose(self, r, permitted):
+        """Eq. 1 and 2: the K permitted chunks of largest r (§3.2: + noise), weighted by the softmax
+        of r. r, permitted (B, N, M) -> w (B, N, K) fp32, idx (B, N, K) int32; 0 and -1 where there
+        are fewer"""
+        K = self.config.n_neighbors
+        r = F.pad(r.masked_fill(~permitted, MASKED), (0, K), value=MASKED)      # K or more columns
         order = r
         if not self.training:
             # the scores of a chunk that recurs differ by errors of rounding, which depend on the
-            # pieces in which a text is read: rounded to 1 / 256 they are ties
+            # pieces in which a text is read. Rounded to 1 / 256 they are ties: the first is chosen
             order = (256 * r).round()
         elif self.config.gumbel:                                        # noise: -log Exp(1)
             order = r - torch.empty_like(r).exponential_().log()
 
-        # the top K; not by topk, whose ties depend on M
+        # not by topk, whose ties depend on M
         idx = order.argsort(descending=True, stable=True)[..., :K]      # (B, N, K)
         w = r.gather(2, idx)
         valid = w > MASKED
         return w.softmax(2) * valid, idx.masked_fill(~valid, -1).int()
 
-    def store(self, kv):
-        """kv (2, B, N, S, H, D) -> a list of N chunks, 16 bits, with --offload in a mapped file"""
-        if kv.dtype == torch.float32:                                   # fp64 is for the tests
-            kv = kv.half()
-        if self.offload:
-            # the file is unlinked at once: the system frees it together with the tensor
-            with tempfile.NamedTemporaryFile(dir=self.offload) as file:
-                kv.cpu().numpy().tofile(file)
-                kv = torch.from_file(file.name, True, kv.numel(),
-                                     dtype=kv.dtype).view_as(kv)
-        return list(kv.unbind(2))
+    def retrieve(self, g, x, candidates):
+        """What the landmarks retrieve for group g: query, scores, choice. x (B, N, C) at the N
+        landmarks of a piece -> w, idx (B, N, K)"""
+        l_k, permitted = candidates.l_k, candidates.permitted
+        if self.way == 'shuffled' or self.config.retriever == 'random':
+            h = self.random_query(g, x, l_k.size(1))
+        else:
+            h = self.query(g, x, l_k, permitted)
+        r = self.scores(h, l_k)                                         # (B, N, M)
+        return self.choose(r, permitted)
 
-    def add_chunks(self, x, state, stored):
-        """§3.1: encodes the chunks that end in x (B, L, C), the encoder's input. -> C_k (B, N, S,
-        C), None if there is none, and the new unfinished, landmarks and kv of a State"""
-        S = self.config.chunk_size
-        unfinished = torch.cat([state.unfinished, x], 1)
-        N = unfinished.size(1) // S
-        whole, unfinished = unfinished.tensor_split([N * S], 1)
-        if N == 0 or self.encoder is None:                  # a base LM has chunks, but no encoder
-            return None, unfinished, state.landmarks, state.kv
-        chunks, kv = self.encoder(whole.unflatten(1, (N, S)))           # (B, N, S, C)
-        landmarks = chunks[:, :, -1]                                    # l_k (B, N, C)
-        if self.config.compare_means:
-            landmarks = chunks.mean(2)
-        if stored:
-            kv = state.kv + self.store(kv)
-        return chunks, unfinished, [*state.landmarks, landmarks], kv
-
-    def may_retrieve(self, B, N, M, docs):
-        """The mask of `retrieve` (B, N, M): the last N of M landmarks retrieve chunks before their
-        own, of their document if docs (B, L) is not None."""
-        S = self.config.chunk_size
-        mask = self.embedding.weight.new_ones(B, N, M, dtype=torch.bool).tril(M - N - 1)
-        if self.source != 'text':                                       # Table 4: a corpus is first
-            n_corpus = len(self.corpus[2])
-            if self.config.next_chunk:
-                mask[..., n_corpus - 1] = False                         # no chunk comes after it
-            if self.source == 'corpus':
-                mask[..., n_corpus:] = False
-        if docs is not None:                                            # only forward: N = M
-            # documents are contiguous: if chunk k begins in the document in which landmark n > k
-            # is, all of chunk k is in it
-            first = docs[:, None, :N * S:S]                             # (B, 1, N) of chunks
-            last = docs[:, S - 1::S, None]                              # (B, N, 1)
-            mask &= (first == last) & (first >= 0)                      # not of padding
-        return mask
-
-    def gca_inputs(self, w, idx, kv, docs, start, L):
-        """Arguments of GroupedCrossAttention for the L positions of a piece: its chunk n attends to
-        what the landmark before it has retrieved, w[:, n] and idx[:, n]."""
-        S, mask = self.config.chunk_size, None
+    def for_positions(self, w, idx, candidates):
+        """What is retrieved by landmarks is read at the positions after each: w, idx (B, n, K) of
+        the n chunks of a piece -> Retrieved"""
         if self.config.next_chunk:                                      # (B, n, 2 K); -1 remains -1
             w = w.repeat_interleave(2, 2) / 2
             idx = torch.stack([idx, idx + (idx >= 0)], 3).flatten(2)
-        if docs is None:
-            # a stream copies each chunk that is retrieved once; for -1 the last, which is not read
-            numbers, copies = idx.unique(return_inverse=True)
-            idx = copies.masked_fill(idx < 0, -1)
-            kv = torch.stack([kv[k] for k in numbers.tolist()], 2).to(w.device)
-        else:                               # a landmark retrieves for positions of its document
-            position = torch.arange(L, device=docs.device)
-            mask = docs == docs[:, position // S * S - 1]   # (B, L); chunk 0 reads nothing
-        return kv, w, idx, mask, start, self.kernel
+        kv, idx = candidates.take(idx)
+        return Retrieved(kv, w, idx, candidates.start, candidates.mask)
 
-    def encode(self, ids, state=None, docs=None, masked=None, upper=True):
-        """ids (B, L), of tokens and landmarks, continue the text of state, if it is not None. Only
-        from forward: docs (B, L), documents; masked (B, L), hidden from the encoder. upper=False:
-        for a text of which only later positions matter. -> f (B, L, C), C_k (B, N, S, C) of the N
-        chunks that end here, the new state"""
+    def upper_layers(self, x, past, chosen, candidates):
+        """x (B, L, C); past of these layers; chosen: see State; candidates: Candidates, or None if
+        nothing is retrieved -> (B, L, C), the past of the next piece, the new chosen"""
+        new_past = []
+        new_chosen = []
+        retrieved = None
+        for layer, (block, block_past) in enumerate(zip(self.upper, past, strict=True)):
+            # where a group of layers begins, its landmarks retrieve
+            if candidates is not None and layer % (len(self.upper) // self.config.groups) == 0:
+                g = len(new_chosen)                                     # g(l) of Eq. 2
+                S = self.config.chunk_size
+                at_landmarks = x[:, S - 1 - candidates.start::S]        # (B, N, C)
+                w, idx = self.retrieve(g, at_landmarks, candidates)
+
+                # the first chunk of these positions reads what the landmark before it retrieved
+                last_w, last_idx = chosen[g]
+                w = torch.cat([last_w[:, -1:], w], 1)                   # (B, N + 1, K)
+                idx = torch.cat([last_idx[:, -1:], idx], 1)
+                new_chosen.append((w, idx))
+                retrieved = self.for_positions(w, idx, candidates)
+            x, block_past = block(x, block_past, retrieved, self.kernel)
+            new_past.append(block_past)
+        return x, new_past, new_chosen or chosen
+
+    @property
+    def retrieves(self):
+        """Whether it retrieves now"""
+        return self.encoder is not None and self.way != 'off' and self.config.retriever != 'none'
+
+    def nothing_chosen(self, B):
+        """w and idx of each group, for the chunk at the beginning of B texts: no chunks"""
+        w = self.embedding.weight.new_zeros(B, 1, self.config.n_neighbors)
+        return [(w, w.int() - 1)] * self.config.groups
+
+    # training
+    def training_candidates(self, l_k, kv, docs):
+        """Of sequences from their beginning: landmarks retrieve chunks before their own, of their
+        document. l_k (B, N, C), kv (2, B, N, S, H, D), docs (B, L) of positions -> Candidates"""
         S = self.config.chunk_size
+        N = l_k.size(1)
+        earlier = torch.ones(N, N, dtype=torch.bool, device=docs.device).tril(-1)
+
+        # documents are contiguous: if chunk k begins in the document in which landmark n > k is,
+        # all of chunk k is in it
+        first = docs[:, None, :N * S:S]                                 # (B, 1, N) of chunks
+        last = docs[:, S - 1::S, None]                                  # (B, N, 1)
+        permitted = earlier & (first == last) & (first >= 0)            # not of padding
+
+        # a landmark retrieves for positions of its document; chunk 0 reads nothing
+        position = torch.arange(docs.size(1), device=docs.device)
+        mask = docs == docs[:, position // S * S - 1]                   # (B, L)
+        return Candidates(l_k, permitted, lambda idx: (kv, idx), 0, mask)
+
+    def encode_batch(self, ids, docs, encoder_ids):
+        """Whole sequences from their beginning, with gradients. ids, docs (B, L) of tokens and
+        landmarks; encoder_ids (B, L): ids that the encoder sees, some of which can be masked
+        -> f (B, L, C), C_k (B, N, S, C) or None, chosen of each group"""
         B, L = ids.shape
-        state = state or self.empty_state(B)
-        past = list(state.past)
-        chosen = list(state.chosen)
-        start = state.unfinished.size(1)                                # positions before ids
-
-        # the lower layers
-        x = self.embedding(ids)                                         # (B, L, C)
-        for i, block in enumerate(self.lower):
-            x, past[i] = block(x, past[i])
-
-        # the chunks that end here; a stream stores them
-        if masked is not None:
-            ids = ids.masked_fill(masked, self.config.vocab_size + 1)
-        y = x if self.config.encoder == 'lower' else self.embedding(ids)
-        chunks, unfinished, landmarks, kv = self.add_chunks(y, state, stored=docs is None)
-        if len(landmarks) > 1 and upper:
-            landmarks = [torch.cat(landmarks, 1)]
-        state = State(past, unfinished, landmarks, kv, chosen)
-        if not upper:
-            return None, None, state
-
-        # the upper layers; where a group of them begins, its landmarks retrieve
-        l_k = landmarks[0]                                              # (B, M, C)
-        M = l_k.size(1)
-        retrieves, retrieved = self.retriever != 'off' and M > 0, None
-        if retrieves:
-            N = (start + L) // S
-            mask = self.may_retrieve(B, N, M, docs)                     # (B, N, M)
-            depth = len(self.upper) // self.config.groups               # layers of a group
-        for j, block in enumerate(self.upper):
-            if retrieves and j % depth == 0:
-                g = j // depth                                          # g(l) of Eq. 2
-                at_landmarks = x[:, S - 1 - start::S]                   # (B, N, C)
-                pair = self.retrieve(g, at_landmarks, l_k, mask)        # w, idx
-                # the first chunk of these ids attends to what the landmark before it retrieved
-                chosen[g] = [torch.cat([last[:, -1:], new], 1)          # (B, N + 1, K)
-                             for last, new in zip(chosen[g], pair)]
-                retrieved = self.gca_inputs(*chosen[g], kv, docs, start, L)
-            i = len(self.lower) + j
-            x, past[i] = block(x, past[i], retrieved)
-        return self.norm(x), chunks, state
+        x, _ = self.lower_layers(ids, [None] * len(self.lower))
+        chunks = candidates = None
+        if self.encoder is not None:
+            end = L // self.config.chunk_size * self.config.chunk_size
+            chunks, l_k, kv = self.encode_chunks(self.encoder_input(x, encoder_ids)[:, :end])
+        if self.retrieves:
+            candidates = self.training_candidates(l_k, kv, docs)
+        x, _, chosen = self.upper_layers(
+            x, [None] * len(self.upper), self.nothing_chosen(B), candidates)
+        return self.norm(x), chunks, chosen
 
     def forward(self, batch, progress):
-        """The training loss () in nats per token and a dict to log; in eval mode without Gumbel
-        noise and MLM. batch: tokens, targets, doc (B, T) int64 (target -1: not scored), seed;
-        progress: step / max_steps"""
+        """batch: data.Batch; progress: step / max_steps; in eval mode without Gumbel noise and MLM
+        -> the loss () in nats per token, what to log"""
         config = self.config
         V = config.vocab_size
         if self.training:
@@ -713,90 +797,193 @@ class DRT(nn.Module):
         docs = self.insert(batch.doc, None)                             # a landmark's: of its chunk
 
         # §3.2: in the first half of training MLM hides tokens from the encoder, no landmarks
-        masked = None
-        if self.encoder and config.encoder == 'tokens' and self.training and progress < 0.5:
+        with_mlm = self.encoder is not None and config.encoder == 'tokens'
+        with_mlm = with_mlm and self.training and progress < 0.5
+        masked = torch.zeros_like(ids, dtype=torch.bool)
+        if with_mlm:
             masked = torch.rand(ids.shape, device=ids.device) < config.mlm
             masked &= (ids < V) & (docs >= 0)
 
+        # the loss
         E = self.embedding.weight[:V]
-        f, chunks, state = self.encode(ids, None, docs, masked)
-        loss, log = cross_entropy(f, E, targets), {}
+        f, chunks, chosen = self.encode_batch(ids, docs, ids.masked_fill(masked, V + 1))
+        loss = cross_entropy(f, E, targets, self.kernel)
+        log = {}
         if config.groups > 0:
-            w, _ = state.chosen[-1]
+            w, _ = chosen[-1]
             largest = w[:, :-1].amax(2)                                 # (B, N)
             log['top_weight'] = largest.sum() / (largest > 0).sum().clamp(min=1)
-        if masked is not None:                                          # the encoder predicts them
-            encoded = chunks.flatten(1, 2)                              # (B, N S, C)
-            hidden = ids.masked_fill(~masked, -1)[:, :encoded.size(1)]
-            mlm_loss = cross_entropy(encoded, E, hidden)
-            log.update(lm_loss=loss, mlm_loss=mlm_loss)
-            loss = loss + mlm_loss
-        return loss, log
+        if not with_mlm:
+            return loss, log
+
+        # the encoder predicts the masked tokens
+        encoded = chunks.flatten(1, 2)                                  # (B, N S, C)
+        hidden = ids.masked_fill(~masked, -1)[:, :encoded.size(1)]
+        mlm_loss = cross_entropy(encoded, E, hidden, self.kernel)
+        log.update(lm_loss=loss, mlm_loss=mlm_loss)
+        return loss + mlm_loss, log
+
+    # inference
+    def empty_state(self, B):
+        """The state before B texts. A corpus to retrieve from comes first: its chunks."""
+        nothing = self.embedding.weight.new_zeros(B, 0, self.config.n_embd)
+        landmarks, kv = [nothing], []
+        if self.reads_corpus:
+            _, landmarks, kv = self.corpus
+            landmarks = [x.expand(B, -1, -1) for x in landmarks]
+            kv = [x.expand(B, -1, -1, -1, -1) for x in kv]
+        return State([None] * self.config.n_layer, nothing, landmarks, kv, self.nothing_chosen(B))
+
+    @property
+    def reads_corpus(self):
+        return self.way in ('corpus', 'both')
+
+    def store(self, kv):
+        """kv (2, B, N, S, H, D) -> a list of N chunks (B, 2, S, H, D), 16 bits, with --offload in a
+        mapped file"""
+        if kv.dtype == torch.float32:                                   # fp64 is for the tests
+            kv = kv.half()
+        if self.offload:
+            # the file is unlinked at once: the system frees it together with the tensor
+            with tempfile.NamedTemporaryFile(dir=self.offload) as file:
+                kv.cpu().numpy().tofile(file)
+                kv = torch.from_file(file.name, True, kv.numel(),
+                                     dtype=kv.dtype).view_as(kv)
+        return list(kv.transpose(0, 1).unbind(2))
+
+    def encode_lower(self, ids, state):
+        """ids (B, L), which continue the text of state, through the lower layers and the chunk
+        encoder -> x (B, L, C), a state whose upper past and chosen are still the former ones"""
+        S = self.config.chunk_size
+        n_lower = len(self.lower)
+        x, lower_past = self.lower_layers(ids, state.past[:n_lower])
+        past = lower_past + state.past[n_lower:]
+
+        # the chunks that end here
+        unfinished = torch.cat([state.unfinished, self.encoder_input(x, ids)], 1)
+        N = unfinished.size(1) // S
+        whole, unfinished = unfinished.tensor_split([N * S], 1)
+        landmarks, kv = state.landmarks, state.kv
+        if N > 0 and self.encoder is not None:
+            _, l_k, new_kv = self.encode_chunks(whole)
+            landmarks = [*landmarks, l_k]
+            kv = kv + self.store(new_kv)
+        return x, State(past, unfinished, landmarks, kv, state.chosen)
+
+    def stream_candidates(self, l_k, kv, N, start):
+        """Of a stream: the last N of M landmarks retrieve chunks before their own. With a corpus,
+        its chunks come first. l_k (B, M, C), kv: see State -> Candidates"""
+        B, M, _ = l_k.shape
+        permitted = torch.ones(N, M, dtype=torch.bool, device=l_k.device).tril(M - N - 1)
+        if self.reads_corpus:
+            n_corpus = len(self.corpus[2])
+            if self.config.next_chunk:
+                permitted[:, n_corpus - 1] = False                      # no chunk comes after it
+            if self.way == 'corpus':
+                permitted[:, n_corpus:] = False
+
+        def take(idx):
+            # each chunk that is retrieved is copied once; for -1 the last one, which is not read
+            numbers, copies = idx.unique(return_inverse=True)
+            copied = torch.stack([kv[k] for k in numbers.tolist()], 2)  # (B, 2, m, S, H, D)
+            return copied.transpose(0, 1).to(idx.device), copies.masked_fill(idx < 0, -1)
+
+        return Candidates(l_k, permitted.expand(B, N, M), take, start, None)
+
+    def encode_upper(self, x, start, state):
+        """x and the state of encode_lower, through the upper layers; start: positions of the first
+        chunk before x -> f (B, L, C), the new state"""
+        n_lower = len(self.lower)
+        l_k = torch.cat(state.landmarks, 1)                             # (B, M, C)
+        candidates = None
+        if self.retrieves and l_k.size(1) > 0:
+            N = (start + x.size(1)) // self.config.chunk_size           # landmarks in x
+            candidates = self.stream_candidates(l_k, state.kv, N, start)
+        x, upper_past, chosen = self.upper_layers(
+            x, state.past[n_lower:], state.chosen, candidates)
+        past = state.past[:n_lower] + upper_past
+        return self.norm(x), State(past, state.unfinished, [l_k], state.kv, chosen)
+
+    @torch.no_grad()
+    def encode(self, ids, state=None):
+        """ids (B, L), of tokens and landmarks, continue the text of state or begin one (None)
+        -> f (B, L, C), which predicts the next tokens, the new state"""
+        if state is None:
+            state = self.empty_state(len(ids))
+        start = state.unfinished.size(1)
+        x, state = self.encode_lower(ids, state)
+        return self.encode_upper(x, start, state)
 
     def log_probs(self, tokens):
-        """log P(next token | all so far), one document: tokens (B, T) int64 -> (B, T, V) fp32"""
+        """log P (B, t, V) fp32 of the token after each of tokens (B, t), each row a document"""
         return self.stream(tokens)[0]
 
     @torch.no_grad()
     def stream(self, tokens, state=None):
-        """log_probs of tokens (B, t) that continue the text of state, and the new state"""
+        """Predicts the token after each of tokens (B, t), t >= 1, which continue the text of
+        `state` -> log P (B, t, V), the new state"""
         V = self.config.vocab_size
         ids = self.insert(tokens, V, state)
-        f, _, state = self.encode(ids, state)
+        f, state = self.encode(ids, state)
         logits = product(f[:, ids[0] < V], self.embedding.weight[:V].T)     # not of landmarks
         return logits.log_softmax(-1), state
 
     @torch.no_grad()
     def read(self, tokens, state=None):
-        """The state of `stream`. Upper layers run only at the end, on what later positions need: W
-        for each layer, and S for each group, as a landmark retrieves for the chunk after it."""
+        """The new state of stream(tokens, state), without predictions; any t >= 0. Upper layers run
+        only at the end, on what later positions need: W positions for each layer, and S for each
+        group, because a landmark retrieves for the chunk after it."""
         config = self.config
+        if state is None:
+            state = self.empty_state(len(tokens))
         ids = self.insert(tokens, config.vocab_size, state)
 
-        # where the upper layers start again, `past` and `chosen` are of an earlier part of the
-        # text. What they spoil spreads by W per layer and by S per group; the final state also has
-        # the last landmark's choice, at most S back. So `reach` positions are enough to be exact
+        # Where the upper layers start again, `past` and `chosen` are of an earlier part of the
+        # text. What is wrong with them spreads by W per layer and by S per group, and the final
+        # state also has the last landmark's choice, at most S back. So `reach` positions are enough
+        # to be exact: W = 128, S = 32, two upper layers in one group: 2 x 128 + 2 x 32 = 320
         reach = len(self.upper) * config.window + (1 + config.groups) * config.chunk_size
-        after = ids.size(1)                                             # positions after a piece
+        n_after = ids.size(1)                                           # positions after a piece
         for piece in ids.split(self.PIECE, dim=1):
-            after -= piece.size(1)
-            _, _, state = self.encode(piece, state, upper=after < reach)
+            n_after -= piece.size(1)
+            start = state.unfinished.size(1)
+            x, state = self.encode_lower(piece, state)
+            if n_after < reach:
+                _, state = self.encode_upper(x, start, state)
         return state
 
     def ways(self):
-        """Name -> attributes to set: chunks of the text, of a corpus, of both, random ones, none"""
-        if self.config.groups == 0 or self.config.retriever == 'off':
-            return {'off': {}}
-        on = dict(retriever=self.config.retriever, source='text')
-        ways = {'on': on}
-        if self.corpus:                                                 # Table 4
-            for source in ('corpus', 'both'):
-                ways[source] = dict(on, source=source)
-        ways['shuffled'] = dict(on, retriever='random')
-        ways['off'] = dict(on, retriever='off')
-        return ways
+        """The names of the ways in which a text can be read: values of `way`, see eval.py"""
+        if self.config.groups == 0 or self.config.retriever == 'none':
+            return ('off',)
+        if self.corpus is None:
+            return ('on', 'shuffled', 'off')
+        return ('on', 'corpus', 'both', 'shuffled', 'off')              # Table 4
 
     def trace(self, tokens, t, state=None, group=None):
-        """The chunks that are read to predict token t + 1, by all groups or one: a list of (weight,
-        ids, start, end), largest weight first. The chunk is ids[start:end], with next_chunk two,
-        of tokens (n,) or of a corpus. state: that of read(tokens[None, :t])"""
-        state = state or self.read(tokens[None, :t])
+        """The chunks that are read to predict token t + 1 of tokens (n,), by all groups or one,
+        with w_k; with next_chunk two at once -> [Traced], the largest weight first. state: of
+        read(tokens[None, :t]), computed if None"""
+        if state is None:
+            state = self.read(tokens[None, :t])
         n_tokens = self.config.chunk_size - 1                           # of a chunk
-        n_corpus = len(self.empty_state(1).kv)
         n_read = 2 * n_tokens if self.config.next_chunk else n_tokens
+        n_corpus = len(self.corpus[2]) if self.reads_corpus else 0
         rows = []
         for g, (w, idx) in enumerate(state.chosen):
+            if group not in (None, g):
+                continue
             for weight, k in zip(w[0, -1].tolist(), idx[0, -1].tolist()):
-                if k < 0 or group not in (None, g):
+                if k < 0:
                     continue
                 ids, start = tokens, (k - n_corpus) * n_tokens
                 if k < n_corpus:
                     ids, start = self.corpus[0], k * n_tokens
-                rows.append((weight, ids, start, start + n_read))
-        return sorted(rows, key=lambda row: -row[0])
+                rows.append(Traced(weight, ids, start, start + n_read))
+        return sorted(rows, key=lambda row: -row.weight)
 
     @torch.no_grad()
-    def prepare_eval(self, corpus, external, args, path, progress):
+    def prepare_eval(self, corpus, external, args, path):
         """Table 4: with --retrieve-from, reads external.train as a text before each other one.
         Raises SystemExit if a text would retrieve from itself, or if there is no chunk."""
         self.offload = args.offload
@@ -808,81 +995,45 @@ class DRT(nn.Module):
                                  device=self.embedding.weight.device)
         if len(tokens) < 2 * (self.config.chunk_size - 1):
             raise SystemExit('--retrieve-from: its text is shorter than two chunks')
-        state = None
-        for piece in progress(tokens.split(16 * self.PIECE), 'reading the corpus'):
+        state = self.empty_state(1)
+        for piece in args.progress_bar(tokens.split(16 * self.PIECE), 'reading the corpus'):
             state = self.read(piece[None], state)
         self.corpus = tokens, state.landmarks, state.kv
 
 
 # --------------------------------------------------------------------------------------------------
-# compared systems
-class LandmarkAttention(SelfAttention):
-    """Landmark Attention (Mohtashami & Jaggi, NeurIPS 2023, §3): one softmax over the tokens of a
-    position's chunk, up to it, and the landmarks of earlier chunks. The weight w_k of a landmark is
-    that of its chunk, whose tokens have a softmax of their own:
-
-        o = Σ_{j in its chunk} w_j v_j + Σ_k w_k Σ_{j in chunk k} softmax_j(q k_j / sqrt(D)) v_j
-
-    k: in training, on short texts, all earlier chunks; else the K of largest scores, of each
-    position and head. Scores have ALiBi (paper: rotary embeddings); landmarks that are farther than
-    a training sequence is long count as so far (§3.2). All keys and values are kept."""
-    def attend(self, q, k, v, block, window, slopes):
-        S = self.config.chunk_size
-        q = q.transpose(1, 2) / q.size(3) ** 0.5                        # (B, H, L, D)
-        positions = torch.arange(k.size(1), device=q.device)
-        i = positions[-q.size(2):, None]                                # (L, 1)
-
-        # scores r of landmarks: infinite for the position's chunk, which need not have one yet
-        landmarks = k[:, S - 1::S].transpose(1, 2)
-        landmarks = F.pad(landmarks, (0, 0, 0, 1))                      # (B, H, M, D)
-        chunk = positions[:landmarks.size(2)]                           # (M,)
-        age = (i - S * chunk - S + 1).clamp(max=self.config.block_size)
-        r = product(q, landmarks.mT) - slopes * age                     # (B, H, L, M)
-        r = r.masked_fill(chunk > i // S, MASKED)
-        r = r.masked_fill(chunk == i // S, math.inf)
-
-        # which chunks are read; of equal scores, as of chunks that recur, the latest
-        if not self.training:
-            n = 1 + self.config.n_neighbors
-            chunk = (256 * r).round().argsort(stable=True)[..., -n:]    # (B, H, L, n)
-            r = r.gather(3, chunk)
-
-        # scores z of their tokens (B, H, L, n, S - 1), or fewer in a text that is shorter
-        j = S * chunk[..., None] + positions[:S - 1]
-        age = i[..., None] - j
-        b = torch.arange(len(q), device=q.device)[:, None, None, None, None]
-        h = torch.arange(q.size(1), device=q.device)[:, None, None, None]
-        k, v = (x[b, j.clamp(max=x.size(1) - 1), h] for x in (k, v))    # (..., n, S - 1, D)
-        z = torch.einsum('bhid, bhinjd -> bhinj', q, k)
-        z = z - slopes[..., None] * age
-        z = z.masked_fill(age < 0, MASKED)
-
-        # one softmax of landmarks and of tokens in its chunk: log Σ exp z is the score of a chunk
-        r = torch.where(r < math.inf, r, z.logsumexp(4))
-        o = torch.einsum('bhinj, bhinjd -> bhind', z.softmax(4), v)     # of each chunk
-        return torch.einsum('bhin, bhind -> bihd', r.softmax(3), o)     # (B, L, H, D)
-
-
-# --------------------------------------------------------------------------------------------------
 # a demo
 def demo():
-    """From tokens to the loss, and what is retrieved, with the weights of assets/drt.pt"""
-    from eval import load               # as in a notebook
-    model, tokenizer = load(Path(__file__).parent / 'assets/drt.pt')
-    source = inspect.getsource(DRTConfig)
-    ids = tokenizer.encode(source)[:401].tolist()
-    tokens = torch.tensor([ids])
-    x = model.insert(tokens[:, :-1], model.config.vocab_size)
-    f, chunks, state = model.encode(x)
-    log_p = model.log_probs(tokens[:, :-1]).gather(2, tokens[:, 1:, None])
-    print(f"""400 tokens and landmarks   (B, L)        {tuple(x.shape)}
+    """The first 992 bytes of this file, from tokens to the loss; 20 steps of training; then what is
+    retrieved"""
+    torch.manual_seed(0)
+    text = Path(__file__).read_bytes()[:993]
+    tokens = torch.tensor([list(text)])                                     # (1, 993)
+    model = DRT(DRTConfig(vocab_size=256))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    n_parameters = sum(p.numel() for p in model.parameters())
+
+    # position 31, 63, ... is a landmark
+    ids = model.insert(tokens[:, :-1], 256)                                 # (1, L)
+    targets = model.insert(tokens[:, 1:], -1)
+    docs = torch.zeros_like(ids)
+    for step in range(20):
+        f, chunks, chosen = model.encode_batch(ids, docs, ids)
+        loss = cross_entropy(f, model.embedding.weight[:256], targets)
+        if step == 0:
+            print(f"""DRTConfig()                {n_parameters:,} parameters
+992 tokens and landmarks   (B, L)        {tuple(ids.shape)}
 chunks, encoded            (B, N, S, C)  {tuple(chunks.shape)}
-chunks retrieved for each  (B, N, K)     {tuple(state.chosen[-1][1].shape)}
-states                     (B, L, C)     {tuple(f.shape)}
-loss of the 400 next tokens              {-log_p.mean():.3f}
-After {tokenizer.decode(ids[390:-1])!r} these are read, by weight, to predict the next token:""")
-    for weight, _, start, end in model.trace(tokens[0], 399):
-        print(f'{weight:.3f}  {tokenizer.decode(ids[start:end])!r:.90}')
+weights of the retrieved   (B, N + 1, K) {tuple(chosen[-1][0].shape)}
+states that predict        (B, L, C)     {tuple(f.shape)}
+loss at first              {loss:.3f}, ln 256 = {math.log(256):.3f}""")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f'loss after 20 steps        {loss:.3f}')
+    print(f'To predict what follows {text[952:992]!r}, it reads:')
+    for row in model.eval().trace(tokens[0], 991):
+        print(f'weight {row.weight:.3f}  {text[row.start:row.end]!r}')
 
 
 if __name__ == '__main__':

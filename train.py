@@ -1,42 +1,48 @@
 """
-Trains any model of this repository: on a laptop's CPU, on one GPU, or on many under torchrun.
+Trains any model of this repository, or your own: on a CPU, on one GPU, or on many under torchrun.
 
     $ python train.py --model trime --memory none --out out/vanilla
+    $ python train.py --model griffin                   a file of compared/
+    $ python train.py --model mine.py                   a file of yours, see README.md
     $ torchrun --standalone --nproc_per_node=8 train.py --model rpt --tokens-per-step 16384
 
 The folder of a run, out/<model> or --out, gets config.json, log.jsonl, best.pt (the weights with
 the lowest validation loss; not with TRIME's memory ext) and ckpt.pt, from which the same command
-resumes: on a CPU bit for bit as without interruption. More processes change the order of sums only.
+resumes: on a CPU bit for bit as without interruption. More processes change only the order of sums.
 A folder with other files but no ckpt.pt is left as it is. One program at a time trains in a folder.
 
 What train.py and eval.py use of a model file x.py, for B sequences of T or t tokens, V ids:
 
-    XConfig                 a dataclass; each field is a flag
+    X, XConfig              the model and its config, a dataclass in which each field is a flag; of
+                            block_recurrent.py BlockRecurrent and BlockRecurrentConfig
     PRESETS                 {name: values of some fields, of this config and of TrainConfig}
     COMPILED                classes of layers, for torch.compile
     batches(config)         arguments of data.Corpus.batches: what a micro-batch consists of
-    setup(model, corpus, batches, config, autocast, load_reference, progress)
-                            optional, before training: computes what a teacher knows; returns None
-                            or attach(batch, g), which adds that to micro-batch g, a data.Batch
-    X(config)               the model
-    .forward(batch, progress)   loss () and a dict of numbers () to log; batch: tokens, targets, doc
-                            (B, T), and a seed of all its random draws; progress: step / max_steps
+    setup(model, run)       optional, before training: computes what a teacher knows; run: see Run.
+                            Returns None or attach(batch, number), which adds that to a micro-batch
+    X(config)               the model, an nn.Module
+    .forward(batch, progress)   loss () and a dict of numbers () to log; batch: data.Batch;
+                            progress: step / max_steps
     .stream(tokens, state)  log P (B, t, V) of the token after each of tokens (B, t), which continue
                             the text of state or begin one (None); the new state
     .PIECE                  the largest t of a call of stream
     .log_probs(tokens)      log P alone, of whole texts
     .read(tokens, state)    the new state alone, for any t
-    .ways()                 {'on': ..., 'shuffled': ..., 'off': ...}: attributes of the model to set
-    .trace(tokens, t, state)    what is retrieved to predict token t + 1 of tokens (n,), by the
-                            state of tokens[:t]: [(weight, ids, start, end)], largest first
+    .ways()                 names of ways to read a text, the last one `off`, see eval.py
+    .way, .kernel           which of them is set; --kernel
+    .trace(tokens, t, state)    [Traced]: what is read to predict token t + 1 of tokens (n,), by the
+                            state of tokens[:t], the largest weight first
     .prepare_eval(...)      optional: computes what an evaluation needs
     EvalConfig, TASKS       optional: flags and tasks of eval.py for this model only
+    FLOPS                   optional: operators that torch cannot count, for --task speed
+
+What a file does not define is taken from the file of the class that X inherits from.
 """
 import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP), then sleep
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')
-import argparse, collections, contextlib, ctypes, datetime, difflib, functools, importlib, inspect
-import json, math, platform, re, shlex, signal, subprocess, sys, time
+import argparse, collections, contextlib, ctypes, datetime, difflib, functools, importlib
+import importlib.util, inspect, json, math, platform, re, shlex, signal, subprocess, sys, time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -45,33 +51,32 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn     # if AdamW imports it later, threads remain at exit
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+
 import data
+from data import progress_bar
 
 try:
     import fcntl
 except ImportError:                 # on Windows
     fcntl = None
 
-MODELS = 'trime', 'rpt', 'drt'
-NOT_COMPARED = 'data', 'out', 'resume', 'device', 'compile', 'kernel', 'max_steps'  # when resumed
-NOT_SHOWN = 'step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens'
-LOCK = 'lock'                                   # a file in the folder of a run while it trains
-PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12}  # dense bf16
 WORLD = int(os.getenv('WORLD_SIZE', 1))         # processes
 RANK = int(os.getenv('RANK', 0))                # number of this one
 
 
 # --------------------------------------------------------------------------------------------------
-# flags, each from a field of a config
-path = os.path.expanduser       # the type of a flag: a shell does not expand the ~ of --out=~/x
+# configuration
+def expanded_path(text):
+    """The type of a flag: a path. A shell does not expand the ~ of --out=~/x."""
+    return os.path.expanduser(text)
 
 
 def source(text):
     """The type of --data: the name of a corpus, or a path, which becomes absolute, because eval.py
     may run in another folder; also after niah: and niah2:"""
     task = re.match('(niah2?:)?', text)[0]
-    name = path(text.removeprefix(task))
-    if os.path.exists(name) and name not in ('code', *data.DOWNLOADS):
+    name = expanded_path(text.removeprefix(task))
+    if os.path.exists(name) and name not in ('code', 'random', *data.DOWNLOADS):
         name = os.path.abspath(name)
     return task + name
 
@@ -93,12 +98,12 @@ class TrainConfig:
     val_tokens: int = 32768         # tokens of a validation, evenly spread; at the end it has all
     dtype: Literal['auto', 'bf16', 'fp32'] = 'auto'     # auto: bf16 where hardware is fast with it
     grow_context: bool = False      # niah: sequences grow to block_size in the first half
-    init: path = ''     # a .pt file, or a run's last one: its weights, tokenizer, model's settings
-    out: path = ''                  # folder of the run
+    init: expanded_path = ''        # a .pt file, or a run's last one: its weights and settings
+    out: expanded_path = ''         # folder of the run
     resume: Literal['auto', 'no'] = 'auto'              # auto: the run in the folder is resumed
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
     compile: Literal['auto', 'on', 'off'] = 'auto'      # torch.compile; auto: cuda on Linux
-    kernel: Literal['auto', 'triton', 'torch'] = 'auto'     # of drt; auto: triton with cuda
+    kernel: Literal['auto', 'triton', 'torch'] = 'auto'     # torch: the definitions, in all models
 
     def __post_init__(self):
         if min(self.max_steps, self.tokens_per_step, self.eval_every, self.val_tokens) < 1:
@@ -107,26 +112,149 @@ class TrainConfig:
             raise ValueError('warmup is a share of the steps, at most 1; beta2 is below 1')
 
 
+# --------------------------------------------------------------------------------------------------
+# model files
+def list_models():
+    """{name: module} of this repository's models"""
+    models = {'trime': 'trime', 'rpt': 'rpt', 'drt': 'drt'}
+    for path in sorted(Path(__file__).with_name('compared').glob('*.py')):
+        models[path.stem] = f'compared.{path.stem}'
+    return models
+
+
+MODELS = list_models()
+
+
+def import_file(path):
+    """Imports a user's model file. SystemExit if there is none, or if its name is taken."""
+    path = Path(expanded_path(path)).resolve()
+    name = path.stem
+    module = sys.modules.get(name)
+    if module and getattr(module, '__file__', None) == str(path):
+        return module
+    if not path.is_file():
+        raise SystemExit(f'--model {path}: there is no such file')
+    if name in MODELS or importlib.util.find_spec(name):
+        raise SystemExit(f'--model {path}: {name} is the name of another module; rename the file')
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def find_model(name):
+    """The class X of --model: a name of MODELS, or a path that ends with .py. Its name is that of
+    the file, in any case and without _ and -."""
+    if name.endswith('.py'):
+        module = import_file(name)
+    else:
+        module = importlib.import_module(MODELS[name])
+    wanted = re.sub('[_-]', '', Path(module.__file__).stem).lower()
+    for attribute, value in vars(module).items():
+        if attribute.lower() == wanted and inspect.isclass(value):
+            return value
+    raise SystemExit(f'--model {name}: the file has no class {wanted.capitalize()}')
+
+
+def model_name(Model):
+    """The name of its file, which a checkpoint holds"""
+    return Model.__module__.split('.')[-1]
+
+
+def part_of(Model, name, default=None):
+    """What a model's file defines under a name; else what the file of the class defines that it
+    inherits from, and so on"""
+    for cls in Model.__mro__:
+        module = sys.modules[cls.__module__]
+        if hasattr(module, name) and issubclass(cls, torch.nn.Module):
+            return getattr(module, name)
+    return default
+
+
+def config_of(Model):
+    """XConfig of a model X, or that of the class that it inherits from"""
+    for cls in Model.__mro__:
+        Config = getattr(sys.modules[cls.__module__], f'{cls.__name__}Config', None)
+        if Config:
+            return Config
+    raise SystemExit(f'{Model.__module__}.py has no {Model.__name__}Config')
+
+
+# Settings of earlier versions, {model: {setting: {value: what replaces it}}}, and names of weights
+FORMER = {
+    'rpt': {
+        'memory': {'knn': '--model memorizing', 'lru': '--model griffin',
+                   'state': '--model block_recurrent'},
+        'retriever': {'dpr': '--model dense', 'contriever': '--model dense --retriever contriever'},
+        'memory_size': {}, 'n_nearest': {}, 'n_states': {}},
+    'drt': {'landmark': {'True': '--model landmark'}, 'retriever': {'off': '--retriever none'}},
+    'trime': {'layer': {'sru': '--model sru'}}}
+FORMER_WEIGHTS = {'embedding.tables.0': 'embedding.weight',             # of trime
+                  'embedding.tables.1': 'embedding.tables.0',
+                  'embedding.tables.2': 'embedding.tables.1'}
+
+
+def refuse_former_flags(parser, name, argv):
+    """Ends with one line for a flag of an earlier version, which names the new one."""
+    former = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for setting in FORMER.get(name, {}):
+        former.add_argument(f'--{setting.replace("_", "-")}', nargs='?', const='True')
+    for setting, value in vars(former.parse_known_args(argv)[0]).items():
+        replacement = FORMER[name][setting].get(value)
+        if replacement:
+            parser.error(f'--{setting} {value} is now {replacement}')
+
+
+def update_checkpoint(state, Config):
+    """Removes settings that a model has no more from those of a checkpoint, and renames weights.
+    ValueError if a setting had an effect"""
+    config, weights = state['config'], state['model']
+    for setting, values in FORMER.get(state['model_name'], {}).items():
+        replacement = values.get(str(config.get(setting)))
+        if replacement:
+            raise ValueError(f'--{setting} {config[setting]} is now {replacement}')
+        if setting not in Config.__dataclass_fields__:
+            config.pop(setting, None)
+    if 'embedding.tables.0' in weights and 'embedding.weight' not in weights:
+        for before, after in FORMER_WEIGHTS.items():
+            if before in weights:
+                weights[after] = weights.pop(before)
+
+
+# --------------------------------------------------------------------------------------------------
+# flags, each from a field of a config
+def comments_of(Config):
+    """The comment after each field of a dataclass and of those that it inherits from, from their
+    source, as `    lr: float = 8e-3     # peak rate` -> {field: comment}"""
+    comments = {}
+    for cls in reversed(Config.__mro__[:-1]):
+        comments |= dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', inspect.getsource(cls), re.M))
+    return comments
+
+
 def add_flags(parser, Config):
-    """A flag for each field of a config. Its help is the comment after the field: the text of the
-    class has it, as `    lr: float = 8e-3     # peak rate`."""
-    text = inspect.getsource(Config).replace('%', '%%')         # % is special in a help
-    comments = dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', text, re.M))
+    """A flag for each field of a config. Its help is the comment after the field. SystemExit for a
+    field without a comment."""
+    comments = comments_of(Config)
     group = parser.add_argument_group(Config.__name__)
     for f in fields(Config):
+        if f.name not in comments:
+            raise SystemExit(f'{Config.__name__}.{f.name} needs a comment in its line: it is the '
+                             'help of the flag')
         choices = get_args(f.type)                      # of a Literal
         kind = dict(type=f.type)
         if choices:
             kind = dict(choices=choices)
         if f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
+        text = comments[f.name].replace('%', '%%')      # % is special in a help
         group.add_argument(f'--{f.name.replace("_", "-")}', default=f.default,
-                           help=f'{comments[f.name]} (default: %(default)r)', **kind)
+                           help=f'{text} (default: %(default)r)', **kind)
 
 
 def parse_flags(parser, argv):
-    """The values of all flags. An unknown one is an error that names the nearest. What has to be 1
-    or more is checked by the configs."""
+    """The values of all flags. An unknown one is an error that names the nearest. Configs check
+    which numbers have to be 1 or more."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0], parser._option_string_actions, cutoff=0)
@@ -137,26 +265,38 @@ def parse_flags(parser, argv):
     return args
 
 
+def model_choice(text):
+    """The type of --model"""
+    if text not in MODELS and not text.endswith('.py'):
+        near = difflib.get_close_matches(text, MODELS, n=1, cutoff=0)[0]
+        raise argparse.ArgumentTypeError(
+            f'{text} is none of {", ".join(MODELS)}, nor a file .py; the nearest is {near}')
+    return text
+
+
 def parse(argv=None):
-    """-> module of the model, its config, TrainConfig. SystemExit with one line for a bad flag."""
+    """-> the model's class, its config, TrainConfig. SystemExit with one line for a bad flag."""
     # the model has flags, with defaults, and presets, which replace some of the defaults
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = lambda message: sys.exit(f'train.py: {message}')
-    parser.add_argument('--model', default='trime', choices=MODELS, help='default: trime')
-    name = parser.parse_known_args(argv)[0].model
-    module = importlib.import_module(name)
-    parser.add_argument('--preset', default='tiny', choices=module.PRESETS, help='default: tiny')
-    configs = getattr(module, f'{name.upper()}Config'), TrainConfig
+    parser.add_argument('--model', default='trime', type=model_choice, metavar='NAME',
+                        help=f'{", ".join(MODELS)}, or a file .py (default: trime)')
+    Model = find_model(parser.parse_known_args(argv)[0].model)
+    name = model_name(Model)
+    refuse_former_flags(parser, name, argv)
+    presets = part_of(Model, 'PRESETS')
+    parser.add_argument('--preset', default='tiny', choices=presets, help='default: tiny')
+    configs = config_of(Model), TrainConfig
     for Config in configs:
         add_flags(parser, Config)
     parser.set_defaults(out=f'out/{name}')
     args, _ = parser.parse_known_args(argv)
-    parser.set_defaults(**module.PRESETS[args.preset])
+    parser.set_defaults(**presets[args.preset])
 
     # the file of --init replaces those of the model's fields, and the tokenizer
     if args.init:
         file = start_of(args)
-        state, _, tokenizer = read_checkpoint(file)
+        state, _, tokenizer = read_checkpoint(file, [Model])
         if state['model_name'] != name:
             parser.error(f'{file} has weights of another model: --model {state["model_name"]}')
         parser.set_defaults(**state['config'], tokenizer=tokenizer)
@@ -165,50 +305,10 @@ def parse(argv=None):
     parser.add_argument('-h', '--help', action='help')
     values = vars(parse_flags(parser, argv))
     try:
-        return module, *(C(**{f.name: values[f.name] for f in fields(C)}) for C in configs)
+        model_config, config = (C(**{f.name: values[f.name] for f in fields(C)}) for C in configs)
     except ValueError as e:                             # fields that do not fit together
         parser.error(e)
-
-
-# --------------------------------------------------------------------------------------------------
-# hardware
-def hardware(device):
-    """The torch.device that --device names; on a CPU, glibc then keeps freed memory, up to 2 GB."""
-    if device == 'auto':
-        device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if not torch.get_device_module(device).is_available():
-        raise SystemExit(f'PyTorch finds no {device}: --device cpu works')
-    if device == 'cpu' and platform.libc_ver()[0] == 'glibc':
-        mallopt = ctypes.CDLL(None).mallopt             # else pages are freed and cleared each step
-        mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
-        mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
-    if device == 'cuda':
-        device = f'cuda:{os.getenv("LOCAL_RANK", 0)}'
-        torch.cuda.set_device(device)
-    return torch.device(device)
-
-
-def precision(device, dtype):
-    """-> whether the forward pass is in bf16, and a function that returns its autocast context"""
-    if device.type == 'cuda':
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:               # AMX or AMD's AVX512-BF16; with Intel's, bf16 takes twice the time of fp32
-        cpu = Path('/proc/cpuinfo').read_text() if sys.platform == 'linux' else ''
-        fast = 'amx_bf16' in cpu or 'avx512_bf16' in cpu and 'AuthenticAMD' in cpu
-    bf16 = dtype == 'bf16' or dtype == 'auto' and fast
-    rounded = 'medium' if device.type == 'cpu' else 'high'      # fp32 products may be bf16, or TF32
-    torch.set_float32_matmul_precision(rounded if bf16 else 'highest')
-    torch.set_flush_denormal(True)
-    return bf16, lambda: torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-
-
-def peak_tokens_per_s(device, bf16, n_params):
-    """What mfu (model FLOPs utilization) is a share of: a token takes 6 FLOPs for each parameter.
-    None if the peak of the hardware is not known"""
-    if bf16 and device.type == 'cuda':
-        for name, flops in PEAK_FLOPS.items():
-            if name in torch.cuda.get_device_name(device):
-                return WORLD * flops / (6 * n_params)
+    return Model, model_config, config
 
 
 # --------------------------------------------------------------------------------------------------
@@ -223,8 +323,11 @@ def learning_rate(step, config):
 
 def orthogonalize(x):
     """Roughly U Vᵀ of each matrix x = U S Vᵀ: five Newton-Schulz steps with Jordan's coefficients,
-    x <- a x + b (x xᵀ) x + c (x xᵀ)² x, bring all singular values near 1. x (k, n, m) -> as x"""
-    if x.size(1) > x.size(2): return orthogonalize(x.mT).mT         # so x xᵀ is the smaller product
+    x <- a x + b (x xᵀ) x + c (x xᵀ)² x, bring all singular values near 1.
+
+    x (k, n, m) -> (k, n, m)"""
+    if x.size(1) > x.size(2):
+        return orthogonalize(x.mT).mT                               # so x xᵀ is the smaller product
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-12)              # singular values up to 1
     if torch.get_float32_matmul_precision() != 'highest':
         x = x.bfloat16()                                            # fast here, see precision
@@ -244,8 +347,9 @@ class Muon(torch.optim.Optimizer):
     G is the gradient, λ the weight decay; U Vᵀ is of Nesterov's 0.95 M + 0.05 G, with the new M."""
     @torch.no_grad()
     def step(self):
+        """Updates all parameters that have a gradient."""
         for group in self.param_groups:
-            # matrices of a shape are stacked, as fewer products are faster
+            # matrices of a shape are stacked, because fewer products are faster
             params = [p for p in group['params'] if p.grad is not None]
             for shape in {p.shape for p in params}:
                 alike = [p for p in params if p.shape == shape]
@@ -262,7 +366,7 @@ class Muon(torch.optim.Optimizer):
 
 def optimizers_of(model, config):
     """AdamW and Muon; with --optimizer muon, Muon has all matrices except the embedding's. Vectors
-    (norms, biases) do not decay. `loop` sets the rates."""
+    (norms, biases) do not decay. Run.step sets the rates."""
     matrices, others, vectors = [], [], []
     for name, p in model.named_parameters():
         group = others
@@ -279,11 +383,351 @@ def optimizers_of(model, config):
 
 
 # --------------------------------------------------------------------------------------------------
-# files of a run, and its processes
-def barrier():
-    """Waits until all processes are here."""
-    if WORLD > 1:
-        dist.barrier()
+# training
+NOT_SHOWN = 'step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens'   # on the console
+
+
+class Run:
+    """A training, from its configuration to its folder. setup of a model file can use:
+
+    config          TrainConfig
+    corpus          data.Corpus
+    batches         micro-batches of corpus.train: batches[number], .rows(number), .B, .T
+    autocast()      the context in which the model's forward pass runs
+    rank, world     number of this process, number of processes
+    progress_bar    data.progress_bar
+    load_reference  see there"""
+    rank, world = RANK, WORLD
+    progress_bar = staticmethod(progress_bar)
+
+    def __init__(self, Model, model_config, config, corpus=None, stage=''):
+        """corpus: of the run of which this is a stage, as RPT's reference LM is; stage: ends the
+        lines of its steps"""
+        self.Model = Model
+        self.model_config = model_config
+        self.config = config
+        self.corpus = corpus
+        self.stage = stage
+        self.out = Path(config.out)
+        self.kind = part_of(Model, 'batches')(model_config)['kind']         # of batches
+        self.device = hardware(config.device)
+        self.bf16, self.autocast = precision(self.device, config.dtype)
+
+        # how many micro-batches a process has in a step
+        B, T = model_config.micro_batch, model_config.block_size
+        self.passes, rest = divmod(config.tokens_per_step, WORLD * B * T)
+        if rest:
+            raise SystemExit(
+                f'--tokens-per-step {config.tokens_per_step}: no multiple of processes x '
+                f'micro_batch x block_size = {WORLD} x {B} x {T} = {WORLD * B * T}')
+
+    # one step
+    def forward(self, batch, progress):
+        """The loss of a micro-batch, and what to log. progress: step / max_steps"""
+        batch = batch._make(x.to(self.device) if torch.is_tensor(x) else x for x in batch)
+        with self.autocast():
+            return self.model(batch, progress)
+
+    def gradient(self, done):
+        """Sets .grad to that of the mean loss of this process's micro-batches, after `done` steps
+        -> {name: metric ()}"""
+        metrics = collections.Counter()
+        for i in range(self.passes):
+            number = (done * self.passes + i) * WORLD + RANK        # the same for any WORLD
+            batch = self.batches[number]
+            if self.attach:
+                batch = self.attach(batch, number)
+            loss, more = self.forward(batch, done / self.config.max_steps)
+            (loss / self.passes).backward()     # micro-batches count alike, also those with padding
+            for key, value in {'loss': loss, **more}.items():
+                metrics[key] += value.detach() / self.passes
+        return metrics
+
+    def step(self, done, signals):
+        """One step of training, after `done` steps -> {name: metric, float}, and whether any
+        process has received a signal"""
+        lr = learning_rate(done, self.config)
+        metrics = self.gradient(done)
+
+        # a signal may reach one process only; as a metric it stops all at the same step
+        metrics['stopped'] = torch.full_like(metrics['loss'], len(signals))
+        if WORLD > 1:                   # gradients and metrics become their means over processes
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            average([*grads, *metrics.values()])
+        norm = clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group['lr'] = lr
+            optimizer.step()
+        self.model.zero_grad()
+
+        metrics = {key: x.item() for key, x in metrics.items()}     # waits for the GPU
+        stopped = metrics.pop('stopped') > 0
+        return dict(metrics, lr=lr, grad_norm=norm.item()), stopped
+
+    @torch.no_grad()
+    def validate(self, progress, at_most=sys.maxsize):
+        """The loss of all micro-batches of val, or of some, evenly spread, with at most so many
+        tokens -> nats per token, the number of tokens"""
+        # n of N micro-batches; each process has its share of them
+        batches = self.val_batches
+        N = len(batches)
+        n = min(N, max(1, at_most // (batches.B * batches.T)))
+        numbers = torch.linspace(0, N - 1, n).round().int().tolist()[RANK::WORLD]
+
+        # the sums of nats and tokens
+        total = torch.zeros(2, dtype=torch.float64)
+        self.model.eval()
+        for number in progress_bar(numbers, 'validation', quiet=RANK > 0 or n < N):
+            batch = batches.in_order(number)
+            scored = (batch.targets >= 0).sum().item()
+            loss, _ = self.forward(batch, progress)
+            total += torch.tensor([loss.item() * scored, scored])
+        self.model.train()
+
+        # over all processes
+        if WORLD > 1:
+            total = total.to(self.device)
+            dist.all_reduce(total)
+        nats, n_tokens = total.tolist()
+        return nats / n_tokens, int(n_tokens)
+
+    # all steps
+    def loop(self, signals):
+        """Steps, validations and checkpoints, until the last step or a signal. signals: see
+        caught_signals"""
+        config, state = self.config, self.state
+        began = time.perf_counter()
+        first = state['step']
+        if RANK == 0:                   # the log may have steps after the checkpoint: remove them
+            with open(self.out / 'log.jsonl', 'a') as f:
+                f.truncate(min(f.tell(), state['log_size']))
+
+        for done in range(first, config.max_steps):
+            # evaluate: a step, and a validation if it is due
+            start = time.perf_counter()
+            metrics, stopped = self.step(done, signals)
+            seconds = max(1e-9, time.perf_counter() - start)        # a clock can be coarse
+            is_last = done + 1 == config.max_steps
+            due = is_last or (done + 1) % config.eval_every == 0
+            state['step'] = done + 1
+            state['tokens'] += config.tokens_per_step
+            entry = self.entry(metrics, seconds, due, is_last)
+
+            # save and log
+            if RANK == 0:
+                self.save(entry, due, due or stopped)
+                minutes = (time.perf_counter() - began) / 60
+                left = minutes / (done + 1 - first) * (config.max_steps - done - 1)
+                self.show(entry, seconds, left, is_first=done == first, due=due)
+            if stopped or (is_last and signals):
+                raise SystemExit(f'stopped at step {done + 1}; run it again to resume')
+        barrier()                       # until ckpt.pt is written
+
+    def entry(self, metrics, seconds, due, is_last):
+        """The line of a step in the log, a dict. SystemExit if a number is not finite"""
+        config, state = self.config, self.state
+        speed = config.tokens_per_step / seconds
+        entry = dict(step=state['step'], tokens=state['tokens'], **metrics, tokens_per_s=speed)
+        if self.peak:
+            entry['mfu'] = speed / self.peak
+        if torch.cuda.is_initialized():
+            entry['gb'] = torch.cuda.max_memory_allocated() / 2 ** 30
+        progress = (state['step'] - 1) / config.max_steps
+        if due:
+            entry['val_loss'], entry['val_tokens'] = self.validate(progress, config.val_tokens)
+        if is_last:
+            entry['val_loss_all'], _ = self.validate(progress)
+        if not all(map(math.isfinite, entry.values())):
+            raise SystemExit(f'step {state["step"]} has a number that is not finite; try a lower '
+                             f'--lr and another --out: {entry}')
+        return entry
+
+    def save(self, entry, due, checkpoint):
+        """Appends the entry to the log; writes best.pt if its validation loss is the lowest, and
+        ckpt.pt if `checkpoint` is True."""
+        state = self.state
+        with open(self.out / 'log.jsonl', 'a') as f:
+            f.write(json.dumps(entry) + '\n')
+            state['log_size'] = f.tell()
+        is_validated_as_trained = self.kind != 'packed'             # TRIME's memory ext is not
+        if due and is_validated_as_trained and entry['val_loss'] < state['best']:
+            state['best'] = entry['val_loss']
+            write(self.out / 'best.pt', state)
+        if checkpoint:
+            self.save_checkpoint()
+
+    def save_checkpoint(self):
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        write(self.out / 'ckpt.pt', dict(self.state, optimizers=optimizers))
+
+    def show(self, entry, seconds, left, is_first, due):
+        """Prints the metrics of some of the steps in a line: losses with four decimals, others with
+        four digits. left: minutes"""
+        step, max_steps = entry['step'], self.config.max_steps
+        if is_first:
+            print(f'the first step took {seconds:.1f} s')
+        if step == 10 and left > 5:
+            few = 4 * (max_steps - step) / left
+            print(f'{left:.0f} min left; with --max-steps {few:.0f} about 4')
+        if not (due or step == 1 or step % max(1, max_steps // 30) == 0):
+            return
+        columns = [f'step {step:6d}/{max_steps}']
+        for key, x in entry.items():
+            if key not in NOT_SHOWN:
+                digits = '.4f' if 'loss' in key else '.4g'
+                columns.append(f'{key} {x:{digits}}')
+        speed = f'{entry["tokens_per_s"]:,.0f} tokens/s'
+        print(*columns, speed, f'{left:.1f} min left{self.stage}', sep=' | ')
+
+    # before the first step
+    def load_data(self):
+        """Opens the corpus, which the first process prepares, and its batches."""
+        config, model_config = self.config, self.model_config
+        if RANK > 0:
+            barrier()
+        if self.corpus is None:
+            self.corpus = load_corpus(config, model_config.vocab_size)
+        if RANK == 0:
+            barrier()
+        corpus = self.corpus
+        sizes = dict(block_size=model_config.block_size, micro_batch=model_config.micro_batch,
+                     **part_of(self.Model, 'batches')(model_config))
+
+        # with --grow-context the micro-batches of the first half of the run grow
+        grow = 0
+        if config.grow_context:
+            grow = config.max_steps * self.passes * WORLD // 2
+        self.batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
+        not_packed = dict(sizes, bm25=False)
+        self.val_batches = corpus.batches(corpus.val, seed=0, **not_packed)
+
+        # the settings now have what the tokenizer is
+        config.tokenizer = corpus.tokenizer.name
+        model_config.vocab_size = corpus.tokenizer.n_vocab
+        self.settings = dict(model=model_name(self.Model), corpus=corpus.fingerprint,
+                             hops=corpus.hops, **vars(model_config), **vars(config))
+
+    def make_model(self, start):
+        """The model, with the weights of `start`, a checkpoint or {}; and the state of the run:
+        what a checkpoint has, except the optimizers"""
+        config, corpus = self.config, self.corpus
+        torch.manual_seed(config.seed)
+        self.model = self.Model(self.model_config).to(self.device)
+        self.model.kernel = config.kernel
+        if start:
+            try:
+                self.model.load_state_dict(start['model'])
+            except RuntimeError:                            # of other shapes
+                differ = dict(start['config'].items() - self.settings.items())
+                raise SystemExit(f'{start_of(config)} has weights for other settings: {differ}')
+        self.state = start
+        if not self.resumes:
+            self.state = dict(
+                model_name=model_name(self.Model), config=vars(self.model_config),
+                data=config.data, corpus=corpus.fingerprint, tokenizer=corpus.tokenizer.to_dict(),
+                step=0, tokens=start.get('tokens', 0), log_size=0, best=math.inf)
+        self.state['config'] = vars(self.model_config)
+        self.state['model'] = self.model.state_dict()       # the same tensors: steps change them
+        n_params = sum(map(torch.numel, self.model.parameters()))
+        self.peak = peak_tokens_per_s(self.device, self.bf16, n_params)
+
+    def show_settings(self):
+        """Prints what is trained where, and which settings are not the defaults."""
+        n_params = sum(map(torch.numel, self.model.parameters()))
+        dtype = 'bf16' if self.bf16 else 'fp32'
+        self.ran_on = f'{WORLD} x {self.device}, {dtype}'
+        defaults = vars(config_of(self.Model)()) | vars(TrainConfig())
+        defaults |= part_of(self.Model, 'PRESETS').get('tiny', {})
+        changed = [f'{key}={x}' for key, x in self.settings.items() if x != defaults.get(key, x)]
+        print(f'{self.out}: {self.settings["model"]}, {n_params:,} parameters, {self.ran_on}, step '
+              f'{self.state["step"]} of {self.config.max_steps}\n'
+              'settings other than the defaults:', *changed)
+
+    def load_reference(self, path, Model, model_config, config):
+        """For setup of RPT: the model and the tokenizer of a run or file; path '': of a run with
+        these configs, which is trained now, on the same corpus"""
+        if not path:
+            path = config.out
+            with locked(Path(path)):
+                train(Model, model_config, config, self.corpus, ' in this stage')
+        _, model, tokenizer = read_checkpoint(path)
+        return model, tokenizer
+
+    def make_optimizers(self):
+        """The optimizers, with the moments of the checkpoint that is resumed"""
+        self.optimizers = optimizers_of(self.model, self.config)
+        if not self.resumes:
+            return
+        try:
+            moments = self.state.pop('optimizers')
+            for optimizer, x in zip(self.optimizers, moments, strict=True):
+                optimizer.load_state_dict(x)
+        except (KeyError, ValueError) as e:                 # a copy of best.pt has no moments
+            file = start_of(self.config)
+            raise SystemExit(f'{file} cannot be resumed: {e!r:.99}; --init {file} has its weights')
+
+
+def train(Model, model_config, config, corpus=None, stage=''):
+    """Trains a model; the arguments are those of Run."""
+    # what the run starts from: its last checkpoint, the file of --init, or nothing; its data
+    run = Run(Model, model_config, config, corpus, stage)
+    file = start_of(config)
+    start = read_checkpoint(file, [Model])[0] if file else {}
+    run.resumes = file != config.init
+    run.load_data()
+
+    # the folder, the model, what has to be known before the first step
+    saved = check_folder(run.out, run.settings, start, run.kind)
+    run.make_model(start)
+    check_processes(run)
+    run.show_settings()
+    setup = part_of(Model, 'setup')
+    run.attach = setup(run.model, run) if setup else None
+    run.make_optimizers()
+
+    # the first files: a run that is killed early can be resumed
+    changed = {key for key in ('max_steps', 'micro_batch') if saved.get(key) != run.settings[key]}
+    if run.resumes and 'max_steps' in changed:
+        print(f'--max-steps was {saved["max_steps"]}: the learning rate is now that of '
+              f'{config.max_steps} steps')
+    if RANK == 0 and changed:
+        write_config(run.out, run.settings, run.ran_on)
+    if RANK == 0 and not run.resumes:
+        run.save_checkpoint()
+
+    # compilation, then all steps
+    compiles = run.device.type == 'cuda' and sys.platform == 'linux'
+    if config.compile == 'on' or (config.compile == 'auto' and compiles):
+        compile_layers(run.model, part_of(Model, 'COMPILED'))
+    with caught_signals() as signals:
+        run.loop(signals)
+
+
+def average(tensors):
+    """Replaces tensors by their means over the processes. They are sent in messages of 16 MB,
+    because each message takes time, and large ones take longer."""
+    flat = parameters_to_vector(tensors).div_(WORLD)
+    for message in flat.split(2 ** 22):
+        dist.all_reduce(message)
+    vector_to_parameters(flat, tensors)
+
+
+def compile_layers(model, classes):
+    """Applies torch.compile to the layers, not to the whole model: layers of a class share their
+    machine code, so many compile as quickly as one."""
+    torch.compiler.reset()                              # a reference LM's are not needed any more
+    torch._dynamo.config.cache_size_limit = 64          # kinds of layers, lengths of --grow-context
+    layers = [layer for layer in model.modules() if isinstance(layer, classes)]
+    print(f'the first step compiles {len(layers)} layers; many take minutes (--compile off)')
+    for layer in layers:
+        layer.compile(dynamic=False)
+
+
+# --------------------------------------------------------------------------------------------------
+# files of a run
+LOCK = 'lock'                                   # a file in the folder of a run while it trains
+NOT_COMPARED = 'data', 'out', 'resume', 'device', 'compile', 'kernel', 'max_steps'  # when resumed
 
 
 def write(path, content):
@@ -302,37 +746,42 @@ def write(path, content):
         temporary.unlink(missing_ok=True)               # after a failure, as of a full disk
 
 
-def save(out, state, optimizers):
-    """Writes ckpt.pt."""
-    write(out / 'ckpt.pt', dict(state, optimizers=[x.state_dict() for x in optimizers]))
-
-
 def start_of(config):
     """The file that a run starts from: its last checkpoint, else that of --init, else none, ''"""
     file = Path(config.out, 'ckpt.pt')
     return file if file.exists() else config.init
 
 
-def read_checkpoint(path):
-    """A file that `loop` wrote here or elsewhere, or ckpt.pt in a folder -> its state, the model in
-    fp32, the Tokenizer"""
+def read_checkpoint(path, Models=()):
+    """Reads a file that Run.save wrote here or elsewhere, or ckpt.pt in a folder. Models: classes
+    of users' files, of which one can be that of the weights: a checkpoint holds only a name, and no
+    checkpoint makes this program import a file -> its state, the model in fp32, the Tokenizer"""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        path /= 'ckpt.pt'
     try:
-        path = Path(path).expanduser()
-        if path.is_dir():
-            path /= 'ckpt.pt'
         state = torch.load(path, 'cpu', weights_only=True)
-        name, config = state['model_name'], state['config']
-        assert name in MODELS, name
-        module = importlib.import_module(name)
-        Config = getattr(module, f'{name.upper()}Config')
-        config = state['config'] = vars(Config()) | config          # newer fields: the defaults
+        name = state['model_name']
+        assert re.fullmatch(r'[\w-]+', name)
+    except Exception as e:                              # a broken file can raise anything
+        raise SystemExit(f'{path} is not a checkpoint of this version: {e!r:.200}')
+    classes = {model_name(Model): Model for Model in Models}
+    if name in MODELS:
+        classes[name] = find_model(name)
+    if name not in classes:
+        raise SystemExit(f'{path} has weights of a model file of yours: --model PATH/{name}.py')
+    Model = classes[name]
+    try:
+        Config = config_of(Model)
+        update_checkpoint(state, Config)
+        config = state['config'] = vars(Config()) | state['config']     # newer fields: the defaults
         tokenizer = data.Tokenizer(**state['tokenizer'])
-        model = getattr(module, name.upper())(Config(**config))
+        model = Model(Config(**config))
         model.load_state_dict(state['model'])
         for key, x in model.state_dict().items():
             assert x.isfinite().all(), key
         return state, model, tokenizer
-    except Exception as e:                              # a broken file can raise anything
+    except Exception as e:
         raise SystemExit(f'{path} is not a checkpoint of this version: {e!r:.200}')
 
 
@@ -366,54 +815,118 @@ def locked(out):
             out.rmdir()
 
 
-def check_folder(out, about, state):
+def read_config(out, state):
+    """The settings of the run in a folder: those of config.json and of its checkpoint"""
+    try:
+        saved = json.loads((out / 'config.json').read_text('utf-8'))
+        return {**saved, **state['config'], 'corpus': state['corpus'],
+                'model': state['model_name']}
+    except Exception as e:                              # a broken file can raise anything
+        raise SystemExit(f'{out}/config.json is damaged ({e!r:.200}): --init {out}/ckpt.pt '
+                         'with another --out starts from its weights')
+
+
+def trouble_of(out, files, saved, settings, state, kind):
+    """Why a run cannot begin or be resumed in a folder with these files, else ''"""
+    if 'ckpt.pt' not in files:
+        if files:
+            return f'is not empty and has no run to resume: {", ".join(files[:4])}'
+        return ''
+
+    # the micro-batch is a part of the model where memories are those of other segments
+    ignored = {*NOT_COMPARED}
+    if kind in ('segments', 'documents'):
+        ignored.add('micro_batch')
+    differ = [key for key in settings if key not in ignored and saved.get(key) != settings[key]]
+    if differ or settings['resume'] == 'no':
+        return f'has another {", ".join(differ[:4]) or "run"}'
+    if state['step'] > settings['max_steps']:
+        return f'has {state["step"]} steps; a larger --max-steps resumes it'
+    return ''
+
+
+def check_folder(out, settings, state, kind):
     """SystemExit, unless the folder is empty or has the run that is resumed: no file is lost.
-    about: config.json as it will be; state: what the run starts from, its checkpoint if it has one
-    -> --max-steps of the run until now, None if it is new"""
+
+    settings: config.json as it will be; state: what the run starts from; kind: of its batches
+    -> the settings of the run that is resumed, {} if it is new"""
     files = sorted({*os.listdir(out)} - {LOCK, 'config.json'})      # that of a run killed at once
-    saved, trouble = {}, ''
-    if 'ckpt.pt' in files:
-        try:
-            saved = saved | json.loads((out / 'config.json').read_text('utf-8'))
-        except Exception as e:                          # a broken file can raise anything
-            raise SystemExit(f'{out}/config.json is damaged ({e!r:.200}): --init {out}/ckpt.pt '
-                             'with another --out starts from its weights')
-        saved |= dict(state['config'], corpus=state['corpus'], model=state['model_name'])
-        differ = [key for key in about if key not in NOT_COMPARED and saved.get(key) != about[key]]
-        if differ or about['resume'] == 'no':
-            trouble = f'has another {", ".join(differ[:4]) or "run"}'
-        elif state['step'] > about['max_steps']:
-            trouble = f'has {state["step"]} steps; a larger --max-steps resumes it'
-    elif files:
-        trouble = f'is not empty and has no run to resume: {", ".join(files[:4])}'
+    saved = read_config(out, state) if 'ckpt.pt' in files else {}
+    trouble = trouble_of(out, files, saved, settings, state, kind)
     barrier()                                           # before the first process writes
+    if not trouble:
+        return saved
 
     # the message has a name that is free
-    if trouble:
-        run, i = str(out).removesuffix('-reference'), 2     # not a reference LM's, but its run's
-        while Path(f'{run}-{i}').exists():
-            i += 1
-        message = f'{out} {trouble}; try --out {run}-{i}'
-        if 'best.pt' in files:
-            message += f'; --init {out}/best.pt has its weights'
-        raise SystemExit(message)
-    return saved.get('max_steps')
+    run, i = str(out).removesuffix('-reference'), 2     # of a stage of RPT: that of the whole run
+    while Path(f'{run}-{i}').exists():
+        i += 1
+    message = f'{out} {trouble}; try --out {run}-{i}'
+    if 'best.pt' in files:
+        message += f'; --init {out}/best.pt has its weights'
+    raise SystemExit(message)
 
 
-def write_config(out, about, ran_on):
+def write_config(out, settings, ran_on):
     """Writes config.json: all settings, and what is needed to repeat the run."""
     git = f'git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty'
     ran = dict(command=shlex.join(sys.argv), commit=subprocess.getoutput(f'{git} 2>/dev/null'),
                ran_on=ran_on, python=sys.version, torch=torch.__version__)
-    write(out / 'config.json', json.dumps(about | ran, indent=1))
+    write(out / 'config.json', json.dumps(settings | ran, indent=1))
 
 
 # --------------------------------------------------------------------------------------------------
-# training
+# processes and signals
+def barrier():
+    """Waits until all processes are here."""
+    if WORLD > 1:
+        dist.barrier()
+
+
+def fingerprint(tensors):
+    """A number that depends on all values, which are rounded to no less than 6 digits"""
+    sums = [x.detach().double().abs().sum().item() for x in tensors]
+    return f'{math.fsum(sums):.6e}'
+
+
+def check_processes(run):
+    """Compares what the processes start from, before the first step. SystemExit in all of them if
+    it differs, as on machines without a common disk. The weights become those of the first one."""
+    if WORLD == 1:
+        return
+    settings = {key: x for key, x in run.settings.items() if key not in ('data', 'out', 'corpus')}
+    mine = {'the step of ckpt.pt': run.state['step'],
+            'weights': fingerprint(run.model.parameters()),
+            'the text': run.corpus.fingerprint,
+            'settings': settings,
+            'the version of torch': torch.__version__}
+    everyone = [None] * WORLD
+    dist.all_gather_object(everyone, mine)
+    for name, of_first in everyone[0].items():
+        for rank, other in enumerate(everyone):
+            if other[name] != of_first:
+                raise SystemExit(
+                    f'process {rank} has another value of {name} than process 0 ({other[name]}, '
+                    f'{of_first}): all machines need the same text and the same --out, on a '
+                    'common disk or as copies')
+    for x in run.model.state_dict().values():
+        dist.broadcast(x, 0)
+
+
+def load_corpus(config, vocab_size):
+    """The corpus of --data. SystemExit, too, if only the first machine has it"""
+    try:
+        return data.load(config.data, config.tokenizer, vocab_size, quiet=RANK > 0)
+    except SystemExit as e:
+        if RANK > 0:
+            raise SystemExit(f'process {RANK}: {e} (each machine needs the text)')
+        raise
+
+
 @contextlib.contextmanager
 def caught_signals():
-    """A list, to which a SIGINT, SIGTERM or SIGHUP is appended: `loop` then ends after its step, so
-    that it can write a checkpoint. A second signal has the effect that it has outside."""
+    """A list, to which a SIGINT, SIGTERM or SIGHUP is appended: Run.loop then ends after its step,
+    and writes a checkpoint. A second signal has the effect that it has outside."""
     caught, outside = [], {}
 
     def receive(number, frame):
@@ -430,257 +943,59 @@ def caught_signals():
             signal.signal(number, handler)
 
 
-@torch.no_grad()
-def validate(model, forward, batches, progress, at_most=sys.maxsize):
-    """The loss without memory of later tokens, of all micro-batches or of evenly spread ones with
-    at most these tokens -> nats per token, the number of tokens"""
-    # n of N micro-batches; each process has its share of them
-    N, B = len(batches), batches.B
-    n = min(N, max(1, at_most // (B * batches.T)))
-    chosen = torch.linspace(0, N - 1, n).round().int().tolist()[RANK::WORLD]
-
-    # nats and tokens, added up
-    total = torch.zeros(2, dtype=torch.float64)
-    model.eval()
-    for i in data.progress(chosen, 'validation', quiet=RANK > 0 or n < N):
-        rows = range(batches.n_rows)[i * B:i * B + B]   # in text order
-        if batches.kind == 'documents':
-            rows = range(i, batches.n_rows, N)          # of B documents: a sample has more of them
-        batch = batches.take(rows, seed=i)
-        scored = (batch.targets >= 0).sum().item()
-        loss, _ = forward(batch, progress)
-        total += torch.tensor([loss.item() * scored, scored])
-    model.train()
-
-    # the sums over all processes
-    if WORLD > 1:
-        total = total.to(next(model.parameters()).device)
-        dist.all_reduce(total)
-    nats, n_tokens = total.tolist()
-    return nats / n_tokens, int(n_tokens)
+# --------------------------------------------------------------------------------------------------
+# hardware
+PEAK_FLOPS = {'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'A100': 312e12}  # dense bf16
 
 
-def average(tensors):
-    """Replaces tensors by their means over the processes. They are sent in messages of 16 MB, as
-    each message takes time, and as large ones take longer."""
-    flat = parameters_to_vector(tensors).div_(WORLD)
-    for message in flat.split(2 ** 22):
-        dist.all_reduce(message)
-    vector_to_parameters(flat, tensors)
+def hardware(device):
+    """The torch.device that --device names; on a CPU, glibc then keeps freed memory, up to 2 GB."""
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if not torch.get_device_module(device).is_available():
+        raise SystemExit(f'PyTorch finds no {device}: --device cpu works')
+    if device == 'cpu' and platform.libc_ver()[0] == 'glibc':
+        mallopt = ctypes.CDLL(None).mallopt             # else pages are freed and cleared each step
+        mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
+        mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
+    if device == 'cuda':
+        device = f'cuda:{os.getenv("LOCAL_RANK", 0)}'
+        torch.cuda.set_device(device)
+    return torch.device(device)
 
 
-def compile_layers(model, classes):
-    """Applies torch.compile to the layers, not to the whole model: layers of a class share their
-    machine code, so that many compile as quickly as one."""
-    torch.compiler.reset()                              # a reference LM's are not needed any more
-    torch._dynamo.config.cache_size_limit = 64          # kinds of layers, lengths of --grow-context
-    layers = [layer for layer in model.modules() if isinstance(layer, classes)]
-    print(f'the first step compiles {len(layers)} layers; many take minutes (--compile off)')
-    for layer in layers:
-        layer.compile(dynamic=False)
+def is_bf16_fast(device):
+    """Does the hardware multiply bf16 faster than fp32?"""
+    if device.type == 'cuda':
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+    # AMX or AMD's AVX512-BF16; with Intel's, bf16 takes twice the time of fp32
+    cpu = Path('/proc/cpuinfo').read_text() if sys.platform == 'linux' else ''
+    return 'amx_bf16' in cpu or ('avx512_bf16' in cpu and 'AuthenticAMD' in cpu)
 
 
-def show(entry, max_steps, left):
-    """Prints the metrics of a step in a line: losses with four decimals, the rest with four digits,
-    so that a count has no decimals."""
-    columns = [f'step {entry["step"]:6d}/{max_steps}']
-    for key, x in entry.items():
-        if key not in NOT_SHOWN:
-            digits = '.4f' if 'loss' in key else '.4g'
-            columns.append(f'{key} {x:{digits}}')
-    print(*columns, f'{entry["tokens_per_s"]:,.0f} tokens/s', left, sep=' | ')
+def precision(device, dtype):
+    """Sets how fp32 is multiplied; dtype: as --dtype
+    -> whether the forward pass is in bf16, a function that returns its autocast context"""
+    bf16 = dtype == 'bf16' or (dtype == 'auto' and is_bf16_fast(device))
+    rounded = 'medium' if device.type == 'cpu' else 'high'      # fp32 products may be bf16, or TF32
+    torch.set_float32_matmul_precision(rounded if bf16 else 'highest')
+    torch.set_flush_denormal(True)
+    return bf16, lambda: torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
 
-def loop(out, config, state, model, optimizers, gradient, check, signals, peak, stage):
-    """Steps, validations and checkpoints, until the last step or a signal.
-
-    state: what a checkpoint has, but the optimizers    gradient(done): sets .grad -> metrics
-    check(progress, at_most): validates    signals: see caught_signals    peak: in tokens/s"""
-    began, first, max_steps = time.perf_counter(), state['step'], config.max_steps
-    if RANK == 0:                       # the log may have steps after the checkpoint: remove them
-        with open(out / 'log.jsonl', 'a') as f:
-            f.truncate(min(f.tell(), state['log_size']))
-
-    for done in range(first, max_steps):
-        # one step of training
-        start, step, progress = time.perf_counter(), done + 1, done / max_steps
-        lr = learning_rate(done, config)
-        metrics = gradient(done)
-        # a signal may reach one process only; as a metric it stops all at the same step
-        metrics['stopped'] = torch.full_like(metrics['loss'], len(signals))
-        if WORLD > 1:       # gradients and metrics become their means over the processes
-            grads = [p.grad for p in model.parameters() if p.grad is not None]
-            average([*grads, *metrics.values()])
-        norm = clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group['lr'] = lr
-            optimizer.step()
-        model.zero_grad()
-        metrics = {key: x.item() for key, x in metrics.items()}     # waits for the GPU
-        stopped = metrics.pop('stopped') > 0
-        speed = config.tokens_per_step / max(1e-9, time.perf_counter() - start)     # a coarse clock
-
-        # its entry in the log, with a validation if it is due
-        last = step == max_steps
-        due = last or step % config.eval_every == 0
-        state['step'] = step
-        state['tokens'] += config.tokens_per_step
-        entry = dict(step=step, tokens=state['tokens'], **metrics, lr=lr,
-                     grad_norm=norm.item(), tokens_per_s=speed)
-        if peak:
-            entry['mfu'] = speed / peak
-        if torch.cuda.is_initialized():
-            entry['gb'] = torch.cuda.max_memory_allocated() / 2 ** 30
-        if due:
-            entry['val_loss'], entry['val_tokens'] = check(progress, config.val_tokens)
-        if last:
-            entry['val_loss_all'], _ = check(progress)
-        if not all(map(math.isfinite, entry.values())):
-            raise SystemExit(f'step {step} has a number that is not finite; try a lower --lr and '
-                             f'another --out: {entry}')
-
-        # the log and checkpoints, then a line on the console
-        if RANK == 0:
-            with open(out / 'log.jsonl', 'a') as f:
-                f.write(json.dumps(entry) + '\n')
-                state['log_size'] = f.tell()
-            if due and entry['val_loss'] < state['best']:
-                state['best'] = entry['val_loss']
-                write(out / 'best.pt', state)
-            if due or stopped:
-                save(out, state, optimizers)
-            left = (time.perf_counter() - began) / 60 / (step - first) * (max_steps - step)
-            if done == first:
-                print(f'the first step took {config.tokens_per_step / speed:.1f} s')
-            if step == 10 and left > 5:
-                few = 4 * (max_steps - step) / left
-                print(f'{left:.0f} min left; with --max-steps {few:.0f} about 4')
-            if due or step == 1 or step % max(1, max_steps // 30) == 0:
-                show(entry, max_steps, f'{left:.1f} min left{stage}')
-        if stopped or last and signals:
-            raise SystemExit(f'stopped at step {step}; run it again to resume')
-    barrier()                           # until ckpt.pt is written
+def peak_tokens_per_s(device, bf16, n_params):
+    """What mfu (model FLOPs utilization) is a share of: a token takes 6 FLOPs for each parameter.
+    None if the peak of the hardware is not known"""
+    if bf16 and device.type == 'cuda':
+        for name, flops in PEAK_FLOPS.items():
+            if name in torch.cuda.get_device_name(device):
+                return WORLD * flops / (6 * n_params)
+    return None
 
 
-def train(module, model_config, config, corpus=None, stage=''):
-    """A run, from its configuration to its folder. With a corpus it is a stage of another run, as
-    RPT's reference LM is; `stage` ends the lines of its steps."""
-    # where it runs, and how many micro-batches a process has in a step
-    name, out, max_steps = module.__name__, Path(config.out), config.max_steps
-    device = hardware(config.device)
-    bf16, autocast = precision(device, config.dtype)
-    ran_on = f'{WORLD} x {device}, {"bf16" if bf16 else "fp32"}'
-    B, T = model_config.micro_batch, model_config.block_size
-    passes, rest = divmod(config.tokens_per_step, WORLD * B * T)
-    if rest:
-        raise SystemExit(f'--tokens-per-step {config.tokens_per_step}: no multiple of processes x '
-                         f'micro_batch x block_size = {WORLD} x {B} x {T} = {WORLD * B * T}')
-
-    # what it starts from: its last checkpoint, the file of --init, or new weights
-    file = start_of(config)
-    resumes = file != config.init
-    state = read_checkpoint(file)[0] if file else {}
-
-    # the data; the first process prepares the corpus on disk, then the others open it
-    if RANK > 0:
-        barrier()
-    corpus = corpus or data.load(config.data, config.tokenizer, model_config.vocab_size)
-    if RANK == 0:
-        barrier()
-    sizes = dict(block_size=T, micro_batch=B, **module.batches(model_config))
-    # grow: the micro-batches of the first half of the run
-    grow = config.grow_context * max_steps * passes * WORLD // 2
-    batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
-    val_batches = corpus.batches(corpus.val, seed=0, **dict(sizes, bm25=False))     # not packed
-
-    # the folder of the run
-    config.tokenizer = corpus.tokenizer.name
-    model_config.vocab_size = corpus.tokenizer.n_vocab
-    about = dict(model=name, corpus=corpus.fingerprint, hops=corpus.hops,
-                 **vars(model_config), **vars(config))
-    planned = check_folder(out, about, state)
-
-    # the model, and the state of the run: what a checkpoint has
-    torch.manual_seed(config.seed)
-    model = getattr(module, name.upper())(model_config).to(device)
-    if file:
-        try:
-            model.load_state_dict(state['model'])
-        except RuntimeError:                            # of other shapes
-            differ = dict(state['config'].items() - about.items())
-            raise SystemExit(f'{file} has weights for other settings: {differ}')
-    if not resumes:     # no loss is below nan: a packed run, validated otherwise, has no best.pt
-        state = dict(
-            model_name=name, config=vars(model_config), data=config.data, step=0, log_size=0,
-            corpus=corpus.fingerprint, tokenizer=corpus.tokenizer.to_dict(),
-            tokens=state.get('tokens', 0), best=math.nan if sizes['kind'] == 'packed' else math.inf)
-    state['model'] = model.state_dict()                 # the same tensors: steps change them, too
-
-    # what the console shows of it
-    n_params = sum(map(torch.numel, model.parameters()))
-    defaults = vars(type(model_config)) | vars(TrainConfig) | module.PRESETS['tiny']
-    changed = [f'{key}={x}' for key, x in about.items() if x != defaults.get(key, x)]
-    print(f'{out}: {name}, {n_params:,} parameters, {ran_on}, step {state["step"]} of {max_steps}\n'
-          'settings other than the defaults:', *changed)
-
-    # what has to be known before the first step: in RPT, scores by a reference LM
-    def load_reference(path, reference_config, config):
-        """What read_checkpoint returns of a run or file; path '': of a run that is trained here"""
-        if not path:
-            path = config.out
-            with locked(Path(path)):
-                train(module, reference_config, config, corpus, ' in this stage')
-        return read_checkpoint(path)
-
-    setup = getattr(module, 'setup', lambda *_: None)
-    attach = setup(model, corpus, batches, config, autocast, load_reference, data.progress)
-
-    # a forward pass; the gradient of a step
-    def forward(batch, progress):
-        batch = batch._make(x.to(device) if torch.is_tensor(x) else x for x in batch)
-        with autocast():
-            return model(batch, progress)
-
-    def gradient(done):
-        """Sets .grad to that of the mean loss of this process's micro-batches. -> metrics"""
-        metrics = collections.Counter()
-        for i in range(passes):
-            g = (done * passes + i) * WORLD + RANK      # its number for any WORLD
-            batch = attach(batches[g], g) if attach else batches[g]
-            loss, more = forward(batch, done / max_steps)
-            (loss / passes).backward()      # micro-batches count alike, also those with padding
-            for key, value in {'loss': loss, **more}.items():
-                metrics[key] += value.detach() / passes
-        return metrics
-
-    # the optimizers; the moments of a checkpoint are theirs
-    optimizers = optimizers_of(model, config)
-    if resumes:
-        try:
-            for optimizer, moments in zip(optimizers, state.pop('optimizers'), strict=True):
-                optimizer.load_state_dict(moments)
-        except (KeyError, ValueError) as e:             # a copy of best.pt has no moments
-            raise SystemExit(f'{file} cannot be resumed: {e!r:.99}; --init {file} has its weights')
-        if planned != max_steps:
-            print(f'--max-steps was {planned}: the learning rate is now that of {max_steps} steps')
-
-    # the first files, compilation, and all steps
-    if RANK == 0:
-        if planned != max_steps:
-            write_config(out, about, ran_on)
-        if not resumes:
-            save(out, state, optimizers)                # a run that is killed early can be resumed
-    model.kernel = config.kernel
-    compiles = device.type == 'cuda' and sys.platform == 'linux'
-    if config.compile == 'on' or config.compile == 'auto' and compiles:
-        compile_layers(model, module.COMPILED)
-    peak = peak_tokens_per_s(device, bf16, n_params)
-    with caught_signals() as signals:
-        loop(out, config, state, model, optimizers, gradient,
-             functools.partial(validate, model, forward, val_batches), signals, peak, stage)
-
-
+# --------------------------------------------------------------------------------------------------
+# the command
 @contextlib.contextmanager
 def short_errors(program, smaller):
     """Errors of files and memory, and Ctrl-C, end the program with one line."""
@@ -694,6 +1009,16 @@ def short_errors(program, smaller):
         if re.search('unexpected pos|write error|truncate', str(e)):       # of torch, of faiss
             raise SystemExit(f'{program}: is the disk full? {e!r:.200}')
         raise
+
+
+def smaller_sizes(Model, model_config):
+    """What to try when memory is not enough"""
+    B, T = model_config.micro_batch, model_config.block_size
+    if B == 1:
+        return f'--block-size {T // 2} and another --out'
+    if part_of(Model, 'batches')(model_config)['kind'] in ('segments', 'documents'):
+        return f'--micro-batch {B // 2}: the run is then resumed'
+    return f'--micro-batch {B // 2}, which changes the model, and another --out'
 
 
 def keep_printing():
@@ -712,17 +1037,15 @@ def keep_printing():
 
 
 def main(argv=None):
-    module, model_config, config = parse(argv)
+    Model, model_config, config = parse(argv)
     if RANK > 0:
         sys.stdout = open(os.devnull, 'w')              # the first process prints
-    smaller = f'--micro-batch {model_config.micro_batch // 2}'
-    if model_config.micro_batch == 1:
-        smaller = f'--block-size {model_config.block_size // 2}'
-    with short_errors('train.py', f'{smaller} and another --out'), locked(Path(config.out)):
+    smaller = smaller_sizes(Model, model_config)
+    with short_errors('train.py', smaller), locked(Path(config.out)):
         if WORLD > 1:       # after the lock: the processes wait here, and end if it is refused
             backend = 'nccl' if hardware(config.device).type == 'cuda' else 'gloo'
             dist.init_process_group(backend, timeout=datetime.timedelta(hours=6))
-        train(module, model_config, config)
+        train(Model, model_config, config)
     print(f'finished: python eval.py {config.out}')
     if WORLD > 1:
         dist.destroy_process_group()

@@ -14,55 +14,53 @@ Where the paper is in this file
     Eq. 2, 3                local and long memory, in training      memory_mask
     Eq. 4                   external memory                         Datastore.search
     §3                      f and g                                 TRIME.encode
-    §3, Eq. 5               the training objective                  TrimeLoss
+    §3, Eq. 5               the training objective                  trime_loss_reference
     §4.1 to 4.3             segments of a micro-batch, m            batches
     §4.3                    p, a share without local memory         TRIME.training_memory
     §5.2                    the first 5% of the steps               TRIME.training_memory
     §5.2                    FAISS                                   Datastore
-    App. A, Eq. 6, 8, 9     probabilities at test time              Inference
+    App. A, Eq. 6, 8, 9     probabilities at test time              TrimeInference
+    App. A                  continuous cache, kNN-LM                LinearInference
     App. A, Eq. 7           memories at test time                   TRIME.memories
     App. B, Algorithm 1     similar segments in a micro-batch       pack in data.py
-    App. C                  translation                             TRIME.memories, Pairs in data.py
+    App. C                  translation                             TRIME.past_memories; data.py
     App. D                  overlapping windows                     TRIME.windows
-    App. E                  SRU++                                   SRUBlock, --layer sru
+    App. E                  SRU++                                   compared/sru.py
     Table 1, 5              which memories a model has              TRIME.prepare_eval
     Table 9                 the models                              PRESETS
     Table 13                accuracy of the datastore               datastore_accuracy
     Table 14                perplexity by frequency                 frequency in eval.py
 
-Letters of the shape comments and formulas
-    B segments    T tokens per segment    C width    H heads    D width per head    V vocabulary
-    N = B T    R rows of a block    Q queries    M memories    K neighbors    L tokens of a state
-    t, n any other size
-    w a target word    a a cluster of words    i a query    j a memory: (c_j, x_j), a context and
-    the token after it; its key is g(c_j), its value x_j. x without an index: hidden states
+Letters in the shape comments and formulas
+    B segments    T tokens of a segment    t of a piece, n of a window    s keys    C width
+    H heads       D width of a head        V vocabulary    N = B T contexts of a micro-batch
+    Q queries     M memories               K neighbors     L tokens of a state
+    w a target word    i a query    j a memory: (c_j, x_j), a context and the token after it. Its
+    key is g(c_j), its value x_j. x without an index: hidden states
 
 Where this differs from the paper, and why
-    The Transformer has RMSNorm, RoPE, GELU, GPT-2's initial weights, a final norm and no biases. In
-    the presets AdamW and a cosine replace NAG (247M) and the inverse square root (7M).
-    In training, memories are those of the micro-batch of one process (official code, ext: of all
+    Layers: RMSNorm, RoPE, GELU, GPT-2's initial weights, a final norm, no biases.
+    Optimizer: in the presets AdamW and a cosine replace NAG (247M), inverse square root (7M).
+    Training: memories are those of the micro-batch of one process (official code, ext: of all
     processes). §4.3's m = 1 masks other segments of the same document (official code: it does not).
-    Long memory is masked to the document, but its local part is not. With memory ext g is small at
-    first; otherwise the words have almost no probability in the first steps, and learn more slowly.
-    At test time each context is in memory once (official code: the window's twice), P' of Eq. 8 is
-    over all memories (official code: the external ones), K is tuned (App. D: 1,024), similarities
-    of fp16 keys are exact (official code: or of quantized keys). We read the "evaluation segment
-    length" of Table 9 as the stride, the tokens scored per window.
-    For translation the paper has an encoder and a decoder. Here a pair is a text "source TAB
-    target" for the decoder alone; only the target is predicted, and only its contexts are memories.
-    An SRU++ segment begins with the state 0 and without the keys of the one before (App. E: they go
-    on), because segments of a micro-batch are encoded side by side. So its long memory is that of a
-    Transformer, too: m segments, with gradients (App. E: the segment before, without gradients).
+    Long memory is masked to the document, except its local part.
+    With memory ext g is small at first. Otherwise the words have almost no probability in the first
+    steps, and learn more slowly.
+    Test time: each context is in memory once (official code: the window's twice). P' of Eq. 8 is
+    over all memories (official code: the external ones). K is tuned (App. D: 1,024). Similarities
+    of fp16 keys are exact (official code: or of quantized keys).
+    We read the "evaluation segment length" of Table 9 as the stride, the tokens scored per window.
+    Translation: the paper has an encoder and a decoder. Here a pair is a text "source TAB target"
+    for the decoder alone; only the target is predicted, and only its contexts are memories.
 
-    $ python trime.py                       a demo of ten seconds
+    $ python trime.py                       a demo of ten seconds, on a CPU
     $ python train.py --model trime
 """
-import hashlib, inspect, json, math, os, random, re, shutil
-from collections import namedtuple
+import hashlib, json, math, os, random, re, shutil
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -70,16 +68,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+MASKED = -1e30      # similarity to a memory that is masked: finite, so no row gives nan
+BLOCK = 512         # queries of a block of TrimeLoss, on a CPU
+
 
 def check_positive(config, names):
     """Raises ValueError unless each of these fields is 1 or more."""
     for name in names.split():
         if getattr(config, name) < 1:
             raise ValueError(f'{name} must be 1 or more')
-
-
-MASKED = -1e30      # similarity to a memory that is masked: finite, so no row gives nan
-R = 512             # queries of a block of TrimeLoss
 
 
 @dataclass
@@ -90,7 +87,6 @@ class TRIMEConfig:
     n_layer: int = 4            # Transformer layers (ours; paper: 8 to 16)
     n_head: int = 4             # attention heads, H (ours)
     n_embd: int = 128           # width, C (ours; paper: 128 to 1,024)
-    layer: Literal['transformer', 'sru'] = 'transformer'    # sru: SRU++, of one head (App. E)
     n_inner: int = 0            # width inside the MLP; 0: 4 C (paper: 4 C, its 150M model 2,100)
     dropout: float = 0.0        # on embeddings and residual branches (ours; official code: 0.3)
     memory: Literal['none', 'local', 'long', 'ext'] = 'local'   # used in training (paper Table 1)
@@ -110,9 +106,7 @@ class TRIMEConfig:
         # rotary embeddings rotate pairs of the n_embd / n_head numbers of a head
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
-        rising = sorted({*re.findall('[1-9][0-9]*', self.cutoffs)}, key=int)
-        if ','.join(rising) != self.cutoffs:
-            raise ValueError(f'cutoffs {self.cutoffs}: must rise, like 20000,60000')
+        parse_cutoffs(self.cutoffs)
         if max(self.dropout, self.p, self.ce_warmup) > 1:
             raise ValueError('dropout, p and ce_warmup are shares, at most 1')
         one_segment = self.micro_batch == 1 or (self.n_consecutive == 1 and self.memory == 'long')
@@ -120,12 +114,22 @@ class TRIMEConfig:
             raise ValueError('memories long and ext are those of other segments: there is only one')
 
 
-Memories = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
+def parse_cutoffs(text):
+    """'20000,60000' -> [20000, 60000]. Raises ValueError unless they are numbers that rise"""
+    cutoffs = []
+    if re.fullmatch('[1-9][0-9]*(,[1-9][0-9]*)*', text):
+        cutoffs = [int(cutoff) for cutoff in text.split(',')]
+    if ','.join(map(str, sorted(set(cutoffs)))) != text:
+        raise ValueError(f'cutoffs {text}: must rise, like 20000,60000')
+    return cutoffs
+
+
+MemoryNames = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
 
 
 @dataclass
 class EvalConfig:
-    memory: Memories = ''       # trime: memories at test time; default: as paper Table 1 (or 5)
+    memory: MemoryNames = ''    # trime: memories at test time; default: as paper Table 1 (or 5)
     long: int = 24_576          # trime: tokens of long memory, tuned up to this; 0: none
     stride: int = 0             # trime: tokens scored per window (0: as trained)
     nprobe: int = 16            # trime: lists of the datastore that a search reads; 0: all
@@ -157,8 +161,8 @@ PRESETS = {
 
 
 def batches(config):
-    """Arguments of data.Batches. A micro-batch has random segments (§4.1), m consecutive ones of a
-    text (§4.2), or similar ones (§4.3, App. B)."""
+    """Arguments of data.Corpus.batches. A micro-batch has random segments (§4.1), m consecutive
+    ones of a text (§4.2), or similar ones (§4.3, App. B)."""
     kind = 'segments'
     if config.memory == 'long':
         kind = 'consecutive'
@@ -170,48 +174,48 @@ def batches(config):
 
 # --------------------------------------------------------------------------------------------------
 # the transformer
-# (what several model files define is identical in them, except SelfAttention, MLP and Block)
+# (what several model files define is identical in them; the header lists what differs)
 def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     return nn.RMSNorm(n_embd, eps=1e-6)
 
 
 def Linear(n, m):
-    """W x, from n numbers to m. No biases here; where there are some, it is nn.Linear."""
+    """W x, from n numbers to m, without a bias. Layers with a bias are nn.Linear."""
     return nn.Linear(n, m, bias=False)
 
 
 def fp32(x):
-    """bf16 and fp16 become fp32; fp64 remains, for the tests."""
+    """Converts bf16 and fp16 to fp32. fp64 remains, for the tests."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def product(a, b):
-    """a b with fp32 sums, under autocast too: bf16 has steps of 0.125 near 20. The factors of the
-    sums may be rounded in bf16 runs, see train.precision.
+    """a b with sums in fp32, under autocast too: near 20, bf16 has steps of 0.125. In bf16 runs the
+    factors may be rounded, see train.precision.
 
-    a (..., n, C)   b (..., C, m) -> (..., n, m)"""
+    a (..., n, C), b (..., C, m) -> (..., n, m)"""
     with torch.autocast(a.device.type, enabled=False):
         return fp32(a) @ fp32(b)
 
 
 def output_product(a, b):
-    """a b with fp32 sums, for logits and their gradients, the largest products of a step. On a GPU,
-    in bf16 runs (train.precision), the factors are rounded to bf16, as TF32 takes twice the time:
-    gradients then have relative errors of 0.5%, not of 0.03% (results.md).
+    """a b with sums in fp32, for logits and their gradients, the largest products of a step. On a
+    GPU, bf16 runs (train.precision) round the factors to bf16, because TF32 takes twice the time.
+    Gradients then have relative errors of 0.5% instead of 0.03% (results.md).
 
-    a (n, C)   b (C, m) -> (n, m)"""
+    a (n, C), b (C, m) -> (n, m)"""
     if not a.is_cuda or torch.get_float32_matmul_precision() == 'highest':
         return product(a, b)
     a = a.bfloat16()
     b = b.bfloat16()
     if torch.__version__ < (2, 8) or torch.version.hip:
-        return (a @ b).float()                                          # logits are rounded, too
+        return (a @ b).float()                                          # rounds the logits, too
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def aligned(E):
-    """E (V, C) with rows of zeros, to a multiple of 64: a GPU multiplies them faster."""
+    """E (V, C) with rows of zeros up to a multiple of 64: a GPU multiplies these faster."""
     return F.pad(E, (0, 0, 0, -len(E) % 64))
 
 
@@ -224,38 +228,60 @@ def rotate(x, first=0):
     theta = 10000 ** (-torch.arange(0, D, 2, device=x.device) / D)      # (D/2,)
     positions = torch.arange(first, first + x.size(-3), device=x.device)
     angle = positions[:, None, None] * theta                            # (T, 1, D/2)
-
-    # a pair is a complex number, its rotation a product with cos + i sin; by real numbers the same
-    # takes several times as long, but complex ones cannot be compiled
-    pairs = fp32(x).unflatten(-1, (-1, 2)).contiguous()                 # (..., T, H, D/2, 2)
     cos = angle.cos()
     sin = angle.sin()
+    pairs = fp32(x).unflatten(-1, (-1, 2)).contiguous()                 # (..., T, H, D/2, 2)
+
+    # the rotation of (a, b) is (a cos - b sin, a sin + b cos)
     if torch.compiler.is_compiling():
-        a, b = pairs.unbind(-1)                                         # (..., T, H, D/2) each
+        a, b = pairs.unbind(-1)                                         # 2 x (..., T, H, D/2)
         rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
     else:
+        # (a + ib)(cos + i sin) is several times faster, but torch.compile has no complex numbers
         rotated = torch.view_as_complex(pairs) * torch.complex(cos, sin)
         rotated = torch.view_as_real(rotated)
     return rotated.flatten(-2).type_as(x)
 
 
 def append(x, y):
-    """x, then y, along the axis of tokens or memories, the second one"""
+    """x, then y, along the second axis, that of tokens or memories"""
     return torch.cat([x, y], 1)
 
 
+def causal_attention(q, k, v):
+    """softmax(q kᵀ / sqrt(D) + mask) v: a query attends to the keys up to its own position. The
+    queries have the positions of the last t of the s keys.
+
+    q (B, t, H, D), k and v (B, s, H, D) -> (B, t, H, D)"""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or s, D)
+    t = q.size(2)
+    s = k.size(2)
+    mask = q.new_full((t, s), -math.inf).triu(s - t + 1)                # -inf for later keys
+
+    # the formula itself: on a CPU in bf16 it is faster than the fused kernel (torch 2.13) while the
+    # scores are few; with 2,048 tokens it takes twice the time
+    if q.is_cpu and q.dtype == torch.bfloat16 and s < 1024:
+        scores = (q / q.size(3) ** 0.5) @ k.mT                          # (B, H, t, s)
+        y = (scores + mask).softmax(3) @ v
+    elif t == s:                                                        # faster without a mask
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, mask)
+    return y.transpose(1, 2)
+
+
 class SelfAttention(nn.Module):
-    """Causal multi-head attention with rotary positions, over the whole segment."""
+    """Causal multi-head attention with rotary positions, over the whole segment"""
     def __init__(self, config):
         super().__init__()
-        self.n_head = config.n_head
         C = config.n_embd
+        self.n_head = config.n_head
         self.qkv = Linear(C, 3 * C)
         self.proj = Linear(C, C)
 
     def forward(self, x, past):
-        """x (B, t, C), after the tokens of which past has the keys and values (None: no tokens)
-        -> (B, t, C), and the keys and values of all tokens so far, 2 x (B, s, H, D)"""
+        """x (B, t, C), past: 2 x (B, s - t, H, D), keys and values of the tokens before, None at
+        the beginning of a segment -> (B, t, C), keys and values of all tokens so far"""
         q, k, v = self.qkv(x).unflatten(2, (3, self.n_head, -1)).unbind(2)  # 3 x (B, t, H, D)
 
         # keys are stored with their rotation, which never changes
@@ -263,23 +289,11 @@ class SelfAttention(nn.Module):
         q = rotate(q, first)
         k = rotate(k, first)
         if past:
-            k, v = map(append, past, (k, v))                                # (B, s, H, D)
-        past = k.detach(), v.detach()
-
-        # on a CPU in bf16 the formula itself is faster than the fused kernel (torch 2.13) while the
-        # scores are few; with 2,048 tokens it takes twice the time
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))                    # (B, H, t or s, D)
-        by_formula = q.is_cpu and q.dtype == torch.bfloat16 and k.size(2) < 1024
-
-        # softmax(q kᵀ / sqrt(D) + mask) v, where query i has the position first + i
-        mask = None
-        if first or by_formula:
-            mask = q.new_full((q.size(2), k.size(2)), -math.inf).triu(first + 1)    # (t, s)
-        if by_formula:
-            y = ((q / q.size(3) ** 0.5) @ k.mT + mask).softmax(3) @ v
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
-        return self.proj(y.transpose(1, 2).flatten(2)), past
+            past_k, past_v = past
+            k = append(past_k, k)                                           # (B, s, H, D)
+            v = append(past_v, v)
+        y = causal_attention(q, k, v)                                       # (B, t, H, D)
+        return self.proj(y.flatten(2)), (k.detach(), v.detach())
 
 
 class MLP(nn.Module):
@@ -291,12 +305,12 @@ class MLP(nn.Module):
         self.proj = Linear(n_inner, config.n_embd)
 
     def forward(self, x):
+        """x (B, t, C) -> (B, t, C)"""
         return self.proj(F.gelu(self.fc(x)))
 
 
 class Block(nn.Module):
-    """One pre-norm Transformer layer; returns its output, g = the input of its MLP (§3), and the
-    keys and values so far."""
+    """One pre-norm Transformer layer"""
     def __init__(self, config):
         super().__init__()
         self.norm1 = RMSNorm(config.n_embd)
@@ -306,6 +320,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, past):
+        """x (B, t, C), past: see SelfAttention -> (B, t, C); the input of the MLP (B, t, C), which
+        is g in the last layer (§3); keys and values of all tokens so far"""
         y, past = self.attention(self.norm1(x), past)
         x = x + self.dropout(y)
         g = self.norm2(x)
@@ -315,91 +331,41 @@ class Block(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # what is new in TRIME
 class Embedding(nn.Module):
-    """The input and output embedding, tied. With cutoffs it is adaptive (Baevski & Auli 2019): ids
-    are in order of frequency, those between two cutoffs are a cluster. Cluster a = 1, 2, ... has
-    vectors of C / div_value^a numbers, W_a that projects them to C, and one row in the head, which
-    is the table of the frequent words and of the clusters:
-
-        P(w) = P_head(w)  or  P_head(a) P_a(w) in cluster a,    P_a(w) ∝ exp(table_a[w] · W_aᵀ f)"""
+    """The input and output embedding, tied: row w is E_w (Eq. 1)."""
     def __init__(self, config):
         super().__init__()
-        C = config.n_embd
-
-        # the head has the ids below the first cutoff, cluster a those up to the next one; a small
-        # vocabulary ends before some cutoffs
-        cutoffs = map(int, re.findall('[0-9]+', config.cutoffs))
-        self.ends = [x for x in cutoffs if x < config.vocab_size] + [config.vocab_size]
-
-        # rows of the first table: the frequent words, then one for each cluster
-        self.tables = nn.ParameterList([torch.empty(self.ends[0] + len(self.ends) - 1, C)])
-        self.tail_proj = nn.ModuleList()
-        for a, size in enumerate(np.diff(self.ends), 1):
-            width = max(1, C // config.div_value ** a)
-            self.tables.append(torch.empty(size, width))
-            self.tail_proj.append(Linear(width, C))
-
-    def clusters(self, ids):
-        """For each cluster: its number a, its first id, and a mask of those of the ids in it"""
-        for a, (start, end) in enumerate(pairwise(self.ends), 1):
-            yield a, start, (ids >= start) & (ids < end)
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
 
     def forward(self, tokens):
-        """(B, T) -> (B, T, C)"""
-        # clamp: a placeholder for words of clusters, overwritten below
-        x = F.embedding(tokens.clamp(max=self.ends[0] - 1), self.tables[0])
-        for a, start, inside in self.clusters(tokens):
-            vectors = F.embedding(tokens[inside] - start, self.tables[a])
-            x[inside] = self.tail_proj[a - 1](vectors).type_as(x)
-        return x
-
-    def tail(self, a, f):
-        """log P_a of all words of cluster a: f (Q, C) -> (Q, words)"""
-        return (f @ self.tail_proj[a - 1].weight @ self.tables[a].T).log_softmax(1)
-
-    def head_and_tail(self, f, w):
-        """log P of given words w (Q,) after f (Q, C) has two terms: the log of the softmax of the
-        head at a row, that of w or of its cluster, and log P_a(w), which is 0 for words of the
-        head. -> the rows, the log P_a(w): 2 x (Q, 1)"""
-        row = w[:, None].clone()
-        log_p = f.new_zeros(len(w), 1)
-        for a, start, inside in self.clusters(w):
-            row[inside] = self.ends[0] + a - 1
-            # (Q, words) in pieces; a GPU takes those of 0.5 GiB
-            n_rows = 2 ** 27 // len(self.tables[a]) if f.is_cuda else 256
-            pieces = torch.where(inside)[0].split(n_rows)
-            for queries in pieces:
-                if f.is_cuda and len(pieces) == 1:
-                    log_P = self.tail(a, f[queries])
-                else:               # too large to keep: the backward pass computes it again
-                    log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
-                # an index, as gather would keep log_P
-                log_p[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
-        return row, log_p
+        """(B, t) -> (B, t, C)"""
+        return F.embedding(tokens, self.weight)
 
     def logits(self, f):
-        """f (Q, C) -> E_w · f of Eq. 1 for all words (Q, V), log Σ_w exp(E_w · f) (Q, 1). For w of
-        cluster a, E_w · f stands for that of the cluster's row + log P_a(w)."""
-        head = f @ self.tables[0].T
-        words, clusters = head.tensor_split([self.ends[0]], 1)
-        tails = [row[:, None] + self.tail(a, f) for a, row in enumerate(clusters.T, 1)]
-        return torch.cat([words, *tails], 1), head.logsumexp(1, keepdim=True)
+        """f (Q, C) -> E_w · f of Eq. 1 for all words (Q, V), log Σ_w exp(E_w · f) (Q, 1)"""
+        logits = f @ self.weight.T
+        return logits, logits.logsumexp(1, keepdim=True)
+
+    def rows_of(self, f, w):
+        """The logit of word w is that of a row of `weight`, plus a number (see AdaptiveEmbedding):
+        f (Q, C), w (Q,) -> the rows, w, and the numbers, 0: 2 x (Q, 1)"""
+        return w[:, None], f.new_zeros(len(w), 1)
 
 
 def memory_mask(memory, doc, config, rows):
-    """The memories of R queries in training. Each of the N positions of a micro-batch is a query
+    """The memories of some queries in training. Each of the N positions of a micro-batch is a query
     and a memory: memory j is the context of position j and the token after it.
 
     memory      none, local, long, ext or local,ext, from TRIME.training_memory
     doc         (B, T) the document of each position
-    rows        a slice of the N queries, R of them
-    returns     a slice of the N memories, M of them, and the mask of those of each query, (R, M)"""
+    rows        a slice of the N queries, Q of them
+    -> a slice of the N memories, M of them, and the mask of those of each query, (Q, M)"""
     B, T = doc.shape
     doc = doc.flatten()
 
     # a slice with all that any of these queries has; for long, the positions up to the last query
     start, stop = 0, rows.stop
     if memory == 'none':
-        stop = 1                        # the softmax over memories needs a column; it is masked
+        stop = 1                        # a masked memory: it adds exp(-1e30), 0, to each sum
     elif memory == 'local':
         start = rows.start // T * T                                 # the first query's segment
     elif 'ext' in memory:
@@ -408,8 +374,9 @@ def memory_mask(memory, doc, config, rows):
 
     # memory i has the answer to query i, so a query has only memories before it
     position = torch.arange(len(doc), device=doc.device)
-    i, j = position[rows, None], position[memories]                 # (R, 1), (M,)
-    earlier = j < i                                                 # (R, M)
+    i = position[rows, None]                                        # (Q, 1)
+    j = position[memories]                                          # (M,)
+    earlier = j < i                                                 # (Q, M)
     same_segment = i // T == j // T
     same_document = doc[i] == doc[j]
 
@@ -435,149 +402,289 @@ def memory_mask(memory, doc, config, rows):
     return memories, mask
 
 
+def trime_loss_reference(logits, query, key, targets, values, mask):
+    """The TRIME objective, Eq. 5. The next word w has a term for its output embedding, and one for
+    each memory whose value is w:
+
+        P(w | c) ∝ exp(E_w · f(c)) + Σ_{j: x_j = w} exp(sim(g(c), g(c_j))),  sim(q, k) = q · k / √C
+
+    logits (N, V)                 E_w · f(c) for all contexts c and words w
+    query (N, C), key (M, C)      g(c) and g(c_j)
+    targets (N,)                  w; -1: not scored
+    values (M,)                   x_j; -1: no memory
+    mask (N, M)                   True where a context has this memory (Eq. 2, 3)
+    -> means over the scored contexts, (): of -log P(w | c); of the probability on memories; of
+    -log P(w | c) without memories (Eq. 1)"""
+    w = targets.clamp(min=0)[:, None]                                   # (N, 1)
+    sim = product(query, key.T) / query.size(1) ** 0.5                  # (N, M)
+    sim = sim.masked_fill(~mask | (values < 0), -math.inf)
+
+    # the terms of w, and all terms
+    log_word = logits.gather(1, w)                                      # first term of Eq. 5
+    matching = sim.masked_fill(values != w, -math.inf)                  # those of the second term
+    log_w = torch.cat([log_word, matching], 1).logsumexp(1)             # (N,)
+    log_total = torch.cat([logits, sim], 1).logsumexp(1)
+    loss = log_total - log_w                                            # -log P(w | c)
+
+    memory_prob = (sim - log_total[:, None]).exp().sum(1)
+    word_loss = logits.logsumexp(1) - log_word[:, 0]
+    scored = (targets >= 0).to(loss) / (targets >= 0).sum().clamp(min=1)
+    return (loss * scored).sum(), (memory_prob * scored).sum(), (word_loss * scored).sum()
+
+
 def softmax_and_log_sum(exponents):
-    """The softmax P of (R, n) exponents, and log Σ exp of them (R, 1), which is max - log max P as
-    P = exp(exponents) / Σ"""
+    """The softmax P of exponents (Q, n), and log Σ exp of them (Q, 1), which is max - log max P
+    because P = exp(exponents) / Σ"""
     P = exponents.softmax(1)
-    # not by logsumexp, which is another pass over (R, n)
+    # not by logsumexp, which is another pass over (Q, n)
     return P, (exponents.amax(1) - P.amax(1).log())[:, None]
 
 
 class TrimeLoss(torch.autograd.Function):
-    """The TRIME objective, Eq. 5. The next word w has a term for its output embedding, and one for
-    each memory whose value is w; sim(q, k) = q · k / sqrt(C):
+    """The same by blocks of queries, because (N, V) or (N, N) would be too large. The forward pass
+    computes the gradient too. Let z be the exponent of a term, Σ the sum of all terms and Σ_w the
+    sum of the terms of w. Then P(w | c) = Σ_w / Σ, and
 
-        P(w | c)  ∝  exp(E_w · f(c))  +  Σ_{j: x_j = w} exp(sim(g(c), g(c_j)))
+        d(-log P(w | c)) / dz  =  exp(z) / Σ  -  exp(z) / Σ_w, the latter for the terms of w
 
-    f, query, key     (N, C)    f(c), g(c), g(c_j) of all contexts of a micro-batch
-    head              (n, C)    E_w of words, then of clusters (Embedding): n is all words, or with
-                                cutoffs the frequent ones and the clusters
-    tail, head_row    (N, 1)    of the target words (Embedding.head_and_tail)
-    targets           (N,)      w and x_j; -1: neither scored nor a memory
-    memories_of                 a slice of queries -> slice of memories, mask (memory_mask)
-
-    returns means over the queries: of -log P and, without gradient, of the probability on memories
-    and the loss without memory. The forward pass computes the gradient too, by blocks of R queries,
-    as (N, n) or (N, N) would be too large. Let z be the exponent of a term, Σ the sum of all terms
-    and Σ_w the sum of the terms of w. Then P(w | c) = Σ_w / Σ, and
-
-        d(-log P(w | c)) / dz  =  exp(z) / Σ  -  exp(z) / Σ_w, the latter for the terms of w"""
+    f, query, key (N, C)      f(c), g(c), g(c_j) of all contexts of a micro-batch
+    E (n, C)                  Embedding.weight
+    rows_of_w, extra (N, 1)   of the targets, from Embedding.rows_of
+    targets (N,)              w and x_j; -1: neither scored nor a memory
+    memories_of               a slice of queries -> slice of memories, mask (memory_mask)
+    -> as trime_loss_reference; the last two without gradient"""
     @staticmethod
-    def forward(ctx, f, query, key, head, tail, head_row, targets, memories_of):
-        n = len(head)
-        head = aligned(head)
-        block = R
-        if f.is_cuda:                   # 0.25 GiB of exponents, as it needs large products
-            block = 2 ** 26 // (len(head) + len(f))
+    def forward(ctx, f, query, key, E, rows_of_w, extra, targets, memories_of):
+        n = len(E)
+        E = aligned(E)
+        block = BLOCK
+        if f.is_cuda:                   # 0.25 GiB of exponents, because it needs large products
+            block = 2 ** 26 // (len(E) + len(f))
         n_scored = (targets >= 0).sum().clamp(min=1)
         scale = f.size(1) ** -0.5
-        loss, memory_prob, word_loss = f.new_zeros(3)
-        df, dquery, dkey, dhead, dtail = map(torch.zeros_like, (f, query, key, head, tail))
+        loss = f.new_zeros(())
+        memory_prob = f.new_zeros(())
+        word_loss = f.new_zeros(())
+        df, dquery, dkey, dE, dextra = map(torch.zeros_like, (f, query, key, E, extra))
         for start in range(0, len(f), block):
             rows = slice(start, start + block)
             memories, mask = memories_of(rows)
-            w, value = targets[rows, None], targets[memories]       # (R, 1), x_j (M,)
-            weight = (w >= 0).to(f) / n_scored                      # (R, 1) of a query in the mean
+            w = targets[rows, None]                                 # (Q, 1)
+            values = targets[memories]                              # x_j (M,)
+            weight = (w >= 0).to(f) / n_scored                      # (Q, 1) of a query in the mean
 
             # exponents of Eq. 5: of the first term for all words, of the second for all memories
-            logits = output_product(f[rows], head.T)                # (R, n)
-            logits[:, n:] = -math.inf                               # of rows that are no words
-            sim = query[rows] @ key[memories].T * scale             # (R, M)
-            sim.masked_fill_(~mask | (value < 0), MASKED)
+            logits = output_product(f[rows], E.T)                   # (Q, n)
+            logits[:, n:] = -math.inf                               # rows of zeros: no words
+            sim = query[rows] @ key[memories].T * scale             # (Q, M)
+            sim.masked_fill_(~mask | (values < 0), MASKED)
 
             # softmaxes over all words, over all memories, over the memories with x_j = w
             P_words, log_words = softmax_and_log_sum(logits)
             P_memory, log_memory = softmax_and_log_sum(sim)
-            P_match, log_match = softmax_and_log_sum(sim.masked_fill(value != w, MASKED))
+            P_match, log_match = softmax_and_log_sum(sim.masked_fill(values != w, MASKED))
 
             # log Σ_w, log Σ and the loss, log Σ - log Σ_w
-            log_word = logits.gather(1, head_row[rows]) + tail[rows]    # first term of Eq. 5
+            log_word = logits.gather(1, rows_of_w[rows]) + extra[rows]  # first term of Eq. 5
             log_w = torch.logaddexp(log_word, log_match)                # with the second term
             log_total = torch.logaddexp(log_words, log_memory)
             loss += (weight * (log_total - log_w)).sum()
             share = weight * (log_memory - log_total).exp()     # of memories in P, weighted
             memory_prob += share.sum()
             word_loss += (weight * (log_words - log_word)).sum()
-            if not f.requires_grad:
+            if not ctx.needs_input_grad[0]:
                 continue
 
             # gradients of the exponents: exp(z) / Σ, minus exp(z) / Σ_w for the terms of w
-            dlogits = P_words.mul_(weight * (log_words - log_total).exp())      # (R, n)
-            dtail[rows] = -weight * (log_word - log_w).exp()                    # (R, 1)
-            dlogits.scatter_add_(1, head_row[rows], dtail[rows])
-            dsim = P_memory.mul_(share)                                         # (R, M)
+            dlogits = P_words.mul_(weight * (log_words - log_total).exp())      # (Q, n)
+            dextra[rows] = -weight * (log_word - log_w).exp()                   # (Q, 1)
+            dlogits.scatter_add_(1, rows_of_w[rows], dextra[rows])
+            dsim = P_memory.mul_(share)                                         # (Q, M)
             dsim -= P_match.mul_(weight * (log_match - log_w).exp())
 
             # and of the vectors whose products they are
-            df[rows] = output_product(dlogits, head)
-            dhead += output_product(dlogits.T, f[rows])
+            df[rows] = output_product(dlogits, E)
+            dE += output_product(dlogits.T, f[rows])
             dquery[rows] = dsim @ key[memories] * scale
             dkey[memories] += dsim.T @ query[rows] * scale
-        ctx.grads = df, dquery, dkey, dhead[:n], dtail
+        ctx.gradients = df, dquery, dkey, dE[:n], dextra
         ctx.mark_non_differentiable(memory_prob, word_loss)
         return loss, memory_prob, word_loss
 
     @staticmethod
     def backward(ctx, dloss, *_):
-        return *(dloss * grad for grad in ctx.grads), None, None, None
+        df, dquery, dkey, dE, dextra = (dloss * gradient for gradient in ctx.gradients)
+        return df, dquery, dkey, dE, None, dextra, None, None
+
+
+class AdaptiveEmbedding(Embedding):
+    """With cutoffs the embedding is adaptive (Baevski & Auli 2019): ids are in order of frequency,
+    those between two cutoffs are a cluster. Cluster a = 1, 2, ... has vectors of C / div_value^a
+    numbers, W_a that projects them to C, and one row in `weight`, the head, which has the frequent
+    words and then the clusters:
+
+        P(w) = P_head(w)  or  P_head(a) P_a(w) in cluster a,    P_a(w) ∝ exp(table_a[w] · W_aᵀ f)"""
+    def __init__(self, config):
+        # the head has the ids below the first cutoff, cluster a those up to the next one; a small
+        # vocabulary ends before some cutoffs
+        cutoffs = parse_cutoffs(config.cutoffs)
+        ends = [x for x in cutoffs if x < config.vocab_size] + [config.vocab_size]
+        super().__init__(replace(config, vocab_size=ends[0] + len(ends) - 1))
+        self.ends = ends
+        self.tables = nn.ParameterList()
+        self.tail_proj = nn.ModuleList()
+        for a, size in enumerate(np.diff(ends), 1):
+            width = max(1, config.n_embd // config.div_value ** a)
+            self.tables.append(torch.empty(size, width))
+            self.tail_proj.append(Linear(width, config.n_embd))
+
+    def clusters(self, ids):
+        """For each cluster: its number a, its first id, and a mask of those of the ids in it"""
+        for a, (start, end) in enumerate(pairwise(self.ends), 1):
+            yield a, start, (ids >= start) & (ids < end)
+
+    def forward(self, tokens):
+        """(B, t) -> (B, t, C)"""
+        # clamp: a placeholder for words of clusters, overwritten below
+        x = F.embedding(tokens.clamp(max=self.ends[0] - 1), self.weight)
+        for a, start, inside in self.clusters(tokens):
+            vectors = F.embedding(tokens[inside] - start, self.tables[a - 1])
+            x[inside] = self.tail_proj[a - 1](vectors).type_as(x)
+        return x
+
+    def tail(self, a, f):
+        """log P_a of all words of cluster a: f (Q, C) -> (Q, words)"""
+        return (f @ self.tail_proj[a - 1].weight @ self.tables[a - 1].T).log_softmax(1)
+
+    def logits(self, f):
+        """f (Q, C) -> E_w · f of Eq. 1 for all words (Q, V), log Σ_w exp(E_w · f) (Q, 1). For w of
+        cluster a, E_w · f stands for that of the cluster's row + log P_a(w)."""
+        head = f @ self.weight.T
+        words, clusters = head.tensor_split([self.ends[0]], 1)
+        tails = [row[:, None] + self.tail(a, f) for a, row in enumerate(clusters.T, 1)]
+        return torch.cat([words, *tails], 1), head.logsumexp(1, keepdim=True)
+
+    def rows_of(self, f, w):
+        """The logit of word w is that of its row of the head, or of its cluster's row plus
+        log P_a(w): f (Q, C), w (Q,) -> the rows; log P_a(w), 0 for words of the head: 2 x (Q, 1)"""
+        row = w[:, None].clone()
+        log_p = f.new_zeros(len(w), 1)
+        for a, start, inside in self.clusters(w):
+            row[inside] = self.ends[0] + a - 1
+            # (Q, words) in pieces; a GPU takes those of 0.5 GiB
+            n_rows = 2 ** 27 // len(self.tables[a - 1]) if f.is_cuda else 256
+            pieces = torch.where(inside)[0].split(n_rows)
+            for queries in pieces:
+                if f.is_cuda and len(pieces) == 1:
+                    log_P = self.tail(a, f[queries])
+                else:               # too large to keep: the backward pass computes it again
+                    log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
+                # an index, because gather would keep log_P
+                log_p[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
+        return row, log_p
+
+
+# --------------------------------------------------------------------------------------------------
+# probabilities at test time
+class Memories(NamedTuple):
+    """The memories of Q queries (Eq. 7): of long, of local, then of external memory"""
+    sim: torch.Tensor       # (Q, M) similarities, MASKED or not
+    value: torch.Tensor     # (Q, M) x_j
+    local: slice            # which of the M are of local memory
+
+
+class Window(NamedTuple):
+    """What `tune` needs of the Q queries of a window. It has more memories than are used"""
+    logit: torch.Tensor         # (Q, 1) E_w · f of the target words
+    log_words: torch.Tensor     # (Q, 1) log Σ_w exp(E_w · f)
+    sim: torch.Tensor           # (Q, M)
+    match: torch.Tensor         # (Q, M) bool, x_j = w
+    local: slice                # see Memories
 
 
 @dataclass
 class Inference:
-    """Words and M, the set of memories of Eq. 7, make one distribution at test time.
-
-        P(w)  ∝ exp(E_w · f) + Σ_{j ∈ M: x_j = w} exp(sim_j / τ)        Eq. 6
-        P'(w) ∝ Σ_{j ∈ M: x_j = w} exp(sim_j / τ')                      Eq. 8, with ext
-        P(w)  <- (1 - λ) P(w) + λ P'(w)                                 Eq. 9
-
-    linear is for a model that was trained without memory: P(w) of Eq. 1 is interpolated (Eq. 9)
-    with P' of local and long memory (continuous cache, Grave et al. 2017), then with P' of ext
-    (kNN-LM, Khandelwal et al. 2020), where sim_j = -|q - k|² / (2 sqrt(C)), which is TRIME's up to
-    a constant if all keys have the same norm. Each P' has a τ and a λ."""
+    """Which memories are used at test time"""
     local: bool = False         # local memory: the window
     long: int = 0               # tokens of long memory; not used without local
-    n_neighbors: int = 0        # K; 0: no external memory
-    linear: bool = False        # continuous cache and kNN-LM
-    tau: float = 1.0            # τ of Eq. 6; linear: of the cache
-    lam: float = 0.0            # linear: λ of the cache
-    tau_ext: float = 1.0        # τ' of Eq. 8; linear: of kNN-LM
-    lam_ext: float = 0.0        # λ of Eq. 9; linear: of kNN-LM
+    n_neighbors: int = 0        # K of external memory; 0: none
+
+    def log_p(self, window):
+        """log P (Q, 1) of the target words of a Window, by these memories: the last `long` before
+        the local ones, the first n_neighbors after them"""
+        local = window.local
+        used = slice(max(0, local.start - self.long), local.stop + self.n_neighbors)
+        P, log_factor = self.probabilities(window.log_words, window.sim[:, used])
+        P_memory = (P * window.match[:, used]).sum(1, keepdim=True)
+        return torch.logaddexp(window.logit + log_factor, P_memory.log())
+
+
+@dataclass
+class TrimeInference(Inference):
+    """Words and memories make one distribution. With external memory it is interpolated with one of
+    all memories:
+
+        P(w)  ∝ exp(E_w · f) + Σ_{j: x_j = w} exp(sim_j / τ)            Eq. 6
+        P'(w) ∝ Σ_{j: x_j = w} exp(sim_j / τ')                          Eq. 8
+        P(w)  <- (1 - λ) P(w) + λ P'(w)                                 Eq. 9"""
+    tau: float = 1.0            # τ of Eq. 6
+    tau_ext: float = 1.0        # τ' of Eq. 8
+    lam_ext: float = 0.0        # λ of Eq. 9
 
     def probabilities(self, log_words, sim):
         """The parts of P(w) = exp(E_w · f + log_factor) + Σ_{j: x_j = w} P_j
 
-        log_words (Q, 1)    log Σ_w exp(E_w · f)
-        sim (Q, M)          similarities, MASKED or not; the last n_neighbors are of ext
-        returns             P_j (Q, M) and log_factor (Q, 1)"""
-        if self.linear:
-            # Eq. 1, then the continuous cache: Eq. 8 and 9 of local and long memory
-            start = sim.size(1) - self.n_neighbors                  # then kNN-LM: of ext
-            P, log_factor = torch.zeros_like(sim), -log_words
-            P, log_factor = interpolate(P, log_factor, sim, slice(start), self.tau, self.lam)
-        else:
-            # Eq. 6, one softmax over words and memories
-            exponents = sim / self.tau
-            log_total = torch.logaddexp(log_words, exponents.logsumexp(1, keepdim=True))
-            P, log_factor = (exponents - log_total).exp(), -log_total
-            start = 0                                               # of all memories
+        log_words (Q, 1): log Σ_w exp(E_w · f); sim (Q, M), the last n_neighbors of ext
+        -> P_j (Q, M), log_factor (Q, 1)"""
+        # Eq. 6, one softmax over words and memories
+        exponents = sim / self.tau
+        log_total = torch.logaddexp(log_words, exponents.logsumexp(1, keepdim=True))
+        P = (exponents - log_total).exp()
 
         # Eq. 8 and 9
+        return interpolate(P, -log_total, sim, slice(None), self.tau_ext, self.lam_ext)
+
+    def constants(self):
+        """What `tune` tries, {constant: its values}; and the values to start with"""
+        if self.n_neighbors == 0:
+            return dict(tau=TAUS), {}
+        return (dict(tau=TAUS, tau_ext=TAUS, lam_ext=LAMBDAS),
+                dict(lam_ext=0.25))             # not 0, where τ' would have no effect
+
+
+@dataclass
+class LinearInference(Inference):
+    """For a model that was trained without memory: P(w) of Eq. 1 is interpolated (Eq. 9) with P' of
+    local and long memory (the continuous cache, Grave et al. 2017), then with P' of external memory
+    (kNN-LM, Khandelwal et al. 2020). In kNN-LM sim_j = -|q - k|² / (2 sqrt(C)), which is TRIME's up
+    to a constant if all keys have the same norm."""
+    tau: float = 1.0            # τ of the cache
+    lam: float = 0.0            # λ of the cache
+    tau_ext: float = 1.0        # τ of kNN-LM
+    lam_ext: float = 0.0        # λ of kNN-LM
+
+    def probabilities(self, log_words, sim):
+        """As TrimeInference.probabilities"""
+        P = torch.zeros_like(sim)
+        start = sim.size(1) - self.n_neighbors                          # of external memory
+        P, log_factor = interpolate(P, -log_words, sim, slice(start), self.tau, self.lam)
         return interpolate(P, log_factor, sim, slice(start, None), self.tau_ext, self.lam_ext)
 
-    def log_p(self, logit, log_words, sim, match, local):
-        """log P (Q, 1) of the target words of a window, from what `collect` returns of it. That has
-        more memories than are used here: the last `long` before `local`, the first n_neighbors
-        after it"""
-        used = slice(max(0, local.start - self.long), local.stop + self.n_neighbors)
-        P, log_factor = self.probabilities(log_words, sim[:, used])
-        P_memory = (P * match[:, used]).sum(1, keepdim=True)
-        return torch.logaddexp(logit + log_factor, P_memory.log())
+    def constants(self):
+        """As TrimeInference.constants"""
+        values, first = dict(tau=TAUS), {}
+        if self.local:
+            values['lam'] = LAMBDAS
+            first['lam'] = 0.25
+        if self.n_neighbors:
+            values.update(tau_ext=TAUS, lam_ext=LAMBDAS)
+            first['lam_ext'] = 0.25
+        return values, first
 
 
 def interpolate(P, log_factor, sim, columns, tau, lam):
     """P <- (1 - λ) P + λ P' (Eq. 9), where P' is the softmax of sim / τ' over the memories of these
-    columns (Eq. 8) -> the new P and log_factor. A query whose memories are all masked keeps its P.
-    """
+    columns (Eq. 8). A query whose memories are all masked keeps its P -> the new P, log_factor"""
     sim = sim[:, columns]
     lam = torch.where((sim > MASKED).any(1, keepdim=True), lam, 0.0)            # (Q, 1)
     P *= 1 - lam
@@ -585,6 +692,8 @@ def interpolate(P, log_factor, sim, columns, tau, lam):
     return P, log_factor + torch.log1p(-lam)
 
 
+# --------------------------------------------------------------------------------------------------
+# external memory
 def to_numpy(x):
     """A tensor as faiss needs it: an array of fp32"""
     return x.float().cpu().numpy()
@@ -592,7 +701,7 @@ def to_numpy(x):
 
 def open_index(folder, about):
     """The index in folder; None if there is none or, with a message, if a file is damaged.
-    SystemExit if it depends on another thing than `about`"""
+    SystemExit if it depends on other values than those of `about`"""
     import faiss
     try:
         saved = json.loads((folder / 'about.json').read_text())
@@ -618,10 +727,14 @@ class Datastore:
     The keys are fp16 in a faiss inverted file, memory-mapped; similarities are exact."""
     SHARD = 2 ** 31                     # bytes of keys held in memory while a store is built
 
-    def __init__(self, folder, model, text, about, progress, nprobe, pairs=None):
+    def __init__(self, folder, model, text, about, nprobe, progress_bar, pairs=None):
         """Opens the store of text (n + 1,) in folder; builds it if there is none or it is damaged.
-        about: what it depends on; nprobe: lists that a search reads, 0: all; pairs: data.Pairs of
-        the text, of which only targets have entries"""
+
+        about           a dict of what it depends on
+        nprobe          lists that a search reads, 0: all
+        progress_bar    data.progress_bar
+        pairs           data.Pairs of the text, of which only targets have entries
+        SystemExit if the folder has another store or the disk no room"""
         import faiss
         self.text = model.on_device(text)
         self.nprobe = nprobe
@@ -630,7 +743,7 @@ class Datastore:
             # in a folder of this process: no half of a store is left, nor mixed with another one
             temporary = folder.with_name(f'{folder.name}.{os.getpid()}.tmp')
             try:
-                self.build(temporary, model, progress, pairs)
+                self.build(temporary, model, progress_bar, pairs)
                 (temporary / 'about.json').write_text(json.dumps(about))
                 shutil.rmtree(folder, ignore_errors=True)           # a damaged one
                 temporary.rename(folder)
@@ -645,10 +758,10 @@ class Datastore:
             self.index.metric_type = faiss.METRIC_INNER_PRODUCT
             self.factor = 1.0                                       # TRIME: q · k
 
-    def keys(self, text, model, progress, desc, pairs):
-        """Yields keys (m, C) of contexts of the text (1, n), and their positions (m,)."""
+    def keys(self, text, model, progress_bar, desc, pairs):
+        """Yields keys (n, C) of some contexts of the text (1, L), and their positions (n,)."""
         if pairs:                                                   # each is encoded alone
-            for i in progress(range(len(pairs)), desc):
+            for i in progress_bar(range(len(pairs)), desc):
                 batch = pairs[i]
                 _, g, _ = model.encode(batch.tokens.to(self.text.device))
                 position = pairs.split.offsets[batch.doc] + np.arange(g.size(1))    # (B, T)
@@ -656,18 +769,21 @@ class Datastore:
                 yield g[scored], position[scored]
             return
         start = 0
-        for _, g, _ in progress(model.windows(text), desc, 1 + text.size(1) // model.stride):
+        n_windows = 1 + text.size(1) // model.eval_memory.stride
+        for _, g, _ in progress_bar(model.windows(text), desc, n_windows):
             yield g[0], start + np.arange(g.size(1))
             start += g.size(1)
 
     @torch.no_grad()
-    def build(self, folder, model, progress, pairs):
-        """Writes the index, keys.faiss, and what its lists have, keys.ivfdata. SystemExit if the
-        disk has no room for them"""
+    def build(self, folder, model, progress_bar, pairs):
+        """Writes the index, keys.faiss, and the contents of its lists, keys.ivfdata. SystemExit if
+        the disk has no room for them"""
         import faiss
         from faiss.contrib.ondisk import merge_ondisk
         text = self.text[None, :-1]                                 # (1, n)
-        n, T, C = text.size(1), model.config.block_size, model.config.n_embd
+        n = text.size(1)
+        T = model.config.block_size
+        C = model.config.n_embd
         size = 2 * C + 8                                            # bytes: a key, its number
         print(f'{folder}: at most {n:,} entries, {n * size / 1e9:.2f} GB on disk; to build it, '
               f'twice that and {min(n * size, self.SHARD) / 1e9:.2f} GB of memory')
@@ -695,7 +811,7 @@ class Datastore:
             faiss.write_index(index, shards[-1])
             index.reset()
 
-        for keys, positions in self.keys(text, model, progress, folder.name, pairs):
+        for keys, positions in self.keys(text, model, progress_bar, folder.name, pairs):
             index.add_with_ids(to_numpy(keys), positions)
             if index.ntotal * size >= self.SHARD:
                 write_shard()
@@ -718,97 +834,143 @@ class Datastore:
 
 # --------------------------------------------------------------------------------------------------
 # the model
+class Traced(NamedTuple):
+    """A part of what was read to predict a token: ids[start:end] of a text"""
+    weight: float
+    ids: torch.Tensor       # (n,) the document, or another text
+    start: int
+    end: int
+
+
+class State(NamedTuple):
+    """What a stream keeps of a text; its size is bounded"""
+    text: torch.Tensor      # (B, L) its last tokens, at most long + T
+    keys: torch.Tensor      # (B, L, C) g of each of them, as first encoded
+    window: torch.Tensor    # (B, n, C) g of the tokens of the current window, the last of the text
+    past: list | None       # of each layer; Block: keys and values of the window
+
+
+@dataclass
+class EvalMemory:
+    """What the model reads at test time; prepare_eval sets it"""
+    inference: Inference            # which memories, and the constants of their probabilities
+    stride: int                     # tokens scored per window (App. D)
+    store: Datastore | None = None  # external memory
+    tab: int = -1                   # the id of TAB in pairs; -1: texts are no pairs
+
+
 COMPILED = (Block,)     # layers that train.py compiles
 
 
-# What a stream keeps of a text; its size is bounded
-#     text    (B, L)        its last tokens, at most long + T
-#     keys    (B, L, C)     g of each of them, as first encoded
-#     window  (B, n, C)     g of the tokens of the current window, the last of the text
-#     past    list          of each layer, keys and values of the window; of SRU++ also c
-State = namedtuple('State', 'text keys window past')
+def init_weights(model):
+    """GPT-2's initial weights, for width C"""
+    config = model.config
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            std = 0.02 * math.sqrt(768 / config.n_embd)
+            if name.endswith('proj.weight'):                        # what is added to x
+                std /= math.sqrt(2 * config.n_layer)
+            elif 'tail_proj' in name:
+                std = weight.size(1) ** -0.5
+            nn.init.normal_(weight, std=std)
+
+    # g then has norm C^(1/4) at first, and similarities are at most 1
+    if config.memory == 'ext':
+        nn.init.constant_(model.blocks[-1].norm2.weight, config.n_embd ** -0.25)
 
 
 class TRIME(nn.Module):
-    """A Transformer language model whose output softmax is over words and memories."""
+    """A Transformer language model whose output softmax is over words and memories"""
     PIECE = 512         # eval.py passes at most so many tokens to stream: (PIECE, V) log P are held
 
     def __init__(self, config):
         super().__init__()
-        C = config.n_embd
         self.config = config
-        self.embedding = Embedding(config)                          # also the output embedding E
-        Layer = SRUBlock if config.layer == 'sru' else Block
-        self.blocks = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
-        self.norm = RMSNorm(C)
+        self.way = 'on'                                             # see ways
+        self.kernel = 'auto'                                        # torch: trime_loss_reference
+        Table = AdaptiveEmbedding if config.cutoffs else Embedding
+        self.embedding = Table(config)                              # also the output embedding E
+        self.blocks = self.make_layers(config)
+        self.norm = RMSNorm(config.n_embd)
+        init_weights(self)
+        self.eval_memory = EvalMemory(
+            TrimeInference(local=config.memory != 'none'),
+            stride=config.stride or config.block_size // 2 or 1)
 
-        # GPT-2's initial weights, for width C
-        for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                std = 0.02 * math.sqrt(768 / C)
-                if name.endswith('proj.weight'):                    # what is added to x
-                    std /= math.sqrt(2 * config.n_layer)
-                elif 'tail_proj' in name:
-                    std = weight.size(1) ** -0.5
-                nn.init.normal_(weight, std=std)
-
-        # g then has norm C^(1/4) at first, and similarities are at most 1
-        if config.memory == 'ext':
-            nn.init.constant_(self.blocks[-1].norm2.weight, C ** -0.25)
-
-        # for evaluation; prepare_eval sets them
-        self.inference = Inference(local=config.memory != 'none')
-        self.stride = config.stride or config.block_size // 2 or 1
-        self.shuffle = False            # True: a memory has the value of another one
-        self.store = None               # the Datastore
-        self.tab = -1                   # the id of TAB in pairs; -1: texts are no pairs
+    def make_layers(self, config):
+        return nn.ModuleList(Block(config) for _ in range(config.n_layer))
 
     def on_device(self, ids):
         """Token ids of a corpus, an array -> a tensor where the model is"""
         return torch.as_tensor(ids.astype(int), device=self.norm.weight.device)
 
     def encode(self, tokens, past=None):
-        """Tokens (B, t) -> f, g (B, t, C) of their contexts, and past, the keys and values so far.
-        f is the output of the Transformer, g the input of the last MLP (§3; see SRUBlock, too)."""
+        """§3: f is the output of the Transformer, g the input of the last MLP. tokens (B, t), past:
+        keys and values of the tokens before -> f, g (B, t, C) of their contexts, the new past"""
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)
-        past = list(past or [None] * len(self.blocks))
-        for layer, block in enumerate(self.blocks):
-            x, g, past[layer] = block(x, past[layer])           # g of the last one is returned
-        return self.norm(x), g, past
+        past = past or [None] * len(self.blocks)
+        new_past = []
+        for block, block_past in zip(self.blocks, past, strict=True):
+            x, g, block_past = block(x, block_past)                 # g of the last one is returned
+            new_past.append(block_past)
+        return self.norm(x), g, new_past
 
+    # training
     def training_memory(self, seed, progress):
         """Which memory a micro-batch has: that of the config, with the exceptions of the paper"""
         config = self.config
-        if progress < config.ce_warmup:             # §5.2: the first steps, by Eq. 1
+        if progress < config.ce_warmup:                         # §5.2: the first steps, by Eq. 1
             return 'none'
         if config.memory != 'ext':
             return config.memory
-        if not self.training:           # ext is not causal: other segments are the future, too;
-            return 'local' if config.p < 1 else 'none'          # with p = 1 local is not trained
+
+        # validation must be causal, and ext is not: other segments are the future, too. What is
+        # trained besides is local memory, if any
+        if not self.training:
+            return 'local' if config.p < 1 else 'none'
         if random.Random(seed).random() < config.p:             # §4.3: no local memory
             return 'ext'
         return 'local,ext'
 
     def forward(self, batch, progress):
-        """The training loss () in nats per token, causal in eval mode, and a dict to log.
-
-        batch       tokens, targets (-1: not scored), doc (documents), each (B, T); seed, an int
-        progress    step / max_steps"""
+        """batch: data.Batch; progress: step / max_steps -> the loss () in nats per token, causal in
+        eval mode; what to log"""
         memory = self.training_memory(batch.seed, progress)
         if self.training:
             torch.manual_seed(batch.seed)                           # for dropout
-        f, g = (fp32(x).flatten(0, 1) for x in self.encode(batch.tokens)[:2])       # (N, C)
-
-        # Eq. 5, sums in fp32, as bf16 has steps of 0.125 near 20 (in bf16 runs the factors of
-        # products may be rounded, see train.precision)
+        f, g, _ = self.encode(batch.tokens)
+        f = fp32(f).flatten(0, 1)                                   # (N, C)
+        g = fp32(g).flatten(0, 1)
         key = g if self.config.memory_grad else g.detach()
-        targets = batch.targets.flatten()
-        memories_of = lambda rows: memory_mask(memory, batch.doc, self.config, rows)
+        targets = batch.targets.flatten()                           # (N,)
+
+        # Eq. 5, sums in fp32, because bf16 has steps of 0.125 near 20 (in bf16 runs the factors of
+        # products may be rounded, see train.precision)
         with torch.autocast(g.device.type, enabled=False):
-            head_row, tail = self.embedding.head_and_tail(f, targets.clamp(min=0))
-            loss, memory_prob, word_loss = TrimeLoss.apply(
-                f, g, key, self.embedding.tables[0], tail, head_row, targets, memories_of)
+            if self.kernel == 'torch':
+                memories, mask = memory_mask(memory, batch.doc, self.config, slice(0, len(f)))
+                logits, _ = self.embedding.logits(f)
+                loss, memory_prob, word_loss = trime_loss_reference(
+                    logits, g, key[memories], targets, targets[memories], mask)
+            else:
+                memories_of = lambda rows: memory_mask(memory, batch.doc, self.config, rows)
+                rows_of_w, extra = self.embedding.rows_of(f, targets.clamp(min=0))
+                loss, memory_prob, word_loss = TrimeLoss.apply(
+                    f, g, key, self.embedding.weight, rows_of_w, extra, targets, memories_of)
         return loss, dict(memory_prob=memory_prob, loss_without_memory=word_loss)
+
+    # inference
+    @property
+    def inference(self):
+        """The memories that are used now"""
+        if self.way == 'off':
+            return TrimeInference()
+        return self.eval_memory.inference
+
+    def empty_state(self, B):
+        """The state before B texts"""
+        no_keys = self.norm.weight.new_zeros(B, 0, self.config.n_embd)
+        return State(no_keys[:, :, 0].long(), no_keys, no_keys, None)
 
     @torch.no_grad()
     def windows(self, tokens, state=None):
@@ -817,14 +979,11 @@ class TRIME(nn.Module):
         Yields f, g (B, n, C) of the next n tokens, and the State after them."""
         T = self.config.block_size
         kept = T + self.inference.long
-        text, past = tokens[:, :0], None                            # (B, 0)
-        keys = window = self.embedding(text)                        # (B, 0, C)
-        if state:
-            text, keys, window, past = state
+        text, keys, window, past = state or self.empty_state(len(tokens))
         while tokens.numel():
             # a full window: the next one begins with the end of this one
             if window.size(1) == T:
-                overlap = text[:, -T:][:, self.stride:]             # T - stride tokens
+                overlap = text[:, -T:][:, self.eval_memory.stride:]     # T - stride tokens
                 _, window, past = self.encode(overlap)
 
             # as many tokens as there is room for
@@ -835,119 +994,127 @@ class TRIME(nn.Module):
             window = append(window, g)
             yield f, g, State(text, keys, window, past)
 
-    def memories(self, g, state, queries=slice(None)):
-        """The memories of Q queries (Eq. 2 to 4): of the last n tokens of the text of `state`, with
-        g (B, n, C), or of those of them with these indices.
-        -> similarities and values x_j, both (Q, M), of long, local, then external memories; which
-        are the local ones, a slice"""
-        inference = self.inference
+    def past_memories(self, g, state, queries):
+        """Long and local memory (Eq. 2, 3). Memory j is the context that ends with text[j], its
+        value is text[j + 1]. Of a pair, a query after TAB has no memory before it, and vice versa
+        (App. C). Arguments as in memories -> Memories"""
         text, keys, window, _ = state
-
-        # positions in the text; memory j is the context that ends with text[j], and text[j + 1]
         L = text.size(1)
+        start = L - window.size(1)                                  # where the window begins
         position = torch.arange(L, device=g.device)
         i = position[-g.size(1):, None][queries]                    # (n, 1) of queries
 
-        # the memories are `first` to L - 2, those from `start` on, the window's, are local; the
-        # keys of tokens of the window are of its latest encoding
-        start = L - window.size(1)
-        key = append(keys[:, :start], window)                       # (B, L, C)
-        if inference.local:
-            first = max(0, start - inference.long)
-        else:
-            first = start = L - 1                                   # an empty range
+        # the memories are `first` to L - 2; those from `start` on are local
+        first = max(0, start - self.inference.long)
+        if not self.inference.local:
+            first = start = L - 1                                   # none
         j = position[first:-1]                                      # (M,)
 
-        # similarities, Eq. 2, 3; of a pair, a query after TAB has no memory before it
+        # keys of tokens in the window are of its latest encoding
+        key = append(keys[:, :L - window.size(1)], window)[:, first:-1]     # (B, M, C)
         g = g[:, queries]
-        sim = g @ key[:, first:-1].mT / g.size(2) ** 0.5            # (B, n, M)
-        tabs = (text == self.tab).cumsum(1)                         # (B, L), up to each token
-        mask = (j < i) & (tabs[:, None, first:-1] == tabs[:, i])    # (B, n, M)
-        sim = sim.masked_fill(~mask, MASKED).flatten(0, 1)
+        sim = g @ key.mT / g.size(2) ** 0.5                         # (B, n, M)
+        tabs = (text == self.eval_memory.tab).cumsum(1)             # (B, L), up to each token
+        same_side = tabs[:, None, first:-1] == tabs[:, i]           # (B, n, M)
+        sim = sim.masked_fill(~((j < i) & same_side), MASKED)
 
-        # values; shuffled: that of another one of the n_past memories of the query
+        # values
         j = j.expand(len(i), -1)                                    # (n, M)
-        if self.shuffle:
-            n_past = (i - first).clamp(min=1)                       # (n, 1)
-            j = first + (j - first + n_past // 2) % n_past
-        value = text[:, j + 1].flatten(0, 1)                        # (Q, M)
+        if self.way == 'shuffled':
+            n_earlier = (i - first).clamp(min=1)                    # memories of a query (n, 1)
+            j = exchanged(j, first, n_earlier)
+        value = text[:, j + 1]                                      # (B, n, M)
+        local = slice(start - first, L - 1 - first)
+        return Memories(sim.flatten(0, 1), value.flatten(0, 1), local)
 
-        # external memories, Eq. 4
-        if inference.n_neighbors:
-            sim_ext, j = self.store.search(g.flatten(0, 1), inference.n_neighbors)
-            if self.shuffle:
-                n_ext = self.store.index.ntotal
-                j = (j + n_ext // 2) % n_ext
-            sim = append(sim, sim_ext)
-            value = append(value, self.store.text[j + 1])
-        return sim, value, slice(start - first, L - 1 - first)
+    def external_memories(self, query):
+        """Eq. 4: the K nearest entries of the datastore to queries (Q, C)
+        -> similarities and values, 2 x (Q, K)"""
+        store = self.eval_memory.store
+        sim, j = store.search(query, self.inference.n_neighbors)
+        if self.way == 'shuffled':
+            j = exchanged(j, 0, store.index.ntotal)
+        return sim, store.text[j + 1]
 
+    def memories(self, g, state, queries=slice(None)):
+        """The memories of Q queries (Eq. 2 to 4, 7): the last n tokens of the text of `state`, with
+        g (B, n, C), or those of them with the indices `queries` -> Memories"""
+        past = self.past_memories(g, state, queries)
+        if self.inference.n_neighbors == 0:
+            return past
+        sim, value = self.external_memories(g[:, queries].flatten(0, 1))
+        return Memories(append(past.sim, sim), append(past.value, value), past.local)
+
+    @torch.no_grad()
     def read(self, tokens, state=None):
-        """The state that `stream` returns, without its predictions."""
+        """The new state of stream(tokens, state), without predictions; any t >= 0"""
+        state = state or self.empty_state(len(tokens))
         for _, _, state in self.windows(tokens, state):
             pass
         return state
 
     def log_probs(self, tokens):
-        """log P(next token | tokens so far) of a document, by `inference`: (B, t) -> (B, t, V)"""
+        """log P (B, t, V) fp32 of the token after each of tokens (B, t), each row a document"""
         return self.stream(tokens)[0]
 
     @torch.no_grad()
     def stream(self, tokens, state=None):
-        """log P(next token | tokens so far) (B, t, V) of tokens (B, t), which continue the text of
-        `state`, and the new state; any t >= 1, weights of fp32, no autocast"""
+        """Predicts the token after each of tokens (B, t), t >= 1, which continue the text of
+        `state`, by `inference`; weights of fp32, no autocast -> log P (B, t, V), the new state"""
         parts = []
         for f, g, state in self.windows(tokens, state):
             logits, log_words = self.embedding.logits(f.flatten(0, 1))          # (Q, V)
-            sim, value, _ = self.memories(g, state)                             # (Q, M)
-            P, log_factor = self.inference.probabilities(log_words, sim)
-            P_memory = torch.zeros_like(logits).scatter_add_(1, value, P)
+            memories = self.memories(g, state)
+            P, log_factor = self.inference.probabilities(log_words, memories.sim)
+            P_memory = torch.zeros_like(logits).scatter_add_(1, memories.value, P)
             log_probs = torch.logaddexp(logits + log_factor, P_memory.log())
             parts.append(log_probs.unflatten(0, f.shape[:2]))                   # (B, n, V)
         return torch.cat(parts, 1), state
 
     def ways(self):
-        """The evaluations of the model: name -> attributes to set."""
-        on = dict(inference=self.inference, shuffle=False)
-        off = dict(on, inference=Inference())
-        if on == off:
-            return dict(off=off)
-        if self.tab >= 0:                                       # of pairs, no values are exchanged
-            return dict(on=on, off=off)
-        return dict(on=on, shuffled=dict(on, shuffle=True), off=off)
+        """The names of the ways in which a text can be read: values of `way`, see eval.py"""
+        if self.eval_memory.inference == TrimeInference():          # no memories
+            return ('off',)
+        if self.eval_memory.tab >= 0:                               # pairs: none are exchanged
+            return ('on', 'off')
+        return ('on', 'shuffled', 'off')
 
     def trace(self, tokens, t, state=None):
-        """The memories behind the prediction of token t + 1 of a document (n,), the most probable
-        first: (its part of P(value), ids, start, end), where ids[start:end] ends with that value.
-        state: that of read(tokens[None, :t]), computed if None"""
-        state = state or self.read(tokens[None, :t])
+        """The memories behind the prediction of token t + 1 of tokens (n,), with their parts of
+        P(value): the last 12 tokens of c_j, then x_j -> [Traced], the most probable first. state:
+        of read(tokens[None, :t]), computed if None"""
+        if state is None:
+            state = self.read(tokens[None, :t])
 
         # the memories' parts of P (Eq. 6 to 9)
         f, g, state = next(self.windows(tokens[None, t:t + 1], state))
         _, log_words = self.embedding.logits(f[0])
-        sim, _, _ = self.memories(g, state)
-        P, _ = self.inference.probabilities(log_words, sim)         # (1, M)
+        sim = self.memories(g, state).sim                           # (1, M)
+        P, _ = self.inference.probabilities(log_words, sim)
 
         # where they are: c_j ends with token j of a text, x_j is token j + 1
         K = self.inference.n_neighbors
         n_past = P.size(1) - K
         sources = [(tokens, j) for j in range(t - n_past, t)]
         if K:
-            _, neighbors = self.store.search(g[0], K)
-            sources += [(self.store.text, j) for j in neighbors[0].tolist()]
+            store = self.eval_memory.store
+            _, neighbors = store.search(g[0], K)
+            sources += [(store.text, j) for j in neighbors[0].tolist()]
+        rows = []
+        for part, (ids, j) in zip(P[0].tolist(), sources, strict=True):
+            if part:
+                rows.append(Traced(part, ids, max(0, j - 11), j + 2))
+        return sorted(rows, key=lambda row: -row.weight)
 
-        # the last 12 tokens of c_j, then x_j
-        rows = [(part, ids, max(0, j - 11), j + 2)
-                for part, (ids, j) in zip(P[0].tolist(), sources) if part]
-        return sorted(rows, key=lambda row: -row[0])
-
-    def prepare_eval(self, corpus, external, args, path, progress):
+    def prepare_eval(self, corpus, external, args, path):
         """Opens the datastore of external.train, which is kept in the folder of the checkpoint
-        `path`; tunes on a split of corpus. args: EvalConfig, and split, retrieve_from of eval.py"""
+        `path`; tunes on a split of corpus. args: EvalConfig, and split, retrieve_from, progress_bar
+        of eval.py. SystemExit if tokens would find themselves; see Datastore, too"""
         # which memories: those of Table 1, or with --retrieve-from of Table 5
-        self.stride = args.stride or self.stride
-        self.inference = Inference()
-        self.tab = corpus.tab
+        memory = self.eval_memory
+        memory.inference = TrimeInference()
+        memory.stride = args.stride or memory.stride
+        memory.tab = corpus.tab
         trained = self.config.memory
         default = dict(long='local,long', ext='local,long,ext').get(trained, trained)
         names = args.memory or default
@@ -958,91 +1125,43 @@ class TRIME(nn.Module):
 
         # of which size at most
         split = tuning_split(corpus, args.split)
-        inference = Inference(local='local' in names, linear=trained == 'none')
-        if 'long' in names:
-            inference.long = args.long
-
-        # the datastore
-        about = dict(checkpoint=hashlib.sha256(path.read_bytes()).hexdigest(),
-                     corpus=external.fingerprint, stride=self.stride)
+        kind = LinearInference if trained == 'none' else TrimeInference
+        inference = kind(local='local' in names, long=args.long if 'long' in names else 0)
         if 'ext' in names:
-            if args.split == 'train' and external.fingerprint == corpus.fingerprint:
-                raise SystemExit('--split train with --memory ext: each token would find itself')
             inference.n_neighbors = 1024
-            pairs = None
-            if external.tab >= 0:
-                T = self.config.block_size
-                pairs = external.batches(external.train, kind='documents', block_size=T,
-                                         micro_batch=1 + 4096 // T, seed=0)
-            self.store = Datastore(path.parent / f'datastore-{external.folder.name}', self,
-                                   external.train.tokens, about, progress, args.nprobe, pairs)
+            memory.store = self.open_store(corpus, external, args, path)
 
         # τ, λ, K and the tokens of long memory
-        self.inference = tune(collect(self, split, inference, progress, 4096), inference)
-        print(f'{path}: {self.inference}, tuned on {split.name}')
+        memory.inference = inference
+        windows = collect(self, split, 4096, args.progress_bar)
+        memory.inference = tune(windows, inference)
+        print(f'{path}: {memory.inference}, tuned on {split.name}')
+
+    def open_store(self, corpus, external, args, path):
+        """The Datastore of external.train, arguments as in prepare_eval"""
+        if args.split == 'train' and external.fingerprint == corpus.fingerprint:
+            raise SystemExit('--split train with --memory ext: each token would find itself')
+        about = dict(checkpoint=hashlib.sha256(path.read_bytes()).hexdigest(),
+                     corpus=external.fingerprint, stride=self.eval_memory.stride)
+        pairs = None
+        if external.tab >= 0:
+            T = self.config.block_size
+            pairs = external.batches(external.train, kind='documents', block_size=T,
+                                     micro_batch=1 + 4096 // T, seed=0)
+        folder = path.parent / f'datastore-{external.folder.name}'
+        return Datastore(folder, self, external.train.tokens, about, args.nprobe,
+                         args.progress_bar, pairs)
 
 
-# --------------------------------------------------------------------------------------------------
-# compared systems
-class SRUBlock(nn.Module):
-    """A layer of SRU++ (Lei, EMNLP 2021, §2): causal attention of one head, without positions,
-    computes the inputs of a recurrence over the tokens, in which all is elementwise:
-
-        q = W_q x    k, v = W_k q, W_v q    u, f, r = W_o norm(q + α attention(q, k, v)) + b
-        c_t = f'_t c_{t-1} + (1 - f'_t) u_t         f'_t = σ(f_t + v_f c_{t-1})
-        y_t = r'_t c_t + (1 - r'_t) x_t             r'_t = σ(r_t + v_r c_{t-1})
-
-    α is a scalar, at first 0; b is 0, of r -2 (official code). Ours: b of u, v = 0 at first, and
-    g = norm(y), of which the last layer's is used. Returns y, g, and the keys, the values and c so
-    far. The loop over tokens is in plain PyTorch, so slow (official code: a CUDA kernel)."""
-    def __init__(self, config):
-        super().__init__()
-        C = config.n_embd
-        d = max(1, C // 4)                                          # of attention; paper: 768
-        self.query = Linear(C, d)
-        self.kv = Linear(d, 2 * d)
-        self.alpha = nn.Parameter(torch.zeros(1))
-        self.norm1 = RMSNorm(d)
-        self.out = nn.Linear(d, 3 * C)                              # W_o, with b
-        self.v = nn.Parameter(torch.zeros(2, 1, C))                 # v_f, v_r
-        self.norm2 = RMSNorm(C)
-        self.dropout = nn.Dropout(config.dropout)
-        nn.init.zeros_(self.out.bias)
-        nn.init.constant_(self.out.bias[2 * C:], -2)
-
-    def forward(self, x, past):
-        # attention to the tokens so far
-        q = self.query(x)                                           # (B, t, d)
-        no_keys = q[:, :0]
-        zeros = x.new_zeros(len(x), x.size(2))
-        *past, c = past or (no_keys, no_keys, zeros)
-        k, v = map(append, past, self.kv(q).chunk(2, 2))            # (B, s, d)
-        t = q.size(1)
-        s = k.size(1)
-        mask = q.new_full((t, s), -math.inf).triu(s - t + 1)
-        heads = [y[:, None] for y in (q, k, v)]                     # without this axis torch
-        a = F.scaled_dot_product_attention(*heads, mask)[:, 0]      # keeps scores (t, s)
-        z = self.norm1(q + self.alpha * a)
-        u, f, r = fp32(self.out(self.dropout(z))).chunk(3, 2)       # 3 x (B, t, C)
-
-        # the recurrence; lerp(a, b, w) is a + w (b - a)
-        v_f, v_r = self.v
-        outputs = [x[:, :0]]                                        # x can be without tokens
-        steps = zip(*(y.unbind(1) for y in (x, u, f, r)))           # of (B, C)
-        for x_t, u_t, f_t, r_t in steps:
-            reset = (r_t + v_r * c).sigmoid()                       # r'_t
-            forget = (f_t + v_f * c).sigmoid()                      # f'_t
-            c = u_t.lerp(c, forget)
-            outputs.append(x_t.lerp(c, reset)[:, None])
-        y = torch.cat(outputs, 1)
-        past = k.detach(), v.detach(), c.detach()
-        return y, self.norm2(y), past
+def exchanged(j, first, n):
+    """In place of memories j: others, of the same n memories from `first` on. Each is half of them
+    further, in a circle."""
+    return first + (j - first + n // 2) % n
 
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
-# tokens that a text must have for tuning
-ENOUGH = 1000
+ENOUGH = 1000           # tokens that a text must have for tuning
 
 # values that `tune` tries
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1,
@@ -1061,23 +1180,23 @@ def tuning_split(corpus, scored):
 
 
 @torch.no_grad()
-def collect(model, split, inference, progress, n_queries):
-    """What `tune` needs: for each window of the first 65,536 tokens, the arguments of
-    Inference.log_p for some of its tokens, about n_queries in all; for all of a text with no more.
-    Of pairs only those in a target are queries."""
-    model.inference = inference
-
+def collect(model, split, n_queries, progress_bar):
+    """What `tune` needs of the first 65,536 tokens of a split, with the memories of
+    model.inference: for some of them, about n_queries in all, or for all of a text with no more. Of
+    pairs only those in a target are queries -> [Window]"""
     # documents, the last one cut
     text = split.tokens[:65_536]
-    documents, windows = np.split(text, split.offsets[1:-1]), []
+    documents = np.split(text, split.offsets[1:-1])
 
-    # the queries are random, as each n-th token could be the first of a document, without memory
+    # the queries are random: each n-th token could be the first of a document, without memory
+    windows = []
+    tab = model.eval_memory.tab
     rng = np.random.default_rng(0)
-    for ids in progress(documents, 'tokens read to tune', size=len):
+    for ids in progress_bar(documents, 'tokens read to tune', size=len):
         tokens = model.on_device(ids)
         drawn = rng.random(len(ids[1:])) < n_queries / len(text)
-        if model.tab >= 0:                                      # of a pair, the target alone
-            drawn &= (ids[:-1] == model.tab).cumsum() > 0
+        if tab >= 0:                                            # of a pair, the target alone
+            drawn &= (ids[:-1] == tab).cumsum() > 0
         targets = tokens[1:, None].clone()
         targets[~drawn] = -1                                    # not a query
         for f, g, state in model.windows(tokens[None, :-1]):
@@ -1089,31 +1208,27 @@ def collect(model, split, inference, progress, n_queries):
             logits, log_words = model.embedding.logits(f[0, queries])           # (Q, V)
             sim, value, local = model.memories(g, state, queries)               # (Q, M)
             # where a search returns fewer than K entries, the others are MASKED
-            windows.append((logits.gather(1, w), log_words,
-                            sim, (value == w) & (sim > MASKED), local))
+            match = (value == w) & (sim > MASKED)
+            windows.append(Window(logits.gather(1, w), log_words, sim, match, local))
     return windows
 
 
 def tune(windows, inference):
-    """An Inference of high likelihood, by coordinate ascent: the best tau, the best long up to
-    inference.long and so on in turn, until none is better. It starts with K = 1: from K = 1,024 it
-    ended at constants with which ext was worse than no ext, in a model trained with p = 0.
-    `inference` is changed."""
+    """An Inference of high likelihood for some windows, by coordinate ascent: the best tau, the
+    best long up to inference.long and so on in turn, until none is better. It starts with K = 1:
+    from K = 1,024 it ended at constants with which ext was worse than no ext, in a model trained
+    with p = 0."""
     def score(candidate):
-        return sum(candidate.log_p(*window).sum().item() for window in windows)
+        return sum(candidate.log_p(window).sum().item() for window in windows)
 
     # sizes of long memory: 256, 512, ... tokens, at most inference.long
     long = {min(256 * 2 ** n, inference.long) for n in range(20)}
-    grids = dict(tau=TAUS, long=sorted(long))
-
-    # a λ of 0 is no start, as its τ would have no effect
-    if inference.linear and inference.local:
-        inference.lam = 0.25
-        grids['lam'] = LAMBDAS
+    values, first = inference.constants()
+    grids = dict(tau=values.pop('tau'), long=sorted(long), **values)
     if inference.n_neighbors:
-        inference.lam_ext = 0.25
-        inference.n_neighbors = 1
-        grids.update(tau_ext=TAUS, lam_ext=LAMBDAS, n_neighbors=[1, 8, 64, 512, 1024])
+        grids['n_neighbors'] = [1, 8, 64, 512, 1024]
+        first['n_neighbors'] = 1
+    inference = replace(inference, **first)
 
     # coordinate ascent
     before = None
@@ -1131,16 +1246,19 @@ def datastore_accuracy(runs, args):
     first 65,536 tokens of the split, the same ones for all runs; the standard error is at most
     0.4%. recall: the share of the 1,024 most similar entries that the search returns.
     -> {run: {'top-1': .., ..., 'recall': ..}}"""
-    quiet = lambda items, desc, size: items
     result = {}
     for run in runs:
-        model, store = run.model, run.model.store
-        if not store:
+        model = run.model
+        store = model.eval_memory.store
+        if store is None:
             raise SystemExit(f'{run.name} has no datastore: --task datastore needs --memory ext')
 
         # whether the entries, the most similar one first, have the next token as value
-        windows = collect(model, run.split, Inference(n_neighbors=1024), quiet, 16_384)
-        match = torch.cat([window[3] for window in windows])                    # (Q, 1024)
+        tuned = model.eval_memory.inference
+        model.eval_memory.inference = TrimeInference(n_neighbors=1024)
+        windows = collect(model, run.split, 16_384, args.progress_bar)
+        model.eval_memory.inference = tuned
+        match = torch.cat([window.match for window in windows])                 # (Q, 1024)
         shares = result[run.name] = {}
         for K in 1, 8, 64, 1024:
             shares[f'top-{K}'] = match[:, :K].any(1).float().mean().item()
@@ -1164,23 +1282,40 @@ TASKS = {'datastore': datastore_accuracy}
 # --------------------------------------------------------------------------------------------------
 # a demo
 def demo():
-    """The source of TRIMEConfig, from tokens to the loss; memories of one. With assets/trime.pt, a
-    model of the default configuration"""
-    from eval import load               # as in a notebook
-    model, tokenizer = load(Path(__file__).parent / 'assets/trime.pt')
-    source = inspect.getsource(TRIMEConfig)
-    ids = tokenizer.encode(source)[:360].tolist()
-    tokens = torch.tensor([ids])
-    log_p, state = model.stream(tokens)
-    print(f"""tokens                    (B, T)     {tuple(tokens.shape)}
-g of their contexts       (B, T, C)  {tuple(state.window.shape)}
-similarities to memories  (Q, M)     {tuple(model.memories(state.window, state)[0].shape)}
-log P of the next token   (B, T, V)  {tuple(log_p.shape)}
-loss of all tokens but the first     {F.nll_loss(log_p[0, :-1], tokens[0, 1:]):.3f}
-To predict what follows {tokenizer.decode(ids[340:])!r},
-these contexts, each with the token after it, have the largest parts of the probability:""")
-    for part, _, start, end in model.trace(tokens[0], 359)[:5]:
-        print(f'{part:.3f}  {tokenizer.decode(ids[start:end])!r}')
+    """The first 1,024 bytes of this file as two segments, from tokens to the loss; 20 steps of
+    training; then which memories predict a token"""
+    torch.manual_seed(0)
+    text = Path(__file__).read_bytes()[:1025]
+    tokens = torch.tensor(list(text))
+    inputs = tokens[:-1].view(2, 512)
+    targets = tokens[1:].flatten()                                      # (N,)
+    model = TRIME(TRIMEConfig(vocab_size=256))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    n_parameters = sum(p.numel() for p in model.parameters())
+    doc = torch.zeros_like(inputs)
+    memories, mask = memory_mask('local', doc, model.config, slice(0, 1024))
+    for step in range(20):
+        f, g, _ = model.encode(inputs)
+        f = f.flatten(0, 1)
+        g = g.flatten(0, 1)
+        logits, _ = model.embedding.logits(f)
+        loss, memory_prob, word_loss = trime_loss_reference(
+            logits, g, g[memories], targets, targets[memories], mask)
+        if step == 0:
+            print(f"""TRIMEConfig()                   {n_parameters:,} parameters
+f and g of all contexts (N, C)  {tuple(f.shape)}
+logits of all words     (N, V)  {tuple(logits.shape)}
+memories of the queries (N, M)  {tuple(mask.shape)}, {mask.sum(1).float().mean():.1f} on average
+loss at first                   {loss:.3f}, without memories {word_loss:.3f}""")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f'loss after 20 steps             {loss:.3f}, without memories {word_loss:.3f}')
+    t = 500
+    print(f'What follows {text[t - 40:t]!r}')
+    print('is predicted by the words, and by these contexts, each with the byte after it:')
+    for row in model.eval().trace(tokens, t - 1)[:5]:
+        print(f'{row.weight:.3f}  {text[row.start:row.end - 1]!r} -> {text[row.end - 1:row.end]!r}')
 
 
 if __name__ == '__main__':

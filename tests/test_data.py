@@ -33,7 +33,7 @@ def test_progress(monkeypatch, capsys, items, options, lines):
     """The items are the seconds that they take."""
     spent = [100.0]
     monkeypatch.setattr(data.time, 'monotonic', lambda: sum(spent))
-    for seconds in data.progress(items, 'x', **options):
+    for seconds in data.progress_bar(items, 'x', **options):
         spent.append(seconds)
     assert capsys.readouterr().err.splitlines() == lines
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from pytest import approx, mark
 
-from drt import DRT, DRTConfig, setup
+from drt import DRT, Candidates, DRTConfig, setup
 from helpers import (assert_causal, assert_ties, batch_of, close, learn, one_line, random_tokens,
                      rope, streamed)
 
@@ -176,8 +176,7 @@ SETTINGS = [{}, dict(groups=1), dict(groups=0), dict(encoder='tokens'),
             dict(n_encoder=0), dict(sink=False), dict(compare_means=False),
             dict(n_neighbors=1), dict(n_neighbors=20), dict(shift_values=False),
             dict(n_head=4, n_embd=32), dict(next_chunk=False)]
-LANDMARK = dict(groups=0, landmark=True, block_size=20)
-EVERY = SETTINGS + [dict(retriever='random'), dict(retriever='off'), LANDMARK]
+EVERY = SETTINGS + [dict(retriever='random'), dict(retriever='none')]
 
 
 @mark.parametrize('settings', SETTINGS, ids=str)
@@ -233,7 +232,7 @@ def test_documents_are_respected():
     for block in model.upper:
         block.attention.proj.weight.data.zero_()
     on = f_of_tokens(model, batch_of(a, TWO_DOCUMENTS))
-    model.retriever = 'off'
+    model.way = 'off'
     off = f_of_tokens(model, batch_of(a, TWO_DOCUMENTS))
     reads = positions_that_differ(on, off).tolist()
     assert reads == [False] * 6 + [True] * 10 + [False] * 8 + [True] * 12       # from chunk 8 on
@@ -258,8 +257,7 @@ def test_streaming_equals_one_pass(settings, tmp_path, monkeypatch):
         close(streamed(model, tokens, sizes)[0], full)
 
 
-@mark.parametrize('settings, n', [
-    (dict(encoder='tokens'), 3), (dict(window=2), 24), (LANDMARK, 3)])
+@mark.parametrize('settings, n', [(dict(encoder='tokens'), 3), (dict(window=2), 24)])
 def test_a_chunk_that_recurs_is_a_tie(settings, n):
     model = small(n_neighbors=3, n_embd=32, **settings).float()
     assert_ties(model, tokens_of(t=n, b=1), tokens_of(t=3, b=20))
@@ -281,17 +279,16 @@ def test_the_state_is_bounded():
 def test_ways_are_models_of_these_settings():
     model = small()
     tokens = tokens_of()
-    ways = model.ways()
-    assert list(ways) == ['on', 'shuffled', 'off']
+    assert model.ways() == ('on', 'shuffled', 'off')
     results = []
-    for way, retriever in zip(ways, ('learned', 'random', 'off')):
-        vars(model).update(ways[way])
+    for way, retriever in zip(model.ways(), ('learned', 'random', 'none')):
+        model.way = way
         results.append(model.log_probs(tokens))
         assert torch.equal(results[-1], small(retriever=retriever).log_probs(tokens)), way
         assert all((x - results[-1]).abs().max() > 0.01 for x in results[:-1]), way
-    for settings in (dict(groups=0), dict(retriever='off')):
+    for settings in (dict(groups=0), dict(retriever='none')):
         model = small(**settings)
-        assert model.ways() == {'off': {}}
+        assert model.ways() == ('off',)
         assert model.trace(tokens[0], T - 1) == []
 
 
@@ -311,10 +308,9 @@ def prepare(model, corpus, text='text', **args):
     """prepare_eval with --retrieve-from, a text `text` and the corpus (n,)"""
     train = SimpleNamespace(tokens=corpus.numpy().astype('uint16'))
     external = SimpleNamespace(fingerprint='books', train=train)
-    flags = dict(retrieve_from='books', split='val', offload='') | args
-    no_progress = lambda items, desc: items
-    model.prepare_eval(SimpleNamespace(fingerprint=text), external, SimpleNamespace(**flags), '',
-                       no_progress)
+    flags = dict(retrieve_from='books', split='val', offload='',
+                 progress_bar=lambda items, desc: items) | args
+    model.prepare_eval(SimpleNamespace(fingerprint=text), external, SimpleNamespace(**flags), '')
 
 
 def test_what_a_corpus_must_be():
@@ -340,8 +336,8 @@ def test_retrieval_from_a_corpus(settings, way, monkeypatch):
     prepare(model, CORPUS)
     monkeypatch.setattr(DRT, 'PIECE', 20)
     text = tokens_of(b=1)[0]
-    assert list(model.ways()) == ['on', 'corpus', 'both', 'shuffled', 'off']
-    vars(model).update(model.ways()[way])
+    assert model.ways() == ('on', 'corpus', 'both', 'shuffled', 'off')
+    model.way = way
     corpus = CORPUS[:0] if way == 'on' else CORPUS
     expected, groups = by_definition(model, text, corpus, from_text=way != 'corpus')
     close(model.log_probs(text[None])[0], expected, atol=1e-6)
@@ -362,6 +358,10 @@ def test_retrieval_from_a_corpus(settings, way, monkeypatch):
 
 # --------------------------------------------------------------------------------------------------
 # training
+def retrieve(model, x, l_k, permitted):
+    return model.retrieve(0, x, Candidates(l_k, permitted, None, 0, None))
+
+
 def test_gumbel_top_k_samples_from_the_softmax(n=6000):
     """§3.2: a chunk is the first in proportion to exp(r). Noise is in no weight."""
     model = small(compare_means=False, groups=1, gumbel=True, n_neighbors=2).train()
@@ -370,7 +370,7 @@ def test_gumbel_top_k_samples_from_the_softmax(n=6000):
     landmarks = torch.tensor([0.0, 0.7, 1.4, 2.1]).double()[:, None].expand(1, 4, 16) / 4
     r = (model.landmark_norms[0](h) @ landmarks.mT / 4).flatten()
     mask = torch.ones(1, n, 4, dtype=torch.bool)
-    w, idx = model.retrieve(0, h.expand(1, n, 16), landmarks, mask)
+    w, idx = retrieve(model, h.expand(1, n, 16), landmarks, mask)
     close(w, r[idx.long()].softmax(-1))
     first = idx[0, :, 0].bincount(minlength=4) / n
     close(first.double(), r.softmax(0), atol=0.03)                      # over 4 sd
@@ -414,10 +414,10 @@ def test_mlm_predicts_the_tokens_that_the_encoder_does_not_see():
     model = small(encoder='tokens', mlm=0.3).train()
     batch = batch_of(tokens_of(t=35))                               # 11 chunks and two tokens
     batch.targets[0] = -1                                       # as in needles: MLM has them too
-    with mock.patch.object(model, 'encode', wraps=model.encode) as encode:
+    with mock.patch.object(model, 'encode_batch', wraps=model.encode_batch) as encode:
         loss, log = model(batch, 0.49)
-    *_, masked = encode.call_args.args
-    masked = masked[:, :11 * S].view(B, 11, S)
+    *_, encoder_ids = encode.call_args.args
+    masked = encoder_ids[:, :11 * S].view(B, 11, S) == V + 1
     assert not masked[..., -1].any()                                    # landmarks
     assert all(0.15 < share < 0.45 for share in masked[..., :-1].float().mean((1, 2)))
     ids = model.insert(batch.tokens, V)[:, :11 * S].view(B, 11, S)
@@ -427,7 +427,7 @@ def test_mlm_predicts_the_tokens_that_the_encoder_does_not_see():
     close(loss, log['lm_loss'] + mlm_loss)
 
     # nothing is hidden from the decoder: without retrieval its loss is that of the second half
-    model.retriever = 'off'
+    model.way = 'off'
     _, log = model(batch, 0.49)
     second_half, _ = model(batch, 0.5)
     close(log['lm_loss'], second_half)
@@ -439,16 +439,16 @@ def test_scores_are_fp32_under_autocast():
     h = torch.randn(1, 6, 16).bfloat16()
     landmarks = 8 * torch.randn(1, 40, 16).bfloat16()
     with torch.autocast('cpu', torch.bfloat16):
-        w, idx = model.retrieve(0, h, landmarks, mask)
+        w, idx = retrieve(model, h, landmarks, mask)
         assert w.dtype == model.log_probs(tokens_of()).dtype == torch.float32
     h = h.double()
     landmarks = landmarks.double()
-    exact_w, exact_idx = model.double().retrieve(0, h, landmarks, mask)
+    exact_w, exact_idx = retrieve(model.double(), h, landmarks, mask)
     close(w.double(), exact_w, 1e-5)
     assert torch.equal(idx, exact_idx)
 
     # of equal scores the first
-    _, idx = model.retrieve(0, h, 0 * landmarks, mask)
+    _, idx = retrieve(model, h, 0 * landmarks, mask)
     assert (idx == torch.arange(3)).all()
 
 
@@ -471,7 +471,8 @@ def test_initial_weights():
 def test_documents_too_short_for_retrieval(groups, end, warns, capsys):
     """Two chunks of three tokens have to precede a token that reads the first."""
     split = SimpleNamespace(offsets=np.array([0, 6, end - 1, end]))
-    setup(small(groups=groups), SimpleNamespace(train=split, hops=0))
+    corpus = SimpleNamespace(train=split, hops=0)
+    setup(small(groups=groups), SimpleNamespace(corpus=corpus))
     assert ('nothing can be retrieved' in capsys.readouterr().out) == warns
 
 
@@ -512,51 +513,8 @@ def test_retrieval_is_learned_from_the_loss_alone(seed):
 
     tokens, answers = facts(128, generator)
     right = {}
-    for retriever in ('random', 'off', 'learned'):
-        model.retriever = retriever
+    for way in model.ways():
+        model.way = way
         predicted = model.log_probs(tokens).argmax(2)
-        right[retriever] = (predicted == answers)[answers >= 0].float().mean().item()
-    assert right['learned'] > 0.9 and right['random'] < 0.4 and right['off'] < 0.2, right
-
-
-# --------------------------------------------------------------------------------------------------
-# compared systems
-def landmark_attention(block, x):
-    """The formula of LandmarkAttention for each position i and head; 20 is the largest distance."""
-    q, k, v = heads(block.norm1(x), block.attention.qkv.weight, 3)
-    o = torch.zeros_like(q)
-    for i in range(len(x)):
-        for h, slope in enumerate((4, 2 ** -8)):
-            scores = k[:, h] @ q[i, h] / 8 ** 0.5
-            age = i - torch.arange(len(x))
-            z = (scores - slope * age).exp()
-            r = (scores - slope * age.clamp(max=20))[S - 1::S]          # of landmarks
-            n = i // S                                                  # its chunk
-            best = sorted(range(n), key=lambda m: (round(256 * r[m].item()), m))
-            w = torch.zeros_like(z)                                     # their sum is not yet 1
-            for m in (*best[-K:], n):
-                tokens = slice(m * S, min(i + 1, m * S + S - 1))
-                w[tokens] = z[tokens]
-                if m < n:
-                    w[tokens] *= r[m].exp() / z[tokens].sum()
-            o[i, h] = w @ v[:, h] / w.sum()
-    return o.flatten(1) @ block.attention.proj.weight.T
-
-
-def test_landmark_attention_is_its_formula():
-    model = small(**LANDMARK)
-    tokens = tokens_of()
-    ids = model.insert(tokens, V)[0]
-    x = model.embedding.weight[ids]
-    for block in (*model.lower, *model.upper):
-        x = x + landmark_attention(block, x)
-        x = x + mlp(block, x)
-    logits = model.norm(x)[ids < V] @ model.embedding.weight[:V].T
-    close(model.log_probs(tokens)[0], logits.log_softmax(-1))
-
-
-def test_training_of_landmark_attention_reads_all_chunks():
-    batch = batch_of(tokens_of())
-    loss, _ = small(**LANDMARK, n_neighbors=1).train()(batch, 0)
-    expected, _ = small(**LANDMARK, n_neighbors=11)(batch, 0)
-    close(loss, expected)
+        right[way] = (predicted == answers)[answers >= 0].float().mean().item()
+    assert right['on'] > 0.9 and right['shuffled'] < 0.4 and right['off'] < 0.2, right

@@ -1,5 +1,5 @@
 """eval.py: its numbers by hand, its commands with a stand-in model, three models in one table."""
-import html, itertools, json, math, os, pickle, re, shutil, subprocess, sys
+import html, io, itertools, json, math, os, pickle, re, shutil, subprocess, sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import eval as evaluation
 from helpers import flags, one_line, write, write_splits
 
 TEXTS = ['The first text has\nsome words.\n', 'third\n' * 800, 'A text of two lines,\nénd this.\n']
-WAYS = {'on': 1.0, 'shuffled': -1.0, 'off': 0.0}        # of the stand-in: its strength
+WAYS = {'on': 1.0, 'shuffled': -1.0, 'off': 0.0}        # of the stand-in: signs of its strength
 
 
 # --------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ class BIGRAM(torch.nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.strength = config, 1.0
+        self.config, self.way, self.on = config, 'on', 1.0
         self.streamed, self.read_tokens = [], 0                 # what the calls got
         generator, V = torch.Generator().manual_seed(0), config.vocab_size
         self.table = torch.nn.Parameter(torch.randn(V, V, generator=generator, device='cpu'))
@@ -50,24 +50,25 @@ class BIGRAM(torch.nn.Module):
 
     def stream(self, tokens, state=None):
         state = state or 0
-        self.streamed.append((self.strength, state, tokens[0].tolist()))
-        log_probs = (self.strength * self.table[tokens]).log_softmax(-1)
-        return log_probs, state + tokens.numel()
+        strength = WAYS[self.way] * self.on
+        self.streamed.append((strength, state, tokens[0].tolist()))
+        log_probs = (strength * self.table[tokens]).log_softmax(-1)
+        return log_probs, state + tokens.size(1)
 
     def read(self, tokens, state=None):
         self.read_tokens += tokens.numel()
-        return (state or 0) + tokens.numel()
+        return (state or 0) + tokens.size(1)
 
     def forward(self, batch, progress):
         q = batch.tokens[:, None, :, None] * torch.ones(self.config.width) @ self.matrix
         return F.scaled_dot_product_attention(q, q, q).mean() + 0 * self.table.sum(), {}
 
-    def prepare_eval(self, corpus, external, args, path, progress):
+    def prepare_eval(self, corpus, external, args, path):
         self.on = args.strength
         self.prepared = corpus.name, external.name, path
 
     def ways(self):
-        return {way: dict(strength=sign * self.on) for way, sign in WAYS.items()}
+        return tuple(WAYS)
 
     def trace(self, tokens, t, state=None, group=0):
         """The last tokens up to t, and four of another text; nothing at the beginning"""
@@ -83,7 +84,12 @@ def batches(config):
     return dict(chunk=config.chunk)
 
 
-TASKS = dict(count=lambda runs, args: len(runs[0].split.tokens))
+def count(runs, args):
+    """The tokens of the split -> their number"""
+    return len(runs[0].split.tokens)
+
+
+TASKS = dict(count=count)
 
 
 @fixture
@@ -91,8 +97,10 @@ def run(tmp_path, monkeypatch):
     """A folder with a corpus and the run `a` of the stand-in; a function that makes more"""
     monkeypatch.chdir(tmp_path)
     write_splits(tmp_path / 'texts', TEXTS, TEXTS)
+    monkeypatch.setattr(BIGRAM, '__module__', 'bigram')
     monkeypatch.setitem(sys.modules, 'bigram', sys.modules[__name__])
-    monkeypatch.setattr(train, 'MODELS', ['bigram'])
+    monkeypatch.setattr(train, 'MODELS', {'bigram': 'bigram'})
+    monkeypatch.setattr(train, 'find_model', lambda name: sys.modules[__name__].BIGRAM)
 
     def make(path='a/best.pt', texts='texts', tokenizer='bytes', **more):
         corpus = data.load(texts, tokenizer, vocab_size=270, quiet=True)
@@ -292,6 +300,16 @@ def test_examples_are_where_the_gain_is_largest(run):
     assert (second['weight'], second['start'], second['ago']) == (0.25, 2, None)
 
 
+def test_a_prompt_from_a_file(run, monkeypatch):
+    """Of any length, where a shell refuses an argument of 128 KB; or from standard input"""
+    text = 'some text of a file\n' * 9000
+    Path('notes.txt').write_text(text)
+    x, = evaluate('a --task examples --prompt-file notes.txt')
+    assert text.endswith(x['before'])
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(text))
+    assert [x] == evaluate('a --task examples --prompt-file -')
+
+
 @mark.parametrize('name, prompt, shown', [
     ('a', 'some tex', "before    'some tex'\n\n"),
     ('a', 15 * 'y' + 32 * 'x' + 9 * 'z', f" '{32 * 'x'}'"), ('a', 20 * 'x', f" '{5 * 'x'}'"),
@@ -389,6 +407,14 @@ def test_the_page_in_a_browser(run):
 
 # --------------------------------------------------------------------------------------------------
 # the report and samples
+@fixture
+def drawn(monkeypatch):
+    """The figures that are saved"""
+    figures, matplotlib = [], pytest.importorskip('matplotlib.figure')
+    monkeypatch.setattr(matplotlib.Figure, 'savefig', lambda self, *_, **__: figures.append(self))
+    return figures
+
+
 def test_the_report(run, capsys):
     """The JSON file has every number of the screen; what is scored once is not scored again."""
     run('c/best.pt')
@@ -399,6 +425,34 @@ def test_the_report(run, capsys):
         assert f'{row["loss"]:#.5g}' in screen
     scored = [start for _, start, tokens in BIGRAM.made[-1].streamed if len(tokens) > 1]
     assert scored.count(0) == 9
+
+
+@mark.parametrize('name', ['_a', 'b$x^{$', '__$_', '$$'])
+def test_names_of_runs_in_a_picture(run, drawn, name):
+    """matplotlib hides labels with _ first, and reads $ as mathematics."""
+    log = '\n'.join(json.dumps(dict(tokens=i, loss=1.0)) for i in range(30))
+    run(f'{name}/best.pt')
+    Path(name, 'log.jsonl').write_text(log)
+    evaluation.main([name, '--max-tokens', '1'])
+    axes = drawn[0].axes[1]
+    label = evaluation.label_of(name)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [label]
+    drawn[0].canvas.draw()
+
+
+def test_a_picture_without_positions(run, drawn):
+    """No position has 1,000 tokens: panels without lines"""
+    Path('short.jsonl').write_text('{"text": "one short document"}')
+    evaluate('a --data short.jsonl --split train --max-tokens 1')
+    assert [axes.lines[:] for axes in drawn[0].axes] == [[]]
+
+
+def test_the_share_of_repeated_8_grams():
+    """Of texts without an 8-gram, with one, with five of which two are the first again"""
+    assert evaluation.repeated([]) == evaluation.repeated([1] * 7) == 0
+    assert evaluation.repeated(range(8)) == 0
+    assert evaluation.repeated([1] * 9) == 0.5
+    assert evaluation.repeated([*range(8), *range(8), 0]) == approx(2 / 10)
 
 
 def test_without_a_picture(run, monkeypatch, capsys):
@@ -462,59 +516,125 @@ def test_generate_reads_the_prompt_and_ends(model):
 
 # --------------------------------------------------------------------------------------------------
 # pairs
-@mark.parametrize('seed', range(4))
-def test_beam_search(model, seed):
-    """One hypothesis is greedy decoding; with many the best of all texts of 3 tokens is found."""
+def small_vocabulary(model, seed):
+    """Each token is followed by a, b, c or <|endoftext|>, with random probabilities -> their ids"""
     ids = [97, 98, 99, 256]
     torch.manual_seed(seed)
     model.table.data[:] = -math.inf
-    model.table.data[:, ids] = torch.randn(257, 4)
-
-    def found(beam):
-        args = evaluation.EvalConfig(beam=beam, max_tokens=3)
-        return evaluation.beam_search(model, torch.tensor([1, 2, 120]), 256, args)
-
-    def score(text):
-        log_p = model.table.log_softmax(-1)[[120, *text[:-1]], text]
-        return log_p.sum().item() / len(text) ** 0.6
-
-    greedy = generate(model, 'x', 3, temperature=0)
-    assert bytes(token for token in found(1) if token < 256).decode() == greedy
-    texts = [text[:[*text, 256].index(256) + 1] for text in itertools.product(ids, repeat=3)]
-    assert found(64) == list(max(texts, key=score))
-    assert score(found(4)) >= score(found(1))
+    model.table.data[:, ids] = 2 * torch.randn(257, 4)
+    return ids
 
 
-def test_the_scores_of_pairs(run, monkeypatch, capsys):
+def hypothesis_score(model, text, last):
+    """log P / length^0.6 of a text, a list of ids, after a token"""
+    log_p = model.table.log_softmax(-1)[[last, *text[:-1]], text]
+    return log_p.sum().item() / len(text) ** 0.6
+
+
+def found_by(model, prompts, beam, n):
+    args = evaluation.EvalConfig(beam=beam, max_tokens=n)
+    return evaluation.beam_search(model, torch.tensor(prompts), 256, args)
+
+
+@mark.parametrize('seed', range(12))
+def test_beam_search(model, seed, n=4):
+    """With many hypotheses the best of all texts of up to n tokens is found, also where a shorter
+    one that has ended leads for a while; with one it is greedy decoding."""
+    ids = small_vocabulary(model, seed)
+    texts = {text[:[*text, 256].index(256) + 1] for text in itertools.product(ids, repeat=n)}
+    best = max(texts, key=lambda text: hypothesis_score(model, text, 120))
+    assert found_by(model, [[1, 2, 120]], 256, n) == [list(best)]
+
+    greedy = generate(model, 'x', n, temperature=0)
+    [one], [four] = (found_by(model, [[120]], beam, n) for beam in (1, 4))
+    assert bytes(token for token in one if token < 256).decode() == greedy
+    assert hypothesis_score(model, four, 120) >= hypothesis_score(model, one, 120)
+
+
+def test_beam_search_of_several_prompts(model):
+    """Each has the text that it has alone; they end after different numbers of steps."""
+    small_vocabulary(model, 3)
+    prompts = [[1, last] for last in range(100, 140)]
+    together = found_by(model, prompts, 3, 9)
+    assert together == [found_by(model, [prompt], 3, 9)[0] for prompt in prompts]
+    assert len({*map(len, together)}) > 2
+
+
+PERFECT = {                 # a right translation -> is BLEU a number?
+    'the sun is up, too': True, 'Всё счастливые семьи похожи друг на друга': True,
+    '我们明天早上去北京看朋友': True, '明日の朝、友達に会いに行きます': True,
+    'พรุ่งนี้เราจะไปหาเพื่อน': True, '내일 아침에 우리는 친구를 만나러 갑니다': True,
+    'कल सुबह हम अपने दोस्त से मिलेंगे': True, 'go on': False, '...': False}
+
+
+@mark.parametrize('text, has_bleu', PERFECT.items())
+def test_a_right_translation_is_worth_100_in_any_script(text, has_bleu):
+    """A number that means nothing is None: BLEU of fewer than four tokens, ROUGE of no word."""
+    pytest.importorskip('sacrebleu')
+    values, signatures = evaluation.text_metrics([text, text], [text, text])
+    has_rouge = text != '...'
+    wanted = [100 if has_bleu else None, 100, *3 * [100 if has_rouge else None]]
+    assert list(values)[:2] == ['BLEU', 'chrF']
+    if text == 'go on':
+        wanted[3] = values['rouge2']
+    assert list(values.values()) == approx(wanted)
+    unspaced = text[0] in '我明พ'
+    assert signatures['ROUGE'].startswith('characters' if unspaced else 'words')
+    tokenizer = {'我': 'zh', '明': 'char', 'พ': 'char'}.get(text[0], '13a')
+    assert f'tok:{tokenizer}|' in signatures['BLEU']
+    worse, _ = evaluation.text_metrics([text + text], [text])
+    assert not has_rouge or worse['rouge1'] < 99
+
+
+LINES = [['ab', 'the sun is up, too'], ['', 'it is a very good day'], ['c', 'd']]
+
+
+@fixture
+def answers(run, monkeypatch):
+    """Pairs, of which beam search answers each source with its target"""
+    text = '\n'.join(map('\t'.join, LINES))
+    write(Path('pairs'), train_tsv=text, val_tsv=text)
+    targets = {tuple(f'{source}\t'.encode()): [*target.encode(), 256] for source, target in LINES}
+    monkeypatch.setattr(evaluation, 'beam_search', lambda model, prompts, eot, args: [
+        targets[tuple(prompt)] for prompt in prompts.tolist()])
+
+
+def test_the_scores_of_pairs(answers, monkeypatch, capsys):
     """Two lines of three; a right translation is worth 100."""
     pytest.importorskip('sacrebleu')
-    lines = [['ab', 'the sun is up, too'], ['', 'it is a very good day'], ['c', 'd']]
-    text = '\n'.join(map('\t'.join, lines))
-    write(Path('pairs'), train_tsv=text, val_tsv=text)
-    answers = iter(3 * [[*target.encode(), 256] for _, target in lines[:2]])
-    monkeypatch.setattr(evaluation, 'beam_search', lambda *_: next(answers))
     result = evaluate('a --data pairs --task pairs --lines 2')
     scores = list(result['rows'][0].values())
     assert scores == ['a', 'on', 2, *5 * [approx(100)]]
-    assert result['texts']['a, off'] == [[*line, line[1]] for line in lines[:2]]
-    assert re.search('ab +the sun is up, too +the sun', capsys.readouterr().out)
+    assert result['texts']['a, off'] == [[*line, line[1]] for line in LINES[:2]]
+    assert 'tok:13a' in result['signatures']['BLEU']
+    screen = capsys.readouterr().out
+    assert re.search('ab +the sun is up, too +the sun', screen)
+    assert result['signatures']['BLEU'] in screen
 
     # what is refused
     assert '.tsv' in one_line(evaluate, 'a --task pairs')
     monkeypatch.setitem(sys.modules, 'sacrebleu', None)
-    assert 'pip install sacrebleu rouge-score' in one_line(evaluate, 'a --task pairs')
+    assert 'pip install sacrebleu rouge-score' in one_line(evaluate, 'a --data pairs --task pairs')
+
+
+def test_a_file_is_translated(answers, capsys, monkeypatch):
+    """Line by line, into a file or to the screen; also from standard input"""
+    command = 'a --data pairs --task translate --prompt-file'
+    Path('sources.txt').write_text(' c \n\nab\r\n')
+    wanted = ['d', '', 'the sun is up, too']
+    assert evaluate(f'{command} sources.txt --output out/targets.txt') == wanted
+    assert Path('out/targets.txt').read_text() == '\n'.join(wanted) + '\n'
+    monkeypatch.setattr(sys, 'stdin', io.StringIO('ab'))
+    capsys.readouterr()
+    evaluate(f'{command} -')
+    assert capsys.readouterr().out == 'the sun is up, too\n'
+    assert '--prompt-file FILE' in one_line(evaluate, 'a --data pairs --task translate')
+    Path('latin.txt').write_bytes('é'.encode('latin-1'))
+    assert 'latin.txt is not UTF-8' in one_line(evaluate, f'{command} latin.txt')
 
 
 # --------------------------------------------------------------------------------------------------
 # pictures
-@fixture
-def drawn(monkeypatch):
-    """The figures that are saved"""
-    figures, matplotlib = [], pytest.importorskip('matplotlib.figure')
-    monkeypatch.setattr(matplotlib.Figure, 'savefig', lambda self, *_, **__: figures.append(self))
-    return figures
-
-
 def test_the_plot_has_the_losses_by_position(run, drawn):
     """A line for each way, of means over 1,000 tokens or more; no panel without a log"""
     evaluate('a --max-tokens 1')
@@ -597,7 +717,7 @@ def test_needles_of_a_model_that_copies(run, monkeypatch, drawn, limit, right):
 def test_the_text_of_two_hops(run, monkeypatch):
     """Of five chains A, B, C the text has "Key A opens B." and "Key B opens C."."""
     texts = []
-    monkeypatch.setattr(BIGRAM, 'read', lambda self, tokens: texts.append(tokens[0]))
+    monkeypatch.setattr(BIGRAM, 'read', lambda self, tokens, state: texts.append(tokens[0]))
     evaluate('a --task niah --lengths 1k --data niah2:texts')
     for ids in texts:
         text = bytes(ids.clamp(max=255).tolist()).decode('latin-1')

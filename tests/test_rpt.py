@@ -23,7 +23,7 @@ SETTINGS = [{}, dict(retriever='lex'), dict(retriever='bm25'), dict(retriever='n
             dict(gate=False), dict(n_neighbors=1), dict(n_cca=1, n_neighbors=3),
             dict(window=4 * CHUNK, n_layer=3), dict(chunk_size=1, window=4),
             dict(eta=0.5, n_neighbors=4), dict(retriever='bm25', gate=False, dropout=0.5),
-            dict(shift_values=False), dict(retriever='dpr'), dict(retriever='contriever')]
+            dict(shift_values=False)]
 CONFIG = train.TrainConfig(tokens_per_step=4 * 48, max_steps=3, dtype='fp32')
 
 
@@ -36,12 +36,13 @@ def fp64():
 
 # --------------------------------------------------------------------------------------------------
 # models and texts
-def small(**more):
+def small(Model=RPT, Config=RPTConfig, **more):
     """A model far from its initial state, where all chunks look alike and all gates are 1/2."""
     torch.manual_seed(0)
     config = dict(vocab_size=V, block_size=T, micro_batch=B, n_layer=4, n_head=2, n_embd=16,
-                  window=WINDOW * CHUNK, chunk_size=CHUNK, n_neighbors=K, n_candidates=4)
-    model = RPT(RPTConfig(**config | more)).eval()
+                  window=WINDOW * CHUNK, chunk_size=CHUNK, n_neighbors=K, n_candidates=4, n_cca=0,
+                  score_every=1, reference_steps=600)
+    model = Model(Config(**config | more)).eval()
     for name, p in model.named_parameters():
         p.data += 0.3 * torch.randn_like(p)
         if name.endswith('.gate.weight'):
@@ -132,7 +133,7 @@ def mlp(block, x):
 def rank_chunks(model, chunks, tokens, permitted):
     """§3.1, s_q. -> of each chunk, its states (m, C) to be retrieved, and the chunks that it may
     retrieve, the best first"""
-    n, r = len(chunks), model.retriever
+    n = len(chunks)
     if model.config.retriever == 'none':
         return chunks, [[]] * n
     if model.config.retriever == 'bm25':                                # RETRO: a term in common
@@ -143,17 +144,20 @@ def rank_chunks(model, chunks, tokens, permitted):
             order.append([j for j in ranking(scores) if j in permitted[i]])
         return chunks, order
 
-    # the mean of the tokens of a chunk, after attention to each other
+    # the mean of the tokens of a chunk, after attention to each other; those of a DenseRetriever
+    # (compared/dense.py) are its own embeddings
+    r = model.retriever
     states, encoded = [], chunks
-    if model.dense:
-        r = model.dense.retriever
-        encoded = model.dense.embedding.weight[tokens].split(len(chunks[0]))[:n]
+    is_dense = hasattr(r, 'embedding')
+    if is_dense:
+        encoded = r.embedding.weight[tokens].split(len(chunks[0]))[:n]
+        r = r.retriever
     for x in encoded:
         y = r.norm(x)
         states.append(x + attention(r.attention, y, y))
     query = [r.query(r.norm_q(x.mean(0))) for x in states]
     key = [r.key(r.norm_k(x.mean(0))) for x in states]
-    if model.dense:
+    if is_dense:
         states = chunks
     order = []
     for i in range(n):
@@ -315,26 +319,29 @@ def test_without_neighbors_cross_attention_is_zero():
     model = small()
     nothing = torch.full((B, N, K), -1)
     empty = model.encode(tokens_of(), teacher=nothing)[0]
-    vars(model).update(model.ways()['off'])
+    model.way = 'off'
     assert torch.equal(empty, model.encode(tokens_of())[0])
 
 
-@mark.parametrize('more', SETTINGS)
-def test_streaming_equals_the_full_pass(more, t=12 * CHUNK + 3):
+def assert_streams(model, t=12 * CHUNK + 3):
     """In pieces that end anywhere; of a token; of a chunk, shifted; after a text read in pieces"""
-    model = small(**more)
     model.PIECE = 3 * CHUNK - 1
     tokens = tokens_of(t=t)
     anywhere = [5, 1, 9, 4, 7, 13, 12]
     shifted = [CHUNK - 1] + 12 * [CHUNK]
     first, second, rest = tokens.tensor_split([START + 3, 8 * CHUNK + 2], 1)
-    for attributes in model.ways().values():
-        vars(model).update(attributes)
+    for way in model.ways():
+        model.way = way
         full = model.log_probs(tokens)
         for sizes in (anywhere, shifted, 1):
             close(streamed(model, tokens, sizes)[0], full)
         state = model.read(second, model.read(first, model.read(tokens[:, :0])))
         close(model.stream(rest, state)[0], full[:, -rest.size(1):])
+
+
+@mark.parametrize('more', SETTINGS)
+def test_streaming_equals_the_full_pass(more):
+    assert_streams(small(**more))
 
 
 def test_a_text_that_recurs_is_a_tie():
@@ -350,7 +357,7 @@ def test_far_positions_equal_near_ones():
     torch.set_default_dtype(torch.float32)
     model = small(n_layer=2)
     tokens = tokens_of(t=2 ** 14, b=1)
-    vars(model).update(model.ways()['off'])
+    model.way = 'off'
     far, _ = streamed(model, tokens, 2 ** 14 - 64)
     near, _ = streamed(model, tokens[:, -1024:], 960)
     close(far[:, -64:], near[:, -64:], atol=1e-4)
@@ -362,7 +369,7 @@ def test_shuffled_draws_permitted_chunks(retriever, n=40):
     model = small(retriever=retriever)
     tokens = tokens_of(t=n * CHUNK, b=1)
     retrieved = retrieved_by(model, tokens)
-    vars(model).update(model.ways()['shuffled'])
+    model.way = 'shuffled'
     drawn = retrieved_by(model, tokens)
     for i in range(n):
         assert len(set(drawn[i])) == len(drawn[i]) == len(retrieved[i])
@@ -496,6 +503,16 @@ def test_bm25(J=3, n=24):
         assert candidates[i].tolist() == approx(wanted)
 
 
+def test_bm25_vectors():
+    """<query, key> is BM25 in which each chunk has the mean length."""
+    chunks = tokens_of(3, 10 * CHUNK)[0].view(10, CHUNK)
+    tf, keys = rpt.bm25_vectors(chunks, IDF)
+    scores = tf @ keys.T
+    for query, row in zip(chunks.tolist(), scores):
+        wanted = formula(chunks.tolist(), query, b=0, idf=IDF.tolist())
+        assert row.tolist() == approx(wanted, abs=0.01)                 # keys are rounded
+
+
 @mark.parametrize('teacher, retriever, chances', [
     ('annealed', 'sem', (1, 0.97, 0.75, 0)),
     ('always', 'lex', (1, 1, 1, 1)),
@@ -524,6 +541,21 @@ def test_scheduled_sampling(teacher, retriever, chances, b=60):
         share = of_teacher[differ].double().mean().item()
         tolerance = 0.08 if 0 < chance < 1 else 0
         assert share == approx(chance, abs=tolerance)
+
+
+def test_scheduled_sampling_is_drawn_by_the_seed_of_the_batch():
+    model = small().train()
+    batch = taught(tokens_of(b=20))
+
+    def drawn(seed):
+        torch.manual_seed(seed)
+        return model.teacher_neighbors(batch.target_scores, 0.5)
+    with mock.patch.object(model, 'encode', wraps=model.encode) as encode:
+        for batch.seed in (5, 5, 6):
+            model(batch, 0.45)
+    teachers = [call.args[2] for call in encode.call_args_list]
+    assert torch.equal(teachers[0], drawn(5)) and torch.equal(teachers[0], teachers[1])
+    assert not torch.equal(teachers[0], teachers[2])
 
 
 def test_the_loss_in_training():
@@ -556,21 +588,23 @@ def start(tmp_path):
     write_splits(tmp_path, texts[:3], texts[3:])
     corpus = data.load(tmp_path, 'bytes', root=tmp_path / 'corpora', quiet=True)
 
-    def run(train_config=CONFIG, shift=0.0, n=2, **more):
+    def run(train_config=CONFIG, shift=0.0, n=2, setup=None, **more):
         model = small(**dict(vocab_size=257, block_size=48, window=4 * CHUNK) | more)
         of_reference = dict(retriever='none', n_layer=2, n_cca=0, reference='')
         reference = small(**vars(model.config) | of_reference)
         reference.norm.weight.data += shift
 
-        def load_reference(path, reference_config, config):
-            assert (reference_config.retriever, reference_config.n_layer) == ('none', 2)
+        def load_reference(path, Model, reference_config, config):
+            assert (Model, reference_config.retriever, reference_config.n_layer) == (RPT, 'none', 2)
             assert config.max_steps == min(model.config.reference_steps, train_config.max_steps)
-            return None, reference, corpus.tokenizer
+            return reference, corpus.tokenizer
         batches = data.Batches(corpus.train, 'documents', model.config.block_size,
                                model.config.micro_batch, seed=0)
-        attach = rpt.setup(model, corpus, batches, train_config,
-                           partial(torch.autocast, 'cpu', enabled=False), load_reference,
-                           data.progress)
+        training = SimpleNamespace(
+            config=train_config, corpus=corpus, batches=batches, load_reference=load_reference,
+            autocast=partial(torch.autocast, 'cpu', enabled=False), rank=0, world=1,
+            progress_bar=data.progress_bar)
+        attach = (setup or rpt.setup)(model, training)
         taught = [attach(batches[g], g) if attach else batches[g] for g in range(n)]
         return taught, corpus, model, reference
     return run
@@ -580,7 +614,10 @@ def start(tmp_path):
 def test_setup_scores_the_candidates(start, capsys, retriever):
     """The reference LM scores every n-th chunk; the others have the ranks of their candidates."""
     taught, corpus, model, reference = start(retriever=retriever, score_every=2, n=8)
-    assert 'scores of 12 sequences' in capsys.readouterr().out
+    screen = capsys.readouterr().out
+    assert 'scores of 12 sequences' in screen
+    assert ('first the reference LM, whose predictions show which chunks help: 3 steps' in screen
+            ) == (retriever == 'sem')
     idf, n_scored = corpus_idf(corpus.train.tokens.tolist(), 257), 0
     if retriever == 'bm25':
         close(model.idf, idf)
@@ -745,121 +782,8 @@ def test_retrieval_is_learned():
                           window=WINDOW * CHUNK, chunk_size=CHUNK, n_neighbors=1, n_candidates=27))
     learn(model, 300, partial(copies, 16))
     batch, nll = copies(64), {}
-    for way, attributes in model.ways().items():
-        vars(model).update(attributes)
+    for way in model.ways():
+        model.way = way
         nll[way] = model(batch, 1)[0].item()
     assert nll['on'] < 0.3
     assert min(nll['off'], nll['shuffled']) > 2.3                       # at random: ln 16 = 2.77
-
-
-# --------------------------------------------------------------------------------------------------
-# compared systems
-def griffin_by_loops(layer, x, begins):
-    """De et al. 2024, token by token: x (t, C) -> (t, C)"""
-    gate, inputs = layer.inputs(layer.norm(x)).chunk(2, 1)        # 2 x (t, R)
-    inputs = F.pad(inputs, (0, 0, 2, 0)).T                              # (R, 2 + t)
-    h, states = 0, []
-    for t in range(len(x)):
-        u = layer.conv(inputs[:, t:t + 3])                              # (R, 1)
-        r, i = layer.gates(u).sigmoid().view(-1, 2).unbind(1)
-        a = (1 + layer.decay.exp()) ** (-8 * r)
-        if begins[t]:
-            h = 0
-        h = a * h + (1 - a ** 2).sqrt() * i * u[:, 0]
-        states.append(h)
-    return x + layer.proj(F.gelu(gate) * torch.stack(states))
-
-
-def memorizing_by_loops(layer, x, begins):
-    """Wu et al. 2022, token by token and head by head: x (t, C) -> (t, C)"""
-    module, block = layer.attention, layer.attention.block
-    doc = begins.cumsum(0)
-    qkv = module.qkv(layer.norm1(x))
-    _, k, v = qkv.unflatten(1, (3, 2, -1)).unbind(1)
-    module.proj.weight.data = torch.eye(16)                             # y of the heads
-    y = self_attention(layer, x, 2 * block).unflatten(1, (2, -1))       # (t, H, D)
-    for i in range(len(x)):
-        left = (i // block - 1) * block                                 # those before it
-        tokens = range(max(0, left - 10), left)
-        tokens = [j for j in tokens if doc[i] == doc[j]]
-        for h, b in enumerate(layer.gate.flatten()):
-            cosine = [F.cosine_similarity(k[i, h], k[j, h], 0).item() for j in tokens]
-            best = sorted(zip(cosine, tokens))[-3:]
-            if best:
-                p = torch.tensor(best)[:, 0] * layer.scale[h]
-                memory = p.softmax(0) @ v[[j + 1 for _, j in best], h]
-                y[i, h] += b.sigmoid() * (memory - y[i, h])
-    x = x + y.flatten(1)
-    return x + mlp(layer, x)
-
-
-def states_by_loops(layer, x, begins):
-    """Hutchins et al. 2022, block by block: x (t, C) -> (t, C)"""
-    def attend(*qkv):                                                   # 3 x (n, H, D)
-        return rpt.softmax_attention(*(z[None] for z in qkv))[0]
-    H, block = layer.attention.n_head, layer.attention.block
-    tokens = layer.tokens(layer.norm1(x))
-    k, v, q = tokens.unflatten(1, (3, H, -1)).unbind(1)
-    initial = s = layer.initial[0]
-    reads, g = [], layer.gate.sigmoid()
-    for start in range(0, len(x), block):
-        rows = slice(start, start + block)
-        if any(begins[rows]):
-            s = initial
-        states = layer.states(layer.norm(s) + initial)
-        k_s, v_s, q_s, q_t = states.unflatten(1, (4, H, -1)).unbind(1)
-        read = attend(q[rows], k_s, v_s)
-        reads.append(read.flatten(1))
-        of_states = attend(q_s, k_s, v_s)
-        both = [of_states, attend(q_t, k[rows], v[rows])]
-        z = layer.mix(torch.cat(both, 2).flatten(1))
-        if not any(begins[rows]):
-            s = g * s + (1 - g) * z
-    y = self_attention(layer, x, 2 * block) + layer.state_proj(torch.cat(reads))
-    return x + y + mlp(layer, x + y)
-
-
-@mark.parametrize('memory, by_loops', [
-    ('lru', griffin_by_loops), ('state', states_by_loops), ('knn', memorizing_by_loops)])
-def test_memories(memory, by_loops):
-    """A layer by its definition; streams; no future"""
-    more = dict(memory=memory, n_states=3, memory_size=10, n_nearest=3)
-    test_streaming_equals_the_full_pass(more)
-    test_the_future_is_invisible(more)
-    model = small(**more)
-    layer = model.upper[-1]
-    tokens = tokens_of(b=1)
-    x = torch.randn(1, T, 16, generator=generator(0))
-    begins = torch.arange(T) % 9 == 8
-    wanted = by_loops(layer, x[0], begins)
-    close(layer(x, None, begins[None])[0][0], wanted)
-
-    f, *_ = model.encode(tokens)
-    difference = f - model.encode(tokens, docs_of(8, 36))[0]
-    assert difference[0].any(1).nonzero()[0] == 8                       # from here on
-
-
-@mark.parametrize('retriever', ['dpr', 'contriever'])
-def test_dense_retrievers_are_trained_by_contrast(start, retriever, capsys):
-    """The loss by loops: dpr's positives are BM25's first, contriever's the chunks before"""
-    (batch, _), corpus, model, _ = start(retriever=retriever, reference_steps=2)
-    assert 'first the retriever, 2 steps' in capsys.readouterr().out
-    dense, n = model.dense, 12                                          # chunks of a sequence
-    assert dense.is_trained and not any(p.requires_grad for p in dense.parameters())
-    idf = corpus_idf(corpus.train.tokens.tolist(), 257)
-    chunks = batch.tokens.unflatten(1, (-1, CHUNK))
-    doc = rpt.doc_of_chunks(batch.doc, CHUNK)
-    query, key = (x.flatten(0, 1) for x in dense(chunks)[1:])
-    losses = []
-    for i in range(2 * n):
-        b, row = divmod(i, n)
-        if retriever == 'dpr':
-            best = bm25_candidates(chunks[b], doc[b], 4, 1, idf)[row].nonzero()
-        else:
-            best = [row - 1] if row and doc[b, row - 1] == doc[b, row] >= 0 else []
-        if len(best):
-            s_q = key @ query[i] / 4
-            s_q[i] = -math.inf
-            losses.append(-s_q.log_softmax(0)[b * n + int(best[0])])
-    loss = rpt.contrast(dense, chunks, doc, model.config, idf)
-    close(loss, torch.stack(losses).mean())

@@ -13,7 +13,7 @@ from pytest import approx, fixture, mark, raises
 import trime
 from data import Pairs, Split
 from helpers import assert_causal, batch_of, close, learn, log_p, one_line, random_tokens
-from trime import TRIME, Datastore, EvalConfig, Inference, TRIMEConfig
+from trime import TRIME, Datastore, EvalConfig, LinearInference, TRIMEConfig, TrimeInference
 
 torch.set_num_threads(1)                            # the models are tiny
 V, T, B, C = 23, 8, 4, 16
@@ -23,12 +23,12 @@ FAISS = 1e-4                                        # it computes in fp32
 
 # --------------------------------------------------------------------------------------------------
 # models and texts
-def small(memory='local', **settings):
+def small(memory='local', Model=TRIME, Config=TRIMEConfig, **settings):
     """A model in fp64, far from its initial weights; all gains are 1."""
     sizes = dict(vocab_size=V, block_size=T, micro_batch=B, n_layer=2, n_head=2, n_embd=C,
                  stride=3, ce_warmup=0.0)
     torch.manual_seed(0)
-    model = TRIME(TRIMEConfig(memory=memory, **sizes | settings)).double()
+    model = Model(Config(memory=memory, **sizes | settings)).double()
     for weight in model.parameters():
         if weight.dim() > 1:
             weight.data += 0.3 * torch.randn_like(weight)
@@ -51,9 +51,10 @@ def no_progress(items, *_, **__):
 # training
 def word_vectors(embedding):
     """Of the words of the head, then of each cluster, by its projection"""
-    head, *tables = embedding.tables
+    tables = getattr(embedding, 'tables', [])
+    head = embedding.weight
     vectors = [head[:len(head) - len(tables)]]
-    for table, proj in zip(tables, embedding.tail_proj):
+    for table, proj in zip(tables, getattr(embedding, 'tail_proj', [])):
         vectors.append(table @ proj.weight.T)
     return vectors
 
@@ -61,7 +62,7 @@ def word_vectors(embedding):
 def word_logits(embedding, f):
     """Eq. 1; with clusters, log of P_head(w) or P_head(cluster) P_cluster(w), times the sum."""
     words, *clusters = word_vectors(embedding)
-    rows = embedding.tables[0][len(words):]
+    rows = embedding.weight[len(words):]
     logits = [f @ words.T]
     for row, vectors in zip(rows, clusters):
         logits.append((f @ row)[:, None] + (f @ vectors.T).log_softmax(1))
@@ -107,7 +108,8 @@ def eq5(model, batch, mode, **settings):
 
 
 @mark.parametrize('training', [True, False])
-@mark.parametrize('sizes, R', [({}, 512), (ADAPTIVE, 5)])    # blocks end within segments
+@mark.parametrize('sizes, kernel, block', [
+    ({}, 'auto', 512), (ADAPTIVE, 'auto', 5), (ADAPTIVE, 'torch', 5)])  # blocks end within segments
 @mark.parametrize('mode, settings', [
     ('none', {}),
     ('local', {}),
@@ -118,10 +120,12 @@ def eq5(model, batch, mode, **settings):
     ('ext', dict(p=0.0)),
     ('ext', dict(p=1.0)),
     ('ext', dict(p=1.0, same_document=False))])
-def test_forward_is_eq5(mode, settings, sizes, R, training, monkeypatch):
-    """The loss and its gradient. In eval mode ext is causal: it has local memory alone, or none."""
-    monkeypatch.setattr(trime, 'R', R)
+def test_forward_is_eq5(mode, settings, sizes, kernel, block, training, monkeypatch):
+    """The loss and its gradient, by blocks and by trime_loss_reference. In eval mode ext is causal:
+    it has local memory alone, or none."""
+    monkeypatch.setattr(trime, 'BLOCK', block)
     model = small(mode, **settings, **sizes).train(training)
+    model.kernel = kernel
     batch = random_batch()
     local = settings.get('p') != 1.0
     if mode == 'ext' and not training:
@@ -159,9 +163,9 @@ def test_extreme_similarities():
     model.blocks[-1].norm2.weight.data *= 12
     batch = batch_of(random_tokens(B, T, vocab=5))
     expected, memory_prob, _ = eq5(model, batch, 'long')
-    by_autograd, = torch.autograd.grad(expected, model.embedding.tables[0])
+    by_autograd, = torch.autograd.grad(expected, model.embedding.weight)
     loss, log = model.float()(batch, 1.0)
-    gradient, = torch.autograd.grad(loss, model.embedding.tables[0])
+    gradient, = torch.autograd.grad(loss, model.embedding.weight)
     assert loss > 50
     close(loss.double(), expected, 5e-4)
     close(log['memory_prob'].double(), memory_prob, 1e-4)
@@ -187,23 +191,6 @@ def test_f_and_g():
     close(g.norm(dim=2), torch.full((2, T), 128 ** 0.25), 0.05)
 
 
-def test_sru():
-    """Its equations, token by token"""
-    block = small(layer='sru').blocks[0]
-    x = torch.randn(T, C).double()
-    q = block.query(x)
-    k, v = block.kv(q).split(C // 4, 1)
-    expected, c = [], torch.zeros(C)
-    for t in range(T):
-        weight = (k[:t + 1] @ q[t] / 2).softmax(0)
-        z = q[t] + block.alpha * weight @ v[:t + 1]
-        u, f, r = block.out(block.norm1(z)).split(C)
-        f, r = (torch.stack([f, r]) + block.v[:, 0] * c).sigmoid()
-        c = f * c + (1 - f) * u
-        expected.append(r * c + (1 - r) * x[t])
-    close(block(x[None], None)[0][0], torch.stack(expected))
-
-
 def losses(model, seeds):
     return [model(random_batch(seed), 1.0)[0].item() for seed in seeds]
 
@@ -221,14 +208,13 @@ def test_local_memory_is_disabled_at_random():
 # --------------------------------------------------------------------------------------------------
 # evaluation
 INFERENCES = dict(
-    off=Inference(),
-    sru=Inference(True),
-    local=Inference(True, tau=1.3),
-    long=Inference(True, 10, tau=0.8),
-    ext=Inference(n_neighbors=6),
-    all=Inference(True, 10, 6, tau=1.2, tau_ext=0.5, lam_ext=0.4),
-    cache=Inference(True, 10, linear=True, tau=0.7, lam=0.3),
-    knn_lm=Inference(True, 0, 6, linear=True, tau=0.7, lam=0.3, tau_ext=2.0, lam_ext=0.25))
+    off=TrimeInference(),
+    local=TrimeInference(True, tau=1.3),
+    long=TrimeInference(True, 10, tau=0.8),
+    ext=TrimeInference(n_neighbors=6),
+    all=TrimeInference(True, 10, 6, tau=1.2, tau_ext=0.5, lam_ext=0.4),
+    cache=LinearInference(True, 10, tau=0.7, lam=0.3),
+    knn_lm=LinearInference(True, 0, 6, tau=0.7, lam=0.3, tau_ext=2.0, lam_ext=0.25))
 TOKENS = random_tokens(6 * T + 3)
 TEXT = random_tokens(2001, seed=9).numpy().astype(np.uint16)        # of the datastore
 
@@ -245,8 +231,8 @@ def contexts(model, tokens):
 def memories_of_each(model, tokens):
     """For each token E_w · f (V,), then (similarity, value, j) of memories of the text, of TEXT"""
     x, new, first = model.inference, [], 0
-    if model.tab >= 0:                                              # source TAB target
-        first = tokens.tolist().index(model.tab)
+    if model.eval_memory.tab >= 0:                                              # source TAB target
+        first = tokens.tolist().index(model.eval_memory.tab)
     for t, (start, f, g) in enumerate(contexts(model, tokens)):
         new.append(g[-1])                                           # g as it was when t was new
         past, ext = [], []
@@ -256,7 +242,7 @@ def memories_of_each(model, tokens):
                 past.append((g[-1] @ key, tokens[j + 1], j))
         if x.n_neighbors:
             sims = model.keys @ g[-1]
-            if x.linear:
+            if isinstance(x, LinearInference):
                 sims = -(model.keys - g[-1]).pow(2).sum(1) / 2
             for j in sims.topk(x.n_neighbors).indices.tolist():
                 ext.append((sims[j], TEXT[j + 1], j))
@@ -274,8 +260,9 @@ def terms(memories, tau):
 def equations_6_to_9(x, logits, past, ext):
     """P (V,) with the constants of an Inference x"""
     P = logits.exp()                                                # Eq. 1
-    parts = [(past, x.tau, x.lam), (ext, x.tau_ext, x.lam_ext)]     # continuous cache, kNN-LM
-    if not x.linear:
+    if isinstance(x, LinearInference):                              # continuous cache, kNN-LM
+        parts = [(past, x.tau, x.lam), (ext, x.tau_ext, x.lam_ext)]
+    else:
         P += terms(past + ext, x.tau)                               # Eq. 6
         parts = [(past + ext, x.tau_ext, x.lam_ext)]
     P /= P.sum()
@@ -292,9 +279,9 @@ def stores(tmp_path_factory):
     """A datastore of 2,000 entries in 2 lists, built of three shards, moved, then opened twice"""
     folder = tmp_path_factory.mktemp('store')
 
-    def store(name, memory, progress=None):
+    def store(name, memory, progress_bar=None):
         model = small(memory, **ADAPTIVE)
-        return Datastore(folder / name, model, TEXT, dict(checkpoint=''), progress, 16)
+        return Datastore(folder / name, model, TEXT, dict(checkpoint=''), 16, progress_bar)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Datastore, 'SHARD', 800 * (2 * C + 8))
@@ -306,10 +293,13 @@ def stores(tmp_path_factory):
 
 
 def with_memories(name, stores, stride=3):
-    layer = 'sru' if name == 'sru' else 'transformer'
-    model = small(stride=stride, layer=layer, **ADAPTIVE).eval()
-    model.inference, model.keys = INFERENCES[name], stores.keys
-    model.store = stores.l2 if model.inference.linear else stores.inner
+    model = small(stride=stride, **ADAPTIVE).eval()
+    model.keys = stores.keys
+    memory = model.eval_memory
+    memory.inference = INFERENCES[name]
+    memory.store = stores.inner
+    if isinstance(memory.inference, LinearInference):
+        memory.store = stores.l2
     return model
 
 
@@ -329,7 +319,7 @@ def a_pair(model, n_source):
     """51 tokens: n_source, TAB, the target; of no pair if n_source is 0"""
     tokens = random_tokens(51, vocab=V - 1)
     if n_source:
-        model.tab = tokens[n_source] = V - 1
+        model.eval_memory.tab = tokens[n_source] = V - 1
     return tokens
 
 
@@ -373,11 +363,11 @@ def test_what_sizes_are_tuned_on(name, n_source, stores):
     model = with_memories(name, stores)
     tokens, x = a_pair(model, n_source), model.inference
     split = Split('val', tokens.numpy(), [0, 51])
-    windows = trime.collect(model, split, x, no_progress, 51)
+    windows = trime.collect(model, split, 51, no_progress)
     x = replace(x, long=x.long // 3, n_neighbors=x.n_neighbors // 3)
-    scored = torch.cat([x.log_p(*window) for window in windows])
+    scored = torch.cat([x.log_p(window) for window in windows])
 
-    model.inference = x
+    model.eval_memory.inference = x
     close(scored[:, 0], log_p(model, tokens)[n_source:], FAISS)
 
 
@@ -385,19 +375,19 @@ def test_what_sizes_are_tuned_on(name, n_source, stores):
 def test_queries_of_all_positions(length):
     """Also where each 4th token would be the first of a document, which alone has no memory"""
     split = Split('val', random_tokens(1200).numpy(), [*range(0, 1200, length)])
-    windows = trime.collect(small(), split, Inference(True), no_progress, 300)
-    has_memory = torch.cat([(sim > trime.MASKED).any(1) for _, _, sim, _, _ in windows])
+    windows = trime.collect(small(), split, 300, no_progress)
+    has_memory = torch.cat([(window.sim > trime.MASKED).any(1) for window in windows])
     assert 150 < len(has_memory) < 330
     share = has_memory.double().mean().item()
     assert share == approx(1 - 1 / (length - 1), rel=0.15)
 
 
 @N_SOURCE
-@mark.parametrize('shuffle', [False, True])
+@mark.parametrize('way', ['on', 'shuffled'])
 @EACH
-def test_causality(name, shuffle, n_source, stores):
+def test_causality(name, way, n_source, stores):
     model = with_memories(name, stores)
-    model.shuffle = shuffle
+    model.way = way
     assert_causal(model, a_pair(model, n_source)[None, :3 * T])
 
 
@@ -434,7 +424,7 @@ def test_shuffled_memories_have_other_values(name, stores):
     off = probabilities(with_memories('off', stores), TOKENS)[-1]
     of_memories = sum(row[0] for row in model.trace(TOKENS, len(TOKENS) - 1))
     P = probabilities(model, TOKENS)[-1]
-    model.shuffle = True
+    model.way = 'shuffled'
     shuffled = probabilities(model, TOKENS)[-1]
     assert not torch.allclose(shuffled, P, atol=0.01)
     rest = shuffled - (1 - of_memories) * off
@@ -449,9 +439,9 @@ def build(tmp_path, monkeypatch):
     """A function that opens a store of 94 entries, or builds it of three shards"""
     monkeypatch.setattr(Datastore, 'SHARD', 40 * (2 * C + 8))
 
-    def build(progress=no_progress, checkpoint='weights'):
+    def build(progress_bar=no_progress, checkpoint='weights'):
         about = dict(checkpoint=checkpoint)
-        return Datastore(tmp_path, small(), TEXT[:95], about, progress, 16)
+        return Datastore(tmp_path, small(), TEXT[:95], about, 16, progress_bar)
     return build
 
 
@@ -463,7 +453,7 @@ def test_an_interrupted_build_begins_again(stop, build, tmp_path):
         raise KeyboardInterrupt
 
     with raises(KeyboardInterrupt):
-        build(progress=interrupted)
+        build(interrupted)
     assert [*tmp_path.parent.glob('*.tmp')] == []
     assert build().index.ntotal == 94
     assert len([*tmp_path.iterdir()]) == 3                          # no shard is left
@@ -479,7 +469,7 @@ def test_the_datastore_of_pairs_has_their_targets(tmp_path):
     split = Split('train', tokens.flatten().numpy(), np.arange(0, 161, 8))
     pairs = Pairs(split, V - 1, 'documents', T, B, seed=0)
     model = small()
-    store = Datastore(tmp_path, model, split.tokens, dict(checkpoint=''), no_progress, 0, pairs)
+    store = Datastore(tmp_path, model, split.tokens, dict(checkpoint=''), 0, no_progress, pairs)
     _, g, _ = model.encode(tokens[:, :-1])
     sim, entries = store.search(g[0, 5:6], store.index.ntotal)
     entries, order = entries[0].sort()
@@ -515,18 +505,19 @@ CORPUS = SimpleNamespace(folder=Path('a'), fingerprint='1', train=phrases('train
 DOCUMENTS = torch.from_numpy(CORPUS.val.tokens.astype(int)).split(96)
 
 
-def prepared(trained, folder, progress=no_progress, external=CORPUS, **flags):
+def prepared(trained, folder, external=CORPUS, **flags):
     """A model trained with a memory, after prepare_eval with these flags"""
-    defaults = vars(EvalConfig()) | dict(split='val', retrieve_from='', long=60)
+    defaults = vars(EvalConfig()) | dict(split='val', retrieve_from='', long=60,
+                                         progress_bar=no_progress)
     args = SimpleNamespace(**defaults | flags)
     model = small(trained, block_size=16, stride=8).eval()
     (folder / 'best.pt').write_bytes(b'a')
-    model.prepare_eval(CORPUS, external, args, folder / 'best.pt', progress)
+    model.prepare_eval(CORPUS, external, args, folder / 'best.pt')
     return model
 
 
-def perplexity(model, **attributes):
-    vars(model).update(attributes)
+def perplexity(model, way='on'):
+    model.way = way
     log_probs = torch.cat([log_p(model, tokens) for tokens in DOCUMENTS])
     return math.exp(-log_probs.mean())
 
@@ -536,20 +527,20 @@ def perplexity(model, **attributes):
 def test_tuning(trained, names, tmp_path, capsys):
     """On val tuned temperatures are better than others, memories than shuffled ones and none."""
     model = prepared(trained, tmp_path, memory=names)
-    ways, x = model.ways(), model.inference
-    on, shuffled, off = (perplexity(model, **way) for way in ways.values())
+    x = model.inference
+    on, shuffled, off = (perplexity(model, way) for way in model.ways())
     assert on < 0.98 * shuffled
     assert on < 0.9 * off
     for factor in (0.1, 10.0):
-        y = replace(x, tau=factor * x.tau, tau_ext=factor * x.tau_ext)
-        assert on < perplexity(model, shuffle=False, inference=y), x
+        model.eval_memory.inference = replace(x, tau=factor * x.tau, tau_ext=factor * x.tau_ext)
+        assert on < perplexity(model), x
 
     # these memories, which are printed; the default is Table 1
     assert f'{x}, tuned on val' in capsys.readouterr().out
     names = names or {'local': 'local', 'long': 'local,long'}[trained]
     for name, present in dict(local=x.local, long=x.long, ext=x.n_neighbors).items():
         assert bool(present) == (name in names)
-    assert x.linear == (trained == 'none')
+    assert isinstance(x, LinearInference) == (trained == 'none')
 
 
 @mark.parametrize('scored, val, test, tuned_on', [
@@ -564,9 +555,9 @@ def test_the_split_for_tuning(scored, val, test, tuned_on, capsys):
 
 
 def test_flags(tmp_path):
-    assert prepared('ext', tmp_path, memory='local', stride=5).stride == 5
+    assert prepared('ext', tmp_path, memory='local', stride=5).eval_memory.stride == 5
     assert 'find itself' in one_line(prepared, 'ext', tmp_path, split='train')
-    assert [*prepared('none', tmp_path).ways()] == ['off']
+    assert prepared('none', tmp_path).ways() == ('off',)
 
 
 def test_more_long_memory_is_better(tmp_path):
@@ -582,7 +573,7 @@ def test_another_corpus(tmp_path):
     flags = dict(external=corpus, retrieve_from='b', split='train')
     model = prepared('local', tmp_path, **flags)
     assert model.inference.local
-    assert model.store.text.tolist() == corpus.train.tokens.tolist()
+    assert model.eval_memory.store.text.tolist() == corpus.train.tokens.tolist()
 
 
 @torch.no_grad()
@@ -591,18 +582,19 @@ def test_the_accuracy_and_recall_of_the_datastore(stores, monkeypatch):
     model = with_memories('ext', stores)
     split = Split('val', TOKENS.numpy(), [0, len(TOKENS)])
     runs = [SimpleNamespace(name='a', model=model, split=split)]
-    shares = trime.datastore_accuracy(runs, None)['a']
+    args = SimpleNamespace(progress_bar=no_progress)
+    shares = trime.datastore_accuracy(runs, args)['a']
     for K in 1, 8:
-        model.inference = Inference(n_neighbors=K)
+        model.eval_memory.inference = TrimeInference(n_neighbors=K)
         each = memories_of_each(model, TOKENS[:-1])
         right = [w in [value for _, value, _ in ext]
                  for (*_, ext), w in zip(each, TOKENS[1:])]
         assert shares[f'top-{K}'] == approx(np.mean(right))
 
     # one of two lists has fewer than 1,024 entries; those that it lacks are right for no token
-    model.store.nprobe = 1
-    monkeypatch.setattr(model.store, 'text', V * torch.arange(2001))
-    shares = trime.datastore_accuracy(runs, None)['a']
+    model.eval_memory.store.nprobe = 1
+    monkeypatch.setattr(model.eval_memory.store, 'text', V * torch.arange(2001))
+    shares = trime.datastore_accuracy(runs, args)['a']
     assert shares['top-1024'] == 0 and shares['recall'] < 0.99
 
 

@@ -1,0 +1,117 @@
+"""
+Griffin: a sliding-window language model with linear recurrent layers, which RPT compares with.
+
+    Soham De et al., "Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient
+    Language Models", 2024, arXiv:2402.19427;  RPT, §5 and Table 2
+
+It starts from the Transformer-XL of rpt.py (retriever none). After the upper layers come recurrent
+layers, as many as RPT has layers with cross-attention: so RPT's Table 2 builds it. A recurrent
+layer keeps a vector h of the whole past.
+
+Where this differs from the paper
+    §2.3   The added layers have no MLP. h has 2C channels, the convolution 3 tokens (RPT, Table 2).
+    §2.4   At first, where r_t = 1, a_t is 0.9 to 0.999 with log(1 - a_t) evenly spaced (paper: a_t
+           uniform in a²).
+    h does not continue into another joined document. Self-attention and the convolution do.
+
+Letters as in rpt.py; R = 2C channels of h
+
+    $ python train.py --model griffin
+"""
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rpt
+from rpt import RPT, Block, RMSNorm, RPTConfig, check_positive, fp32
+
+
+@dataclass
+class GriffinConfig(RPTConfig):
+    retriever: Literal['none'] = 'none'     # nothing is retrieved
+    n_recurrent: int = 1                    # recurrent layers, after all others (RPT's Table 2: 5)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, 'n_recurrent')
+
+
+PRESETS = {'tiny': {}, 'paper': dict(rpt.PRESETS['paper'], n_recurrent=5)}
+
+
+def scan(a, b):
+    """h_t = a_t h_{t-1} + b_t with h_{-1} = 0, in log2 T steps: after n = 1, 2, 4, ... b_t has the
+    terms of the last n tokens, and a_t is the product of theirs. a, b (..., T) -> (..., T)"""
+    n = 1
+    while n < b.size(-1):
+        b = b + a * F.pad(b, (n, -n))
+        a = a * F.pad(a, (n, -n))
+        n *= 2
+    return b
+
+
+class RecurrentLayer(nn.Module):
+    """Griffin's recurrent block (§2.3, §2.4). With z = norm(x), u = conv(W_u z):
+
+        y   = x + W (gelu(W_y z) h)
+        h_t = a_t h_{t-1} + sqrt(1 - a_t²) i_t u_t
+        a_t = exp(-8 r_t softplus(Λ)),   r_t = σ(W_r u_t + b_r),   i_t = σ(W_i u_t + b_i)
+
+    W_r and W_i are block-diagonal, with a block for each head."""
+    def __init__(self, config):
+        super().__init__()
+        C = config.n_embd
+        R = 2 * C
+        self.m = config.chunk_size
+        self.norm = RMSNorm(C)
+        self.inputs = nn.Linear(C, 2 * R)                                   # W_y, W_u
+        self.conv = nn.Conv1d(R, R, 3, groups=R)
+        self.gates = nn.Conv1d(R, 2 * R, 1, groups=config.n_head)           # of r and i in turn
+        self.decay = nn.Parameter(torch.linspace(-4.3, -9, R))              # Λ
+        self.proj = nn.Linear(R, C)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, past, begins):
+        """x (B, t, C); past: the last two inputs of conv (B, R, 2) and h (B, R, 1), None at the
+        beginning of a text; begins (B, t), True: the token begins another document
+        -> y (B, t, C), the past of the next piece"""
+        gate, z = self.inputs(self.norm(x)).mT.chunk(2, 1)                  # 2 x (B, R, t)
+        if past is None:
+            past = z.new_zeros(*z.shape[:2], 3).split((2, 1), 2)
+        past_z, past_h = past
+        z = torch.cat([past_z, z], 2)                                       # (B, R, 2 + t)
+        u = self.conv(z)                                                    # (B, R, t)
+
+        # in fp32; with a clamp, because the derivative of sqrt at 0 is infinite
+        gates = fp32(self.gates(u)).sigmoid()                               # (B, 2R, t)
+        r, i = gates.unflatten(1, (-1, 2)).unbind(2)                        # 2 x (B, R, t)
+        a = torch.exp(-8 * r * F.softplus(self.decay)[:, None])
+        b = (1 - a * a).clamp(min=1e-6).sqrt() * i * u
+
+        # a document does not continue h; the sum begins with h of the past
+        a = F.pad(a.masked_fill(begins[:, None], 0), (1, 0))
+        h = scan(a, torch.cat([past_h, b], 2))                              # (B, R, 1 + t)
+        y = self.proj((F.gelu(gate) * h[..., 1:]).mT)
+
+        # the next piece begins after the last whole chunk
+        end = x.size(1) // self.m * self.m
+        return x + self.dropout(y), (z[..., end:end + 2], h[..., end:end + 1])
+
+
+COMPILED = (Block, RecurrentLayer)
+
+
+class Griffin(RPT):
+    """Transformer-XL, then recurrent layers"""
+    def make_layers(self, config):
+        lower, upper = super().make_layers(config)
+        upper.extend(RecurrentLayer(config) for _ in range(config.n_recurrent))
+        return lower, upper
+
+    def upper_inputs(self, x, tokens, doc, teacher, memory):
+        """In place of what is retrieved: begins (B, t), True: the token begins another document"""
+        begins = F.pad(doc.diff() != 0, (1, 0))
+        return begins, memory, None

@@ -1,0 +1,135 @@
+"""
+Landmark Attention: each position attends to its chunk and to the chunks of the best landmarks,
+which DRT compares with.
+
+    Amirkeivan Mohtashami and Martin Jaggi, "Landmark Attention: Random-Access Infinite Context
+    Length for Transformers", NeurIPS 2023, arXiv:2305.16300;  DRT, Tables 1 to 3
+
+It starts from the base LM of drt.py (groups 0), whose sliding window it replaces, and from DRT's
+landmarks. All keys and values are kept. Scores (B, H, L, L) limit the length of a training
+sequence.
+
+Where this differs from the paper
+    Scores have ALiBi (paper: rotary embeddings). A landmark that is farther than a training
+    sequence is long counts as so far (§3.2). Of equal scores, to 1 / 256, the latest chunk is read.
+
+Letters as in drt.py
+
+    $ python train.py --model landmark --n-layer 6 --block-size 248 --micro-batch 8
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import drt
+from drt import DRT, MASKED, Block, DRTConfig, SelfAttention, product
+
+UNLIMITED = 1_000_000_000
+
+
+@dataclass
+class LandmarkConfig(DRTConfig):
+    groups: int = 0             # it has no grouped cross-attention: no other value
+    window: int = UNLIMITED     # all positions are kept: no other value
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.groups != 0:
+            raise ValueError('groups are for --model drt: here no other value than 0')
+        if self.window != UNLIMITED:
+            raise ValueError('landmark attention has no window')
+
+
+PRESETS = {'tiny': drt.PRESETS['tiny'],
+           '124m': dict(drt.PRESETS['124m'], groups=0, window=UNLIMITED, encoder='lower')}
+
+
+class LandmarkAttention(SelfAttention):
+    """§3: one softmax over the tokens of a position's chunk, up to it, and the landmarks of earlier
+    chunks. The weight w_k of a landmark is that of its chunk, whose tokens have a softmax of their
+    own:
+
+        o = Σ_{j in its chunk} w_j v_j + Σ_k w_k Σ_{j in chunk k} softmax_j(q k_j / sqrt(D)) v_j
+
+    k: in training, on short texts, all earlier chunks; else the K of largest scores, of each
+    position and head."""
+    def forward(self, x, past):
+        """x (B, L, C), past: 2 x (B, s, H, D), keys and values of all positions before, None at the
+        beginning of a text -> (B, L, C), keys and values of all positions"""
+        q, k, v = self.qkv(x).unflatten(2, (3, self.config.n_head, -1)).unbind(2)  # (B, L, H, D)
+        if past is not None:
+            past_k, past_v = past
+            k = torch.cat([past_k, k], 1)                               # (B, s + L, H, D)
+            v = torch.cat([past_v, v], 1)
+        q = q.transpose(1, 2) / q.size(3) ** 0.5                        # (B, H, L, D)
+        r, chunk = self.score_chunks(q, k)
+        o = self.read_chunks(q, k, v, r, chunk)                         # (B, L, H, D)
+        return self.proj(o.flatten(2)), (k, v)
+
+    def score_chunks(self, q, k):
+        """Scores of landmarks, infinite for the position's own chunk, which need not have one yet
+
+        q (B, H, L, D), of the last positions of k (B, s, H, D) -> r (B, H, L, n) and the numbers of
+        the n chunks that are read: in training (n,), of all; else (B, H, L, n)"""
+        S = self.config.chunk_size
+        positions = torch.arange(k.size(1), device=q.device)
+        i = positions[-q.size(2):, None]                                # (L, 1)
+        landmarks = k[:, S - 1::S].transpose(1, 2)
+        landmarks = F.pad(landmarks, (0, 0, 0, 1))                      # (B, H, M, D)
+        chunk = positions[:landmarks.size(2)]                           # (M,)
+        age = (i - S * chunk - S + 1).clamp(max=self.config.block_size)
+        r = product(q, landmarks.mT) - self.slopes(q.device) * age      # (B, H, L, M)
+        r = r.masked_fill(chunk > i // S, MASKED)
+        r = r.masked_fill(chunk == i // S, math.inf)
+        if self.training:
+            return r, chunk
+
+        # the K best and the position's own; of equal scores, as of chunks that recur, the latest
+        n = 1 + self.config.n_neighbors
+        chunk = (256 * r).round().argsort(stable=True)[..., -n:]        # (B, H, L, n)
+        return r.gather(3, chunk), chunk
+
+    def read_chunks(self, q, k, v, r, chunk):
+        """The formula above: q (B, H, L, D), of the last positions of k and v (B, s, H, D); r and
+        chunk of score_chunks -> o (B, L, H, D)"""
+        S = self.config.chunk_size
+        positions = torch.arange(k.size(1), device=q.device)
+        i = positions[-q.size(2):, None]                                # (L, 1)
+
+        # the tokens j of these chunks; fewer than S - 1 are there in a text that is shorter
+        j = S * chunk[..., None] + positions[:S - 1]                    # (..., n, S - 1)
+        age = i[..., None] - j
+        b = torch.arange(len(q), device=q.device)[:, None, None, None, None]
+        h = torch.arange(q.size(1), device=q.device)[:, None, None, None]
+        k, v = (x[b, j.clamp(max=x.size(1) - 1), h] for x in (k, v))    # (..., n, S - 1, D)
+
+        # their scores z (B, H, L, n, S - 1)
+        z = torch.einsum('bhid, bhinjd -> bhinj', q, k)
+        z = z - self.slopes(q.device)[..., None] * age
+        z = z.masked_fill(age < 0, MASKED)
+
+        # one softmax of landmarks and of tokens in its chunk: log Σ exp z is the score of a chunk
+        r = torch.where(r < math.inf, r, z.logsumexp(4))
+        o = torch.einsum('bhinj, bhinjd -> bhind', z.softmax(4), v)     # of each chunk
+        return torch.einsum('bhin, bhind -> bihd', r.softmax(3), o)     # (B, L, H, D)
+
+
+class LandmarkBlock(Block):
+    """A Transformer layer with LandmarkAttention"""
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = LandmarkAttention(config)
+
+
+class Landmark(DRT):
+    """A language model with landmarks, all layers of which have LandmarkAttention"""
+    has_landmarks = True
+
+    def make_layers(self, config):
+        n_upper = config.n_layer // 2
+        lower = nn.ModuleList(LandmarkBlock(config) for _ in range(config.n_layer - n_upper))
+        upper = nn.ModuleList(LandmarkBlock(config) for _ in range(n_upper))
+        return lower, upper

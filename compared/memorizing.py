@@ -1,0 +1,156 @@
+"""
+The Memorizing Transformer: attention to the nearest of all earlier tokens, which RPT compares with.
+
+    Yuhuai Wu, Markus N. Rabe, DeLesley Hutchins and Christian Szegedy, "Memorizing Transformers",
+    ICLR 2022, arXiv:2203.08913;  RPT, §5 and Table 2
+
+It starts from the Transformer-XL of rpt.py (retriever none). In one upper layer each head also
+attends to tokens that have left the window: to the few whose keys are most similar to its query.
+
+Where this differs from the paper
+    §3.2   In training the memory is of the sequence (paper: of the sequences before it, too). A
+           memory is of one document; self-attention crosses joined ones.
+    §3.1   Keys and queries of the memory are normalized, with a learned scale (paper: all keys).
+    With --shift-values (ours), the query is the token's own key, because queries learn to match
+    keys of the window only, and the value is that of the token after the one found.
+
+Letters as in rpt.py
+
+    $ python train.py --model memorizing --n-layer 6
+"""
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rpt
+from rpt import RPT, Block, RPTConfig, SelfAttention, attend, check_positive, rotate
+
+
+@dataclass
+class MemorizingConfig(RPTConfig):
+    retriever: Literal['none'] = 'none'     # no chunks are retrieved
+    chunk_size: int = 64                    # half a window: pieces of a stream are whole blocks
+    memory_size: int = 32_768               # tokens of the memory (paper: up to 262K; RPT: 65K)
+    n_nearest: int = 32                     # tokens that a head reads (official code: 128)
+
+    def __post_init__(self):
+        check_positive(self, 'memory_size n_nearest')
+        if self.chunk_size != self.window // 2:
+            raise ValueError(f'chunk_size must be half of window: {self.window // 2}')
+        super().__post_init__()
+
+
+PRESETS = {'tiny': {}, 'paper': dict(rpt.PRESETS['paper'], chunk_size=1024, memory_size=65_536,
+                                     n_nearest=128)}
+
+
+class MemorizingAttention(SelfAttention):
+    """The paper's §3.1 and §3.2. With the window's output y_window:
+
+        y = (1 - g) y_window + g Σ_j softmax_j(s cosine(q, k_j)) v_j,   g = σ(b)
+
+    over the n_nearest tokens j of largest cosine. b and s are learned for each head; no gradient
+    reaches k_j and v_j."""
+    def __init__(self, config):
+        super().__init__(config)
+        self.config = config
+        self.gate = nn.Parameter(torch.zeros(config.n_head))                # b
+        self.scale = nn.Parameter(torch.full((config.n_head,), 10.0))       # s
+
+    def forward(self, x, past, begins):
+        """x (B, t, C); past (B, s - t, 2, H, D): keys and values of the last block and, before it,
+        of the memory, in whole blocks, None at the beginning of a text; begins (B, t), True: the
+        token begins another document -> (B, t, C), the past of the next piece"""
+        block = self.block
+        qkv = self.qkv(x).unflatten(2, (3, self.n_head, -1))                # (B, t, 3, H, D)
+        q = qkv[:, :, 0]
+        kv = qkv[:, :, 1:]
+        if past is not None:
+            kv = torch.cat([past, kv], 1)                                   # (B, s, 2, H, D)
+        n_past = kv.size(1) - x.size(1)
+
+        # the window, as in SelfAttention; its keys begin with the last block of the past
+        start = max(0, n_past // block - 1) * block
+        k, v = kv[:, start:].unbind(2)
+        y = attend(rotate(q, n_past - start), rotate(k), v, block, 2 * block)   # (B, t, H, D)
+
+        # the memory, for one block of queries at a time
+        memory, is_found = self.read_memory(q, kv, begins)
+        g = self.gate.sigmoid()[:, None] * is_found                         # (B, t, H, 1)
+        y = (1 - g) * y + g * memory
+
+        # what the next piece needs
+        end = kv.size(1) // self.m * self.m
+        start = max(0, (end - self.config.memory_size) // block - 1) * block
+        return self.proj(y.flatten(2)), kv[:, start:end]
+
+    def read_memory(self, q, kv, begins):
+        """q (B, t, H, D), kv (B, s, 2, H, D), begins (B, t) -> Σ_j of the formula (B, t, H, D), and
+        whether any token was found (B, t, 1, 1)"""
+        block = self.block
+        t = q.size(1)
+        n_past = kv.size(1) - t
+
+        # queries, and keys and values of all tokens
+        k, v = kv.detach().unbind(2)                                        # 2 x (B, s, H, D)
+        if self.config.shift_values:
+            q = kv[:, n_past:, 0]
+            v = v.roll(-1, 1)
+        q = self.scale[:, None] * F.normalize(q, dim=3)                     # (B, t, H, D)
+        k = F.normalize(k, dim=3)
+
+        # each block of tokens i reads tokens j of its document that have left its window
+        doc = begins.cumsum(1)                                              # (B, t)
+        doc_j = F.pad(doc, (n_past, 0))                                     # (B, s)
+        outputs, found = [], []
+        for start in range(0, t, block):
+            i = slice(start, start + block)
+            left = max(0, n_past + start - block)
+            j = slice(max(0, left - self.config.memory_size), left)
+            mask = doc[:, None, i, None] == doc_j[:, None, None, j]         # (B, 1, block, n)
+            s_cos = torch.einsum('bihd, bjhd -> bhij', q[:, i], k[:, j])    # s cosine(q, k_j)
+            s_cos = s_cos.masked_fill(~mask, -1e9)
+
+            # softmax over the nearest
+            n_nearest = min(s_cos.size(3), self.config.n_nearest)
+            lowest = s_cos.topk(n_nearest).values[..., -1:]
+            p = s_cos.masked_fill(s_cos < lowest, -math.inf).softmax(3)     # (B, H, block, n)
+            outputs.append(torch.einsum('bhij, bjhd -> bihd', p, v[:, j]))
+            found.append(mask.any(3).mT[..., None])                         # (B, block, 1, 1)
+        return torch.cat(outputs, 1), torch.cat(found, 1)
+
+
+class MemorizingBlock(Block):
+    """A Transformer layer with MemorizingAttention"""
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = MemorizingAttention(config)
+
+    def forward(self, x, past, begins):
+        """See MemorizingAttention -> x (B, t, C), the past of the next piece"""
+        y, past = self.attention(self.norm1(x), past, begins)
+        x = x + self.dropout(y)
+        return x + self.dropout(self.mlp(self.norm2(x))), past
+
+
+class Memorizing(RPT):
+    """Transformer-XL, one upper layer of which has a memory"""
+    def make_layers(self, config):
+        lower, upper = super().make_layers(config)
+        upper[len(upper) // 2] = MemorizingBlock(config)
+        return lower, upper
+
+    def upper_inputs(self, x, tokens, doc, teacher, memory):
+        """In place of what is retrieved: begins (B, t), True: the token begins another document. In
+        the way `off` every token does, so nothing is in its memory."""
+        begins = F.pad(doc.diff() != 0, (1, 0))
+        if self.way == 'off':
+            begins = torch.ones_like(begins)
+        return begins, memory, None
+
+    def ways(self):
+        return ('on', 'off')

@@ -1,0 +1,110 @@
+"""
+SRU++: recurrent layers with attention, which TRIME trains with memories, too.
+
+    Tao Lei, "When Attention Meets Fast Recurrence: Training Language Models with Reduced Compute",
+    EMNLP 2021, arXiv:2102.12459;  TRIME, Table 4 and App. E
+
+It starts from trime.py, whose Transformer layers it replaces; any of TRIME's memories can be used.
+A layer attends to the tokens of the segment without positions, then a recurrence over the tokens
+takes in what was attended to.
+
+Where this differs from the paper
+    A segment begins with the state 0 and without the keys of the one before (TRIME, App. E: they
+    go on), because segments of a micro-batch are encoded side by side. So its long memory is that
+    of a Transformer, too: m segments, with gradients (App. E: the segment before, without).
+    Attention has one head. b of u, v = 0 at first, and g = norm(y) are ours.
+    The loop over tokens is in plain PyTorch, so it is slow (official code: a CUDA kernel).
+
+Letters as in trime.py
+
+    $ python train.py --model sru --n-embd 304 --n-layer 4 --lr 4e-3
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import trime
+from trime import TRIME, Linear, RMSNorm, TRIMEConfig, append, fp32
+
+
+@dataclass
+class SRUConfig(TRIMEConfig):
+    n_head: int = 1             # attention heads: no other value (official code: 1 or 2)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.n_head != 1:
+            raise ValueError('the attention of SRU++ has one head here')
+
+
+# TRIME's Table 4: enwik8, its sizes from App. E
+PRESETS = {'tiny': {}, 'enwik8': dict(trime.PRESETS['enwik8'], n_head=1)}
+COMPILED = ()               # its loop over tokens would be unrolled
+
+
+class SRUBlock(nn.Module):
+    """A layer of SRU++ (§2): causal attention of one head, without positions, computes the inputs
+    of a recurrence over the tokens, in which all is elementwise:
+
+        q = W_q x    k, v = W_k q, W_v q    u, f, r = W_o norm(q + α attention(q, k, v)) + b
+        c_t = f'_t c_{t-1} + (1 - f'_t) u_t         f'_t = σ(f_t + v_f c_{t-1})
+        y_t = r'_t c_t + (1 - r'_t) x_t             r'_t = σ(r_t + v_r c_{t-1})
+
+    α is a scalar, at first 0; b is 0, of r -2 (official code)."""
+    def __init__(self, config):
+        super().__init__()
+        C = config.n_embd
+        d = max(1, C // 4)                                          # of attention; paper: 768
+        self.query = Linear(C, d)                                   # W_q
+        self.kv = Linear(d, 2 * d)                                  # W_k, W_v
+        self.alpha = nn.Parameter(torch.zeros(1))
+        self.norm1 = RMSNorm(d)
+        self.out = nn.Linear(d, 3 * C)                              # W_o, b
+        self.v = nn.Parameter(torch.zeros(2, 1, C))                 # v_f, v_r
+        self.norm2 = RMSNorm(C)
+        self.dropout = nn.Dropout(config.dropout)
+        nn.init.zeros_(self.out.bias)
+        nn.init.constant_(self.out.bias[2 * C:], -2)
+
+    def forward(self, x, past):
+        """x (B, t, C); past: keys and values 2 x (B, s - t, d) and c (B, C) of the tokens before,
+        None at the beginning of a segment -> y (B, t, C); norm(y), g in the last layer; the past
+        with these tokens"""
+        if past is None:
+            no_keys = self.query(x[:, :0])
+            past = no_keys, no_keys, x.new_zeros(len(x), x.size(2))
+        past_k, past_v, c = past
+
+        # attention to the tokens so far
+        q = self.query(x)                                           # (B, t, d)
+        k, v = self.kv(q).chunk(2, 2)
+        k = append(past_k, k)                                       # (B, s, d)
+        v = append(past_v, v)
+        t = q.size(1)
+        s = k.size(1)
+        mask = q.new_full((t, s), -math.inf).triu(s - t + 1)
+        heads = [y[:, None] for y in (q, k, v)]                     # without this axis torch
+        a = F.scaled_dot_product_attention(*heads, mask)[:, 0]      # keeps scores (t, s)
+        z = self.norm1(q + self.alpha * a)
+        u, f, r = fp32(self.out(self.dropout(z))).chunk(3, 2)       # 3 x (B, t, C)
+
+        # the recurrence; lerp(a, b, w) is a + w (b - a)
+        v_f, v_r = self.v
+        outputs = [x[:, :0]]                                        # x can be without tokens
+        steps = zip(*(y.unbind(1) for y in (x, u, f, r)))           # of (B, C)
+        for x_t, u_t, f_t, r_t in steps:
+            reset = (r_t + v_r * c).sigmoid()                       # r'_t
+            forget = (f_t + v_f * c).sigmoid()                      # f'_t
+            c = u_t.lerp(c, forget)
+            outputs.append(x_t.lerp(c, reset)[:, None])
+        y = torch.cat(outputs, 1)
+        return y, self.norm2(y), (k.detach(), v.detach(), c.detach())
+
+
+class SRU(TRIME):
+    """TRIME with recurrent layers"""
+    def make_layers(self, config):
+        return nn.ModuleList(SRUBlock(config) for _ in range(config.n_layer))

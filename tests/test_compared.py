@@ -1,0 +1,340 @@
+"""The systems that the papers compare with: their equations by loops, streams, causality,
+documents; flags of earlier versions."""
+import math
+
+import torch
+import torch.nn.functional as F
+from pytest import fixture, mark, raises
+
+import drt, rpt, test_drt, test_rpt, test_trime, train, trime
+from compared.block_recurrent import BlockRecurrent, BlockRecurrentConfig
+from compared.dense import Dense, DenseConfig, contrast, setup
+from compared.griffin import Griffin, GriffinConfig
+from compared.landmark import Landmark, LandmarkConfig
+from compared.memorizing import Memorizing, MemorizingConfig
+from compared.sru import SRU, SRUConfig
+from helpers import assert_causal, assert_ties, batch_of, close, one_line, streamed
+from test_rpt import start as start_fixture
+from test_rpt import CHUNK, T, V, corpus_idf, docs_of, generator, mlp, self_attention, tokens_of
+
+start = start_fixture                           # of a run of RPT
+
+
+@fixture
+def fp64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+# --------------------------------------------------------------------------------------------------
+# from rpt.py: layers with a memory
+def griffin_by_loops(layer, x, begins):
+    """De et al. 2024, token by token: x (t, C) -> (t, C)"""
+    gate, inputs = layer.inputs(layer.norm(x)).chunk(2, 1)              # 2 x (t, R)
+    inputs = F.pad(inputs, (0, 0, 2, 0)).T                              # (R, 2 + t)
+    h, states = 0, []
+    for t in range(len(x)):
+        u = layer.conv(inputs[:, t:t + 3])                              # (R, 1)
+        r, i = layer.gates(u).sigmoid().view(-1, 2).unbind(1)
+        a = (1 + layer.decay.exp()) ** (-8 * r)
+        if begins[t]:
+            h = 0
+        h = a * h + (1 - a ** 2).sqrt() * i * u[:, 0]
+        states.append(h)
+    return x + layer.proj(F.gelu(gate) * torch.stack(states))
+
+
+def memorizing_by_loops(layer, x, begins):
+    """Wu et al. 2022, token by token and head by head: x (t, C) -> (t, C)"""
+    module, block = layer.attention, layer.attention.block
+    doc = begins.cumsum(0)
+    qkv = module.qkv(layer.norm1(x))
+    _, k, v = qkv.unflatten(1, (3, 2, -1)).unbind(1)
+    module.proj.weight.data = torch.eye(16)                             # y of the heads
+    y = self_attention(layer, x, 2 * block).unflatten(1, (2, -1))       # (t, H, D)
+    for i in range(len(x)):
+        left = (i // block - 1) * block                                 # those before it
+        tokens = range(max(0, left - 10), left)
+        tokens = [j for j in tokens if doc[i] == doc[j]]
+        for h, b in enumerate(module.gate.flatten()):
+            cosine = [F.cosine_similarity(k[i, h], k[j, h], 0).item() for j in tokens]
+            best = sorted(zip(cosine, tokens))[-3:]
+            if best:
+                p = torch.tensor(best)[:, 0] * module.scale[h]
+                memory = p.softmax(0) @ v[[j + 1 for _, j in best], h]
+                y[i, h] += b.sigmoid() * (memory - y[i, h])
+    x = x + y.flatten(1)
+    return x + mlp(layer, x)
+
+
+def states_by_loops(layer, x, begins):
+    """Hutchins et al. 2022, block by block: x (t, C) -> (t, C)"""
+    def attend(*qkv):                                                   # 3 x (n, H, D)
+        return rpt.softmax_attention(*(z[None] for z in qkv))[0]
+    H, block = layer.attention.n_head, layer.attention.block
+    tokens = layer.tokens(layer.norm1(x))
+    k, v, q = tokens.unflatten(1, (3, H, -1)).unbind(1)
+    initial = s = layer.initial[0]
+    reads, g = [], layer.gate.sigmoid()
+    for first in range(0, len(x), block):
+        rows = slice(first, first + block)
+        if any(begins[rows]):
+            s = initial
+        states = layer.states(layer.norm(s) + initial)
+        k_s, v_s, q_s, q_t = states.unflatten(1, (4, H, -1)).unbind(1)
+        read = attend(q[rows], k_s, v_s)
+        reads.append(read.flatten(1))
+        of_states = attend(q_s, k_s, v_s)
+        both = [of_states, attend(q_t, k[rows], v[rows])]
+        z = layer.mix(torch.cat(both, 2).flatten(1))
+        if not any(begins[rows]):
+            s = g * s + (1 - g) * z
+    y = self_attention(layer, x, 2 * block) + layer.state_proj(torch.cat(reads))
+    return x + y + mlp(layer, x + y)
+
+
+def with_memory(name):
+    """A small model in fp64"""
+    Model, Config, more = {
+        'griffin': (Griffin, GriffinConfig, dict(n_recurrent=2)),
+        'block_recurrent': (BlockRecurrent, BlockRecurrentConfig, dict(n_states=3)),
+        'memorizing': (Memorizing, MemorizingConfig, dict(memory_size=10, n_nearest=3))}[name]
+    return test_rpt.small(Model, Config, retriever='none', **more)
+
+
+BY_LOOPS = {'griffin': griffin_by_loops, 'block_recurrent': states_by_loops,
+            'memorizing': memorizing_by_loops}
+MEMORIES = mark.parametrize('name', BY_LOOPS)
+
+
+@MEMORIES
+def test_a_layer_with_a_memory(name, fp64):
+    """By its equations, token by token"""
+    layer = with_memory(name).upper[-1]
+    x = torch.randn(1, T, 16, generator=generator(0))
+    begins = torch.arange(T) % 9 == 8
+    wanted = BY_LOOPS[name](layer, x[0], begins)
+    close(layer(x, None, begins[None])[0][0], wanted)
+
+
+@MEMORIES
+def test_memories_stream(name, fp64):
+    test_rpt.assert_streams(with_memory(name))
+
+
+@MEMORIES
+def test_memories_are_causal(name, fp64):
+    assert_causal(with_memory(name), tokens_of(t=T - 3, b=1))
+
+
+@MEMORIES
+def test_a_memory_is_of_one_document(name, fp64):
+    """That of the second document changes what follows from its first token on."""
+    model = with_memory(name)
+    tokens = tokens_of(b=1)
+    difference = model.encode(tokens)[0] - model.encode(tokens, docs_of(8, 36))[0]
+    assert difference[0].any(1).nonzero()[0] == 8
+
+
+# --------------------------------------------------------------------------------------------------
+# from rpt.py: retrievers that are trained first
+DENSE = mark.parametrize('retriever', ['dpr', 'contriever'])
+
+
+@DENSE
+def test_rpt_with_a_dense_retriever_is_the_papers(retriever, fp64):
+    """RPT by its definition; its streams, traces and causality are those of RPT."""
+    model = test_rpt.small(Dense, DenseConfig, retriever=retriever)
+    tokens = tokens_of(b=1)
+    log_p, wanted, _ = test_rpt.by_definition(model, tokens[0], [0] * T)
+    assert any(wanted) and test_rpt.retrieved_by(model, tokens) == wanted
+    close(model.log_probs(tokens)[0], log_p)
+    test_rpt.assert_streams(model)
+    assert_causal(model, tokens[:, :-3])
+
+
+@DENSE
+def test_dense_retrievers_are_trained_by_contrast(start, retriever, capsys, fp64):
+    """The loss by loops: dpr's positives are BM25's first, contriever's the chunks before"""
+    (batch, _), corpus, model, _ = start(
+        Model=Dense, Config=DenseConfig, setup=setup, retriever=retriever, reference_steps=2)
+    assert 'first the retriever, 2 steps' in capsys.readouterr().out
+    dense, n = model.retriever, 12                                      # chunks of a sequence
+    assert dense.is_trained and not any(p.requires_grad for p in dense.parameters())
+    idf = corpus_idf(corpus.train.tokens.tolist(), 257)
+    chunks = batch.tokens.unflatten(1, (-1, CHUNK))
+    doc = rpt.doc_of_chunks(batch.doc, CHUNK)
+    query, key = (x.flatten(0, 1) for x in dense(chunks))
+    losses = []
+    for i in range(2 * n):
+        b, row = divmod(i, n)
+        if retriever == 'dpr':
+            best = rpt.bm25_candidates(chunks[b], doc[b], 4, 1, idf)[row].nonzero()
+        else:
+            best = [row - 1] if row and doc[b, row - 1] == doc[b, row] >= 0 else []
+        if len(best):
+            s_q = key @ query[i] / 4
+            s_q[i] = -math.inf
+            losses.append(-s_q.log_softmax(0)[b * n + int(best[0])])
+    loss = contrast(dense, chunks, doc, model.config, idf)
+    close(loss, torch.stack(losses).mean())
+
+
+# --------------------------------------------------------------------------------------------------
+# from drt.py: Landmark Attention
+S, K = test_drt.S, test_drt.K
+
+
+def landmark_model(**more):
+    """A small model in fp64"""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=V, block_size=20, micro_batch=2, n_layer=4, n_head=2, n_embd=16,
+                 chunk_size=S, n_neighbors=K)
+    model = Landmark(LandmarkConfig(**sizes | more)).double().eval()
+    for p in model.parameters():
+        p.data += 0.3 * torch.randn_like(p)
+    return model
+
+
+def landmark_attention(block, x):
+    """The formula of LandmarkAttention for each position i and head; 20 is the largest distance."""
+    q, k, v = test_drt.heads(block.norm1(x), block.attention.qkv.weight, 3)
+    o = torch.zeros_like(q)
+    for i in range(len(x)):
+        for h, slope in enumerate((4, 2 ** -8)):
+            scores = k[:, h] @ q[i, h] / 8 ** 0.5
+            age = i - torch.arange(len(x))
+            z = (scores - slope * age).exp()
+            r = (scores - slope * age.clamp(max=20))[S - 1::S]          # of landmarks
+            n = i // S                                                  # its chunk
+            best = sorted(range(n), key=lambda m: (round(256 * r[m].item()), m))
+            w = torch.zeros_like(z)                                     # their sum is not yet 1
+            for m in (*best[-K:], n):
+                tokens = slice(m * S, min(i + 1, m * S + S - 1))
+                w[tokens] = z[tokens]
+                if m < n:
+                    w[tokens] *= r[m].exp() / z[tokens].sum()
+            o[i, h] = w @ v[:, h] / w.sum()
+    return o.flatten(1) @ block.attention.proj.weight.T
+
+
+def test_landmark_attention_is_its_formula():
+    model = landmark_model()
+    tokens = tokens_of(t=36)
+    ids = model.insert(tokens, V)[0]
+    x = model.embedding.weight[ids]
+    for block in (*model.lower, *model.upper):
+        x = x + landmark_attention(block, x)
+        x = x + test_drt.mlp(block, x)
+    logits = model.norm(x)[ids < V] @ model.embedding.weight[:V].T
+    close(model.log_probs(tokens)[0], logits.log_softmax(-1))
+
+
+def test_training_of_landmark_attention_reads_all_chunks():
+    batch = batch_of(tokens_of(t=36))
+    loss, _ = landmark_model(n_neighbors=1).train()(batch, 0)
+    expected, _ = landmark_model(n_neighbors=11)(batch, 0)
+    close(loss, expected)
+
+
+def test_landmark_attention_streams(monkeypatch):
+    monkeypatch.setattr(Landmark, 'PIECE', 20)
+    model = landmark_model()
+    tokens = tokens_of(t=120)
+    full = model.log_probs(tokens)
+    for n in (0, 7, 20, 85, 95):
+        log_probs, _ = model.stream(tokens[:, n:], model.read(tokens[:, :n]))
+        close(log_probs, full[:, n:])
+    for sizes in (1, 3, [7, 31, 82]):
+        close(streamed(model, tokens, sizes)[0], full)
+
+
+def test_landmark_attention_is_causal():
+    assert_causal(landmark_model(), tokens_of(t=36), atol=0)
+
+
+def test_a_chunk_that_recurs_is_a_tie_of_landmarks():
+    model = landmark_model(n_neighbors=3, n_embd=32).float()
+    assert_ties(model, tokens_of(t=3, b=1), tokens_of(t=3, b=20))
+
+
+# --------------------------------------------------------------------------------------------------
+# from trime.py: SRU++
+def sru_model(**more):
+    return test_trime.small(Model=SRU, Config=SRUConfig, n_head=1, **more)
+
+
+def test_sru_is_its_equations():
+    """Token by token"""
+    C = 16
+    block = sru_model().blocks[0]
+    x = torch.randn(8, C).double()
+    q = block.query(x)
+    k, v = block.kv(q).split(C // 4, 1)
+    expected, c = [], torch.zeros(C)
+    for t in range(8):
+        weight = (k[:t + 1] @ q[t] / 2).softmax(0)
+        z = q[t] + block.alpha * weight @ v[:t + 1]
+        u, f, r = block.out(block.norm1(z)).split(C)
+        f, r = (torch.stack([f, r]) + block.v[:, 0] * c).sigmoid()
+        c = f * c + (1 - f) * u
+        expected.append(r * c + (1 - r) * x[t])
+    close(block(x[None], None)[0][0], torch.stack(expected))
+
+
+@mark.parametrize('stride', [3, 8])
+def test_sru_with_memory_streams(stride):
+    """As TRIME: the strided evaluation, with local memory"""
+    model = sru_model(stride=stride).eval()
+    model.eval_memory.inference = trime.TrimeInference(True)
+    tokens = test_trime.TOKENS
+    full = model.log_probs(tokens[None])
+    each = zip(full[0].exp(), test_trime.memories_of_each(model, tokens), strict=True)
+    for p, memories in each:
+        close(p, test_trime.equations_6_to_9(model.inference, *memories), 1e-7)
+    for sizes in (1, 7, [5, 1, 16, 29]):
+        close(streamed(model, tokens[None], sizes)[0], full)
+    assert_causal(model, tokens[None, :24])
+
+
+# --------------------------------------------------------------------------------------------------
+# flags
+@mark.parametrize('flags, message', [
+    ('--model rpt --memory lru', '--model griffin'),
+    ('--model rpt --memory=knn', '--model memorizing'),
+    ('--model rpt --memory state', '--model block_recurrent'),
+    ('--model rpt --retriever dpr', '--model dense'),
+    ('--model drt --groups 0 --landmark', '--model landmark'),
+    ('--model drt --retriever off', '--retriever none'), ('--layer sru', '--model sru'),
+    ('--model griffin --retriever sem', "choose from"),
+    ('--model memorizing --chunk-size 32', 'half of window'),
+    ('--model memorizing --window 64', 'half of window'),
+    ('--model block_recurrent --chunk-size 16', 'half of window'),
+    ('--model landmark --window 64', 'no window'), ('--model landmark --groups 1', 'groups'),
+    ('--model sru --n-head 2', 'one head'), ('--model memorizing --n-nearest 0', 'n_nearest'),
+    ('--model memorizing --memory-size 0', 'memory_size'), ('--model griffen', 'griffin')])
+def test_what_does_not_fit_is_one_line(flags, message):
+    """Also flags of earlier versions, which name the new ones; no value is replaced in silence."""
+    assert message in one_line(train.parse, flags.split())
+
+
+def test_checkpoints_of_earlier_versions():
+    """Settings without an effect are dropped; others name the new model."""
+    def update(name, Config, **config):
+        weights = {'embedding.tables.0': 1, 'embedding.tables.1': 2}
+        state = dict(model_name=name, config=config, model=weights)
+        train.update_checkpoint(state, Config)
+        return state
+    state = update('rpt', rpt.RPTConfig, memory='none', n_states=9, n_embd=8)
+    assert state['config'] == dict(n_embd=8)
+    assert update('drt', drt.DRTConfig, landmark=False)['config'] == {}
+    state = update('trime', trime.TRIMEConfig, layer='transformer')
+    assert state['model'] == {'embedding.weight': 1, 'embedding.tables.0': 2}
+    for name, Config, config, message in [
+            ('rpt', rpt.RPTConfig, dict(memory='lru'), 'griffin'),
+            ('rpt', rpt.RPTConfig, dict(retriever='contriever'), '--model dense'),
+            ('drt', drt.DRTConfig, dict(landmark=True), '--model landmark'),
+            ('trime', trime.TRIMEConfig, dict(layer='sru'), '--model sru')]:
+        with raises(ValueError, match=message):
+            update(name, Config, **config)
