@@ -96,6 +96,7 @@ class DRTConfig:
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     mlm: float = 0.15           # --encoder tokens: share masked in first half (official code: 0.15)
     retriever: Literal['learned', 'random', 'none'] = 'learned'     # random: App. A.5
+    p_off: float = 0.0          # share of the training sequences that retrieve nothing (ours)
     sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
 
     def __post_init__(self):
@@ -104,8 +105,9 @@ class DRTConfig:
         n_upper = self.n_layer // 2
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
-        if self.chunk_size < 2 or self.slope < 2 ** -8 or self.mlm > 1:
-            raise ValueError('chunk_size must be 2 or more, slope 2^-8 or more, mlm at most 1')
+        if self.chunk_size < 2 or self.slope < 2 ** -8 or max(self.mlm, self.p_off) > 1:
+            raise ValueError('chunk_size must be 2 or more, slope 2^-8 or more, mlm and p_off at '
+                             'most 1')
         if self.groups == 0:                                    # the base LM retrieves nothing
             return
         if n_upper == 0 or n_upper % self.groups:
@@ -761,6 +763,9 @@ class DRT(nn.Module):
         first = docs[:, None, :N * S:S]                                 # (B, 1, N) of chunks
         last = docs[:, S - 1::S, None]                                  # (B, N, 1)
         permitted = earlier & (first == last) & (first >= 0)            # not of padding
+        if self.training and self.config.p_off:
+            off = torch.rand(len(docs), 1, 1, device=docs.device) < self.config.p_off
+            permitted = permitted & ~off
 
         # a landmark retrieves for positions of its document; chunk 0 reads nothing
         position = torch.arange(docs.size(1), device=docs.device)

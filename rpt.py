@@ -97,6 +97,7 @@ class RPTConfig:
     alpha: float = 0.005          # weight of L_ret from a fifth of the steps on (ours; paper: 1e-9)
     tau: float = 4.0              # margin of L_ret at the end (paper: 2, 4, 8, 128); first 1 (ours)
     teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # of sem, lex: when it chooses
+    p_off: float = 0.0            # share of the training sequences that read no neighbors (ours)
     n_candidates: int = 4         # BM25 candidates of a chunk, J (ours; paper: 20)
     score_every: int = 8          # the reference LM scores every n-th chunk (ours); others: as lex
     reference: str = ''           # .pt file, or folder with ckpt.pt; default: one is trained first
@@ -121,8 +122,8 @@ class RPTConfig:
                              f'{self.window + 2 * self.chunk_size}')
         if self.reference and self.retriever != 'sem':
             raise ValueError('a reference is for retriever sem')
-        if max(self.dropout, self.eta, self.reference_cache) >= 1:
-            raise ValueError('dropout, eta and reference_cache must be below 1')
+        if max(self.dropout, self.eta, self.reference_cache) >= 1 or self.p_off > 1:
+            raise ValueError('dropout, eta, reference_cache must be below 1, p_off at most 1')
 
     @property
     def window_chunks(self):
@@ -1029,6 +1030,9 @@ class RPT(nn.Module):
             s_t = getattr(batch, 'target_scores', None)                     # (B, N, N)
         if s_t is not None:
             teacher = self.teacher_neighbors(s_t, chance)
+            if self.config.p_off:
+                off = torch.rand(len(s_t), device=s_t.device) < self.config.p_off
+                teacher[off] = -1
 
         f, _, s_q = self.encode(batch.tokens, batch.doc, teacher)
         lm_loss = cross_entropy(f, self.embedding.weight, batch.targets, self.kernel)

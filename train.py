@@ -96,6 +96,7 @@ class TrainConfig:
     grad_clip: float = 1.0          # largest norm of the gradient; 0: no limit
     eval_every: int = 100           # steps between validations and checkpoints
     val_tokens: int = 32768         # tokens of a validation, evenly spread; at the end it has all
+    gains: bool = False             # rpt, drt: validates in all ways; logs what retrieval gains
     dtype: Literal['auto', 'bf16', 'fp32'] = 'auto'     # auto: bf16 where hardware is fast with it
     grow_context: bool = False      # niah: sequences grow to block_size in the first half
     init: expanded_path = ''        # a .pt file, or a run's last one: its weights and settings
@@ -413,6 +414,9 @@ class Run:
         self.device = hardware(config.device)
         self.bf16, self.autocast = precision(self.device, config.dtype)
 
+        if config.gains and self.kind != 'documents':
+            raise SystemExit('--gains is for models that retrieve chunks: rpt, drt')
+
         # how many micro-batches a process has in a step
         B, T = model_config.micro_batch, model_config.block_size
         self.passes, rest = divmod(config.tokens_per_step, WORLD * B * T)
@@ -492,6 +496,17 @@ class Run:
         nats, n_tokens = total.tolist()
         return nats / n_tokens, int(n_tokens)
 
+    def gains_over_ways(self, progress, loss):
+        """What retrieval gains over the other ways of reading, as `off`, in a validation whose loss
+        is `loss` -> {'gain_over_off': nats per token, ...}"""
+        gains = {}
+        for way in self.model.ways()[1:]:
+            self.model.way = way
+            loss_of_way, _ = self.validate(progress, self.config.val_tokens)
+            gains[f'gain_over_{way}'] = loss_of_way - loss
+        self.model.way = self.model.ways()[0]
+        return gains
+
     # all steps
     def loop(self, signals):
         """Steps, validations and checkpoints, until the last step or a signal. signals: see
@@ -536,6 +551,8 @@ class Run:
         progress = (state['step'] - 1) / config.max_steps
         if due:
             entry['val_loss'], entry['val_tokens'] = self.validate(progress, config.val_tokens)
+        if due and config.gains:
+            entry |= self.gains_over_ways(progress, entry['val_loss'])
         if is_last:
             entry['val_loss_all'], _ = self.validate(progress)
         if not all(map(math.isfinite, entry.values())):

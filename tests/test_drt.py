@@ -393,6 +393,20 @@ def test_the_loss_reaches_the_scores():
         assert slope == approx(gain.grad[7].item(), rel=1e-4, abs=1e-8)
 
 
+def test_a_share_of_the_sequences_retrieves_nothing():
+    """With p_off, in training; their loss is that of the way off."""
+    batch = batch_of(tokens_of(b=40))
+    model = small(p_off=0.5).train()
+    _, _, chosen = model.encode_batch(batch.tokens, batch.doc, batch.tokens)
+    weights = chosen[0][0].sum((1, 2))                                  # (40,)
+    assert 10 < (weights == 0).sum() < 30
+    model.config.p_off = 1.0
+    loss, _ = model(batch, 0)
+    model.config.p_off = 0.0
+    model.way = 'off'
+    close(loss, model(batch, 0)[0])
+
+
 def test_the_loss_scores_each_target_once():
     """In slices of 1,024 tokens; targets are shifted before landmarks, which predict nothing."""
     model = small()

@@ -558,6 +558,22 @@ def test_scheduled_sampling_is_drawn_by_the_seed_of_the_batch():
     assert not torch.equal(teachers[0], teachers[2])
 
 
+def test_a_share_of_the_sequences_reads_nothing(b=40):
+    """With p_off; which ones is drawn by the batch's seed. The retriever learns from all."""
+    model = small(p_off=0.5).train()
+    batch = taught(tokens_of(b=b))
+    with mock.patch.object(model, 'encode', wraps=model.encode) as encode:
+        _, log = model(batch, 0.5)
+    teacher = encode.call_args.args[2]
+    off = (teacher == -1).all(2).all(1)
+    assert 10 < off.sum() < 30
+    model.config.p_off = 1.0
+    loss, log_off = model(batch, 0.5)
+    close(log_off['ret_loss'], log['ret_loss'])
+    model.way = 'off'
+    close(log_off['lm_loss'], model.eval()(batch, 0.5)[0])
+
+
 def test_the_loss_in_training():
     """§3.3: L_LM + α L_ret, the schedules of α and τ, what is logged; W_Q learns by L_ret alone."""
     model = small(n_layer=2, alpha=0.5, tau=3.0).train()

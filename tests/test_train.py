@@ -275,6 +275,17 @@ def test_a_run_learns(here, capsys):
     assert (last['step'], last['tokens'], last['model_name']) == (60, 60 * 64, 'trime')
 
 
+def test_gains_in_the_log(here):
+    """What retrieval gains in a validation is the difference of two validations' losses."""
+    launch('--gains --out run', 'drt')
+    log = log_of('run')
+    gains = [x for x in log if 'gain_over_off' in x]
+    assert [x['step'] for x in gains] == [2, 4, 6] and all('gain_over_shuffled' in x for x in gains)
+    launch('--out straight', 'drt')
+    assert log_of('straight')[-1]['val_loss'] == log[-1]['val_loss']        # the way on, again
+    assert 'retrieve chunks' in one_line(launch, '--gains')
+
+
 @mark.parametrize('more', ['', '--no-bm25'])
 def test_ext_has_no_best(here, more):
     """It is validated with another memory."""
