@@ -11,7 +11,9 @@ sequence.
 
 Where this differs from the paper
     Scores have ALiBi (paper: rotary embeddings). A landmark that is farther than a training
-    sequence is long counts as so far (§3.2). Of equal scores, to 1 / 256, the latest chunk is read.
+    sequence is long counts as so far (§3.2). Of equal scores, rounded to 1 / 256, the latest chunk
+    is read. As in DRT, chunks of other joined documents are not read; the tokens of a position's
+    own chunk are.
 
 Letters as in drt.py
 
@@ -56,24 +58,26 @@ class LandmarkAttention(SelfAttention):
 
     k: in training, on short texts, all earlier chunks; else the K of largest scores, of each
     position and head."""
-    def forward(self, x, past):
-        """x (B, L, C), past: 2 x (B, s, H, D), keys and values of all positions before, None at the
-        beginning of a text -> (B, L, C), keys and values of all positions"""
+    def forward(self, x, past, docs=None):
+        """x (B, L, C); past: 2 x (B, s, H, D), keys and values of all positions before, None at the
+        beginning of a text; docs (B, L): documents of a training sequence, None: one document
+        -> (B, L, C), keys and values of all positions"""
         q, k, v = self.qkv(x).unflatten(2, (3, self.config.n_head, -1)).unbind(2)  # (B, L, H, D)
         if past is not None:
             past_k, past_v = past
             k = torch.cat([past_k, k], 1)                               # (B, s + L, H, D)
             v = torch.cat([past_v, v], 1)
         q = q.transpose(1, 2) / q.size(3) ** 0.5                        # (B, H, L, D)
-        r, chunk = self.score_chunks(q, k)
+        r, chunk = self.score_chunks(q, k, docs)
         o = self.read_chunks(q, k, v, r, chunk)                         # (B, L, H, D)
         return self.proj(o.flatten(2)), (k, v)
 
-    def score_chunks(self, q, k):
+    def score_chunks(self, q, k, docs):
         """Scores of landmarks, infinite for the position's own chunk, which need not have one yet
 
-        q (B, H, L, D), of the last positions of k (B, s, H, D) -> r (B, H, L, n) and the numbers of
-        the n chunks that are read: in training (n,), of all; else (B, H, L, n)"""
+        q (B, H, L, D), of the last positions of k (B, s, H, D), docs (B, L) or None
+        -> r (B, H, L, n) and the numbers of the n chunks that are read: in training (n,), of all;
+        else (B, H, L, n)"""
         S = self.config.chunk_size
         positions = torch.arange(k.size(1), device=q.device)
         i = positions[-q.size(2):, None]                                # (L, 1)
@@ -83,6 +87,8 @@ class LandmarkAttention(SelfAttention):
         age = (i - S * chunk - S + 1).clamp(max=self.config.block_size)
         r = product(q, landmarks.mT) - self.slopes(q.device) * age      # (B, H, L, M)
         r = r.masked_fill(chunk > i // S, MASKED)
+        if docs is not None:
+            r = r.masked_fill(~self.same_document(docs), MASKED)
         r = r.masked_fill(chunk == i // S, math.inf)
         if self.training:
             return r, chunk
@@ -91,6 +97,16 @@ class LandmarkAttention(SelfAttention):
         n = 1 + self.config.n_neighbors
         chunk = (256 * r).round().argsort(stable=True)[..., -n:]        # (B, H, L, n)
         return r.gather(3, chunk), chunk
+
+    def same_document(self, docs):
+        """Is a whole chunk of the document of a position? The last chunk has no landmark.
+        docs (B, L) -> (B, 1, L, M)"""
+        S = self.config.chunk_size
+        last = F.pad(docs[:, S - 1::S], (0, 1), value=-1)               # (B, M) of landmarks
+        first = F.pad(docs[:, ::S], (0, 1), value=-1)                   # of all chunks
+        first = first[:, :last.size(1)]
+        is_whole = (first == last)[:, None, None]                       # (B, 1, 1, M)
+        return is_whole & (last[:, None, None] == docs[:, None, :, None])
 
     def read_chunks(self, q, k, v, r, chunk):
         """The formula above: q (B, H, L, D), of the last positions of k and v (B, s, H, D); r and
@@ -123,6 +139,12 @@ class LandmarkBlock(Block):
         super().__init__(config)
         self.attention = LandmarkAttention(config)
 
+    def forward(self, x, past, docs=None, kernel='auto'):
+        """See LandmarkAttention -> x (B, L, C), the past of the next piece. No kernel is used."""
+        y, past = self.attention(self.norm1(x), past, docs)
+        x = x + y
+        return x + self.mlp(self.norm2(x)), past
+
 
 class Landmark(DRT):
     """A language model with landmarks, all layers of which have LandmarkAttention"""
@@ -133,3 +155,11 @@ class Landmark(DRT):
         lower = nn.ModuleList(LandmarkBlock(config) for _ in range(config.n_layer - n_upper))
         upper = nn.ModuleList(LandmarkBlock(config) for _ in range(n_upper))
         return lower, upper
+
+    def encode_batch(self, ids, docs, encoder_ids):
+        """Whole sequences from their beginning: ids, docs (B, L) -> f (B, L, C); there are no
+        encoded chunks and no choices of groups"""
+        x = self.embedding(ids)
+        for block in (*self.lower, *self.upper):
+            x, _ = block(x, None, docs)
+        return self.norm(x), None, []

@@ -48,6 +48,19 @@ PRESETS = {'tiny': {}, 'paper': dict(rpt.PRESETS['paper'], chunk_size=1024, memo
                                      n_nearest=128)}
 
 
+def nearest(scores, n_nearest):
+    """Which of scores (..., n) are the n_nearest highest. They are rounded to 1 / 256: those of a
+    token that recurs differ by errors of rounding, which depend on the pieces in which a text is
+    read. Of equal ones the first are chosen -> (..., n) bool"""
+    scores = (256 * scores).round()
+    n_nearest = min(scores.size(-1), n_nearest)
+    lowest = scores.topk(n_nearest).values[..., -1:]
+    above = scores > lowest
+    equal = scores == lowest
+    n_missing = n_nearest - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1) <= n_missing))
+
+
 class MemorizingAttention(SelfAttention):
     """The paper's §3.1 and §3.2. With the window's output y_window:
 
@@ -116,9 +129,8 @@ class MemorizingAttention(SelfAttention):
             s_cos = s_cos.masked_fill(~mask, -1e9)
 
             # softmax over the nearest
-            n_nearest = min(s_cos.size(3), self.config.n_nearest)
-            lowest = s_cos.topk(n_nearest).values[..., -1:]
-            p = s_cos.masked_fill(s_cos < lowest, -math.inf).softmax(3)     # (B, H, block, n)
+            is_near = nearest(s_cos, self.config.n_nearest)
+            p = s_cos.masked_fill(~is_near, -math.inf).softmax(3)           # (B, H, block, n)
             outputs.append(torch.einsum('bhij, bjhd -> bihd', p, v[:, j]))
             found.append(mask.any(3).mT[..., None])                         # (B, block, 1, 1)
         return torch.cat(outputs, 1), torch.cat(found, 1)

@@ -11,7 +11,7 @@ from compared.block_recurrent import BlockRecurrent, BlockRecurrentConfig
 from compared.dense import Dense, DenseConfig, contrast, setup
 from compared.griffin import Griffin, GriffinConfig
 from compared.landmark import Landmark, LandmarkConfig
-from compared.memorizing import Memorizing, MemorizingConfig
+from compared.memorizing import Memorizing, MemorizingConfig, nearest
 from compared.sru import SRU, SRUConfig
 from helpers import assert_causal, assert_ties, batch_of, close, one_line, streamed
 from test_rpt import start as start_fixture
@@ -121,6 +121,20 @@ def test_a_layer_with_a_memory(name, fp64):
 @MEMORIES
 def test_memories_stream(name, fp64):
     test_rpt.assert_streams(with_memory(name))
+
+
+def test_a_text_that_recurs_is_a_tie_of_memories():
+    """In fp32, in pieces and in one pass: one token 600 times, 60 random ones, the token again.
+    Exactly n_nearest tokens are read."""
+    model = test_rpt.small(Memorizing, MemorizingConfig, retriever='none', window=2 * CHUNK,
+                           memory_size=2000, n_nearest=5).float()
+    same = torch.full((1, 600), 7)
+    tokens = torch.cat([same, tokens_of(t=60, b=1), same[:, :400]], 1)
+    full = model.log_probs(tokens)
+    for size in (64, 100):
+        close(streamed(model, tokens, size)[0], full, 1e-3)
+    scores = torch.tensor([[1.0, 2.0, 1.0, 1.001, 0.5]])
+    assert nearest(scores, 3).tolist() == [[True, True, True, False, False]]
 
 
 @MEMORIES
@@ -236,6 +250,26 @@ def test_training_of_landmark_attention_reads_all_chunks():
     loss, _ = landmark_model(n_neighbors=1).train()(batch, 0)
     expected, _ = landmark_model(n_neighbors=11)(batch, 0)
     close(loss, expected)
+
+
+def test_landmarks_are_of_one_document():
+    """The second document, from token 16 on, which begins in chunk 5, reads no chunk of the first:
+    from the next chunk on nothing of its loss depends on it. Chunk 0 is read within its own."""
+    docs = (torch.arange(36) >= 16).long().expand(2, 36)
+    for training in (True, False):
+        model = landmark_model(n_neighbors=20).train(training)
+        a = tokens_of(t=36)
+        b = tokens_of(1, t=36)
+        b[:, 12:] = a[:, 12:]                                           # chunks 0 to 3 differ
+        losses = []
+        for tokens in (a, b):
+            batch = batch_of(tokens, docs)
+            batch.targets[:, :18] = -1                                  # of the second document
+            losses.append(model(batch, 0)[0])
+            batch.targets[:, 12:15] = tokens[:, 13:16]                  # and of chunk 4
+            losses.append(model(batch, 0)[0])
+        close(losses[0], losses[2])
+        assert (losses[1] - losses[3]).abs() > 1e-4
 
 
 def test_landmark_attention_streams(monkeypatch):
