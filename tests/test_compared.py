@@ -1,19 +1,23 @@
 """The systems that the papers compare with: their equations by loops, streams, causality,
-documents; flags of earlier versions."""
-import math
+documents; flags of earlier versions; README's own model."""
+import json, math, re, sys, textwrap
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from pytest import fixture, mark, raises
 
-import drt, rpt, test_drt, test_rpt, test_trime, train, trime
+import train                        # before eval and torch
+import drt, rpt, test_drt, test_rpt, test_trime, trime
+import eval as evaluation
 from compared.block_recurrent import BlockRecurrent, BlockRecurrentConfig
 from compared.dense import Dense, DenseConfig, contrast, setup
 from compared.griffin import Griffin, GriffinConfig
 from compared.landmark import Landmark, LandmarkConfig
 from compared.memorizing import Memorizing, MemorizingConfig, nearest
 from compared.sru import SRU, SRUConfig
-from helpers import assert_causal, assert_ties, batch_of, close, one_line, streamed
+from helpers import (assert_causal, assert_ties, batch_of, close, flags, one_line, streamed,
+                     write_splits)
 from test_rpt import start as start_fixture
 from test_rpt import CHUNK, T, V, corpus_idf, docs_of, generator, mlp, self_attention, tokens_of
 
@@ -372,3 +376,66 @@ def test_checkpoints_of_earlier_versions():
             ('trime', trime.TRIMEConfig, dict(layer='sru'), '--model sru')]:
         with raises(ValueError, match=message):
             update(name, Config, **config)
+
+
+# --------------------------------------------------------------------------------------------------
+# README's own model
+@fixture
+def mine(tmp_path, monkeypatch):
+    """decay.py as README has it, and a text, in an empty folder"""
+    readme = Path(train.__file__).with_name('README.md').read_text()
+    code = re.search(r'^    """DRT with decay.*?\n(?=\S)', readme, re.M | re.S)[0]
+    monkeypatch.chdir(tmp_path)
+    Path('decay.py').write_text(textwrap.dedent(code))
+    texts = [f'{i} the cat sees the old dog and a river ' * 40 for i in range(6)]
+    write_splits(tmp_path / 'texts', texts[:4], texts[4:])
+    sizes = '--max-steps 4 --chunk-size 32 --block-size 124 --tokens-per-step 496'
+    yield flags('drt', f'{sizes} --out')
+    sys.modules.pop('decay', None)
+
+
+def test_your_own_model(mine, capsys):
+    """It trains, is resumed and evaluated like ours: table, page, speed, needles."""
+    argv = [*mine, 'out/decay', '--model', 'decay.py', '--decay', '0.5']
+    train.main([*argv, '--max-steps', '2'])
+    train.main(argv)
+    assert 'step 2 of 4' in capsys.readouterr().out
+    train.main([*mine, 'out/drt'])
+    command = 'out/drt out/decay --model decay.py --json x.json'
+    evaluation.main(f'{command} --max-tokens 3 --html page.html'.split())
+    rows = json.loads(Path('x.json').read_text())['table']['rows']
+    assert [row['run'] for row in rows] == 3 * ['out/drt'] + 3 * ['out/decay']
+    assert rows[0]['loss'] != rows[3]['loss']
+    evaluation.main(f'{command} --task speed --lengths 1k'.split())
+    evaluation.main(f'{command} --task niah --lengths 512 --depths 0,50'.split())
+
+    # its streams and causality are those of DRT
+    model, _ = evaluation.load('out/decay', 'decay.py')
+    assert model.config.decay == 0.5 and model.decay != 0.5             # the parameter is trained
+    tokens = tokens_of(t=60)
+    full = model.double().log_probs(tokens)
+    close(streamed(model, tokens, 7)[0], full)
+    assert_causal(model, tokens[:, :36], atol=0)
+
+    # weights never import a file
+    assert '--model PATH/decay.py' in one_line(evaluation.main, ['out/decay'])
+    argv = [*mine, 'out/x', '--init', 'out/decay']
+    assert '--model PATH/decay.py' in one_line(train.main, argv)
+    argv = [*mine, 'out/x', '--init', 'out/drt', '--model', 'decay.py']
+    assert 'weights of another model: --model drt' in one_line(train.main, argv)
+
+
+@mark.parametrize('name, text, message', [
+    ('none.py', None, 'no such file'), ('rpt.py', '', 'rename the file'),
+    ('json.py', '', 'rename the file'), ('empty.py', '', 'has no class Empty'),
+    ('my-model.py', 'class MyModel: pass', 'MyModelConfig'),
+    ('fields.py', 'from drt import *\n@dataclass\nclass FieldsConfig(DRTConfig):\n'
+                  '    new: int = 1\nclass Fields(DRT): pass', 'FieldsConfig.new needs')])
+def test_a_file_that_is_no_model_is_one_line(mine, name, text, message):
+    folder = Path('own')
+    folder.mkdir()
+    if text is not None:
+        (folder / name).write_text(text)
+    assert message in one_line(train.parse, ['--model', f'own/{name}'])
+    if name in ('empty.py', 'my-model.py', 'fields.py'):
+        sys.modules.pop(name[:-3])
