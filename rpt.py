@@ -1357,7 +1357,8 @@ def ranks(runs, args):
     doc = texts.new_zeros(N)                                                # of one document
     mask = permitted(doc, window_chunks)                                    # (N, N)
     mask[-1] = False                                                        # it has no target
-    s_t = torch.stack([target_scores(reference.model, x, mask) for x in chunks])    # (n, N, N)
+    s_t = torch.stack([target_scores(reference.model, x, mask)              # (n, N, N)
+                       for x in args.progress_bar(chunks, 'texts scored')])
 
     # the scores by which chunks are ranked
     idf = corpus_idf(runs[0].corpus, config).to(s_t)
@@ -1381,9 +1382,10 @@ def ranks(runs, args):
 
     # Table 2, Figures 4 and 6
     terms = tf.clamp(max=1)
+    shared = terms @ terms.mT                                               # (n, N, N)
     for run in rankers:
-        shared = terms @ terms.mT                                           # (n, N, N)
-        for name, row in rows_of_losses(run.model, texts, rankings, mask, s_t, shared):
+        rows = rows_of_losses(run.model, texts, rankings, mask, s_t, shared)
+        for name, row in args.progress_bar(rows, f'{run.name}: rankings read', len(rankings)):
             report.add(f'{run.name} reads {name}', row)
     return report.result
 

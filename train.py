@@ -808,7 +808,11 @@ def locked(out):
     the process, by kill -9 too. If the folder remains empty, it is removed."""
     out.mkdir(parents=True, exist_ok=True)
     if RANK > 0:                                        # the first process has the lock
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):          # of a machine of its own, if it is empty
+                out.rmdir()
         return
 
     file = open(out / LOCK, 'a')

@@ -737,7 +737,8 @@ def test_ranks_by_loops(n=26):
     runs = [run_of('x', tokens[0], block_size=n * CHUNK),
             run_of('y', tokens[0], retriever='bm25'),
             run_of('r', tokens[0], retriever='none', window=4 * CHUNK)]
-    result = rpt.TASKS['ranks'](runs, SimpleNamespace(seed=0))
+    no_progress = lambda items, *_: items
+    result = rpt.TASKS['ranks'](runs, SimpleNamespace(seed=0, progress_bar=no_progress))
     model = runs[0].model
 
     i = torch.arange(n)

@@ -1,5 +1,6 @@
 """The training loop: resuming, any number of processes, what a user can get wrong."""
-import contextlib, dataclasses, importlib, json, math, random, re, signal, subprocess, sys, time
+import contextlib, dataclasses, importlib, json, math, os, random, re, shutil, signal, socket
+import subprocess, sys, time
 from pathlib import Path
 from unittest import mock
 
@@ -249,6 +250,47 @@ def test_two_processes_take_the_same_steps_as_one(here, model):
     close(tensors, tensors_2, atol=1e-6)
     for x, y in zip(log, log_2, strict=True):
         assert x == approx(y, rel=1e-4)
+
+
+def two_machines(more):
+    """Two processes, each in a folder of its own -> their last lines and exit statuses"""
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    processes = []
+    for rank, folder in enumerate(('a', 'b')):
+        env = dict(os.environ, RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1',
+                   MASTER_PORT=str(port))
+        command = [sys.executable, FILE, *flags('trime', f'--out run {more}')]
+        processes.append(subprocess.Popen(command, cwd=folder, env=env, text=True,
+                                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+    ends = [process.communicate(timeout=100)[1].splitlines() for process in processes]
+    return [lines[-1] if lines else '' for lines in ends], [p.returncode for p in processes]
+
+
+@mark.dist
+def test_machines_that_share_no_disk(here, texts):
+    """A run that only the first machine has is refused by both, in one line; with a copy it is
+    resumed, and equals a run of one process. So is a text that only one of them has."""
+    launch('--out straight')
+    with at_step(3, interrupt):
+        one_line(launch, '--out run')
+    for folder in ('a', 'b'):
+        Path(folder).mkdir()
+        Path(folder, 'texts').symlink_to(texts)
+    shutil.copytree('run', 'a/run')
+    (last, _), status = two_machines('')
+    assert status == [1, 1]
+    assert 'process 1 has another value of the step of ckpt.pt than process 0 (0, 3)' in last
+    assert step_of('a/run/ckpt.pt') == 3 and not Path('b/run').exists()
+
+    shutil.copytree('run', 'b/run')
+    assert two_machines('')[1] == [0, 0]
+    close(outcome('a/run')[0], outcome('straight')[0], atol=1e-6)
+
+    Path('b/texts').unlink()
+    (_, last), status = two_machines('--max-steps 7')
+    assert 'process 1: ' in last and 'each machine needs the text' in last and status[1] == 1
 
 
 # --------------------------------------------------------------------------------------------------
