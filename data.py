@@ -1,26 +1,44 @@
 """
 Text in, batches out: tokenizers, corpora on disk, and several ways to cut a corpus into batches.
 
-A corpus is a folder that `load` makes on first use:
+    files -> documents -> token ids on disk (Corpus) -> rows of T tokens -> micro-batches (Batch)
+
+The sections follow the data. Readers of a model file need Split, Batch and the last three sections.
+
+    tokenizers                          bytes, words, byte-pair encoding
+    the files of a text                 which files --data names
+    documents in files                  .txt, .json, .jsonl, .tsv, .parquet
+    which document is in which split    train, val and test
+    corpora on disk; random tokens      preparation
+    load                                all of the above
+    batches; pairs; needles             rows of T tokens, and which rows are in a micro-batch
+
+`load` makes a corpus on first use:
 
     corpora/code-bpe4096-5f0c21ab/
         train.bin  val.bin  test.bin    token ids of all documents, one document after the other
         train.idx  val.idx  test.idx    where each document starts and the last one ends, int64
         meta.json                       the tokenizer, counts, hashes
 
-Its name ends with a hash of its source files (paths, sizes, times) and of VERSION: if one changes,
-another folder is made. Every document ends with <|endoftext|>, except with `word`. What is counted
-and hashed is the text as it is read: without BOM, with LF for the line ends CR LF and CR. A batch
-is a pure function of (split, arguments of Batches, number): a run resumes from its step alone.
+The name of the folder ends with a hash of its source files (paths, sizes, times) and of VERSION: if
+one of them changes, another folder is made. Every document ends with <|endoftext|>, except with the
+tokenizer `word`. Counts and hashes are of the text as it is read: without a byte order mark, and
+with LF for the line ends CR LF and CR.
 
-Letters: a micro-batch has B rows of T tokens; g is the number of a micro-batch, r that of a row.
-A row of niah has N chunks of S tokens.
+A batch is a pure function of (split, arguments of Corpus.batches, number of the batch). So a run
+resumes from its step alone.
+
+Letters used in the shape comments
+    B   rows of a micro-batch           T   tokens of a row
+    N   chunks of a row of needles      S   tokens of a chunk
+    g   number of a micro-batch         r   number of a row
 """
-import contextlib, functools, gzip, hashlib, heapq, json, math, os, re, shutil, sys, sysconfig
-import time
-from collections import Counter, defaultdict, namedtuple
+import codecs, contextlib, functools, gzip, hashlib, heapq, io, json, math, os, platform, re, shutil
+import sys, sysconfig, time
+from array import array
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, filterfalse, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +49,13 @@ import torch
 
 from bm25 import BM25, best_documents
 
-SPLITS = dict(train=(0, 90), val=(90, 95), test=(95, 100))      # percent of a text that is cut
-VERSION = 3             # of the rules by which a corpus is prepared: others make another folder
+try:
+    import fcntl
+except ImportError:         # on Windows
+    fcntl = None
+
+SPLITS = 'train', 'val', 'test'
+VERSION = 4                 # of the rules by which a corpus is prepared: others make another folder
 
 
 def digest(*values):
@@ -41,11 +64,11 @@ def digest(*values):
 
 
 def progress_bar(items, desc, total=None, quiet=False, size=lambda item: 1):
-    """Yields the items. Between items it prints to stderr, when ten seconds have passed, what is
-    done and the time left at this speed: `desc: 1,234 of 5,678, 2.1 min left`.
+    """Yields the items. Between items, every ten seconds, it prints to stderr how much is done, and
+    the time left at this speed: `desc: 1,234 of 5,678, 2.1 min left`.
 
-    size(item): the item's part of the total, about proportional to its time.
-    total: None: the sum over the items, which then cannot be an iterator."""
+    size(item)  the item's part of the total, about proportional to its time
+    total       None: the sum over the items, which then cannot be an iterator"""
     if total is None:
         total = sum(map(size, items))
     start = printed = time.monotonic()
@@ -54,61 +77,159 @@ def progress_bar(items, desc, total=None, quiet=False, size=lambda item: 1):
         clock = time.monotonic()
         if done and not quiet and clock - printed > 10:
             minutes = (clock - start) / 60 / done * (total - done)
-            print(f'{desc}: {done:,} of {total:,}, {minutes:.1f} min left', file=sys.stderr)
+            print(f'{desc}: {done:,.0f} of {total:,.0f}, {minutes:.1f} min left', file=sys.stderr)
             printed = clock
         yield item
         done += size(item)
 
 
 # --------------------------------------------------------------------------------------------------
+# what a corpus consists of, and what a model gets
+class Split(NamedTuple):
+    """The documents of train, val or test, one after the other. n_bytes (UTF-8) and n_words
+    (between blanks) count their text."""
+    name: str
+    tokens: np.ndarray      # (n_tokens,) uint16 or uint32, a memmap
+    offsets: np.ndarray     # (n_docs + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]]
+    n_bytes: int = 0
+    n_words: int = 0
+
+    def doc_of(self, positions):
+        """Positions of tokens -> numbers of their documents, of the same shape"""
+        return np.searchsorted(self.offsets, positions, 'right') - 1
+
+
+class Batch(NamedTuple):
+    """What a model is trained on: B rows of T tokens. seed: of all random draws of the model,
+    different for each batch"""
+    tokens: torch.Tensor    # (B, T) int64   token ids; 0 at padding
+    targets: torch.Tensor   # (B, T) int64   the token after each; -1 where none is predicted
+    doc: torch.Tensor       # (B, T) int64   number of each token's document; -1 at padding
+    seed: int
+
+
+# --------------------------------------------------------------------------------------------------
 # tokenizers
-# GPT-2's words for bpe: contractions, letters, numbers, punctuation, blanks
-PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# A token of bytes is kept as a str with one character per byte (Latin-1): such strings can be
+# joined, counted and stored as JSON.
 TOKENIZERS = 'bytes', 'bpe', 'gpt2', 'word'
-BYTES = tuple(map(chr, range(256)))         # a token of bytes is a str, one character per byte
-# a piece of a text has at most 256 characters of a long word; runs of blanks end before a blank
-RUN = re.compile(r'\S{256}|\s{256}')        # only a text with this can have a long word
-PIECE = regex.compile(r'(?s).*?(?:\p{L}{256}|\p{N}{256}|[^\s\p{L}\p{N}]{256}|\s{256}(?=\s))|.+')
+BYTES = tuple(map(chr, range(256)))
+LARGEST_VOCAB = 2 ** 20         # learn_bpe writes token i as chr(i), which ends at 1,114,111
+LEARN_FROM = 2 ** 26            # characters of a text that bpe learns from
+
+# Within these words bpe joins tokens: contractions, letters, numbers, punctuation, blanks.
+# "it's 12 cats!" -> it, 's, _12, _cats, !  (_ is a blank)
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# the same, except that marks count as letters: Hindi and Thai write most vowels as marks
+BPE_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?[\p{L}\p{M}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+"
+               r"|\s+(?!\S)|\s+")
 
 
 def unix(text):
-    """A text without BOM, with LF for the line ends CR LF and CR"""
+    """A text without byte order mark, with LF for the line ends CR LF and CR"""
     return text.removeprefix('\ufeff').replace('\r\n', '\n').replace('\r', '\n')
 
 
+def byte_string(text):
+    """The UTF-8 bytes of a text as a str, one character per byte: 'é' -> 'Ã©'"""
+    return text.encode().decode('latin-1')
+
+
 def words_of(text):
-    """The words that WikiText's papers count: between blanks, and <eos> for each line end."""
+    """The words that WikiText's papers count: between blanks, and <eos> for each line end.
+
+    >>> words_of('a bc\\nd')
+    ['a', 'bc', '<eos>', 'd']"""
     return unix(text).replace('\n', ' <eos> ').split()
 
 
-def short_words(text):
+@functools.lru_cache
+def long_word(pattern):
+    """A compiled regular expression that cuts a text after each 256 characters of a long word of a
+    pattern. The last of many blanks is not cut off, because it belongs to the next word.
+
+    >>> [len(part) for part in long_word(GPT2_PATTERN).findall('It is ' + 'x' * 600)]
+    [262, 256, 88]"""
+    letter, other = r'\p{L}', r'[^\s\p{L}\p{N}]'
+    if r'\p{M}' in pattern:                             # BPE_PATTERN
+        letter, other = r'[\p{L}\p{M}]', r'[^\s\p{L}\p{M}\p{N}]'
+    long = rf'{letter}{{256}}|\p{{N}}{{256}}|{other}{{256}}|\s{{256}}(?=\s)'
+    return regex.compile(rf'(?s).*?(?:{long})|.+')
+
+
+def short_words(text, pattern):
     """A text in pieces that have no long word. tiktoken fails at 1,000,000 blanks in a row, and
     what bpe learns should not depend on the length of lines in a text without blanks."""
-    if RUN.search(text):
-        return PIECE.findall(text)
+    # only a text with 256 characters without blanks, or 256 blanks, can have a long word
+    if re.search(r'\S{256}|\s{256}', text):
+        return long_word(pattern).findall(text)
     return [text]
 
 
+def in_pieces(text):
+    """A text in pieces of about 16,384 characters. They end where every tokenizer ends a token: at
+    a line feed between characters that are not blank, as in 'a\\nb'."""
+    return re.findall(r'(?s).{16384}.*?(?<=\S)\n(?=\S)|.+', text)
+
+
+def gpt2_tokens():
+    """GPT-2's tokens, str by id, and the pattern of its words"""
+    try:
+        gpt2 = tiktoken.get_encoding('gpt2')
+    except Exception:                                   # of requests, of tiktoken, OSError
+        raise SystemExit('gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its vocab.bpe, '
+                         'named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and encoder.json, named '
+                         '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
+    tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
+    return [token.decode('latin-1') for token in tokens], gpt2._pat_str
+
+
+def word_tokens(texts):
+    """All words of texts, an iterable of str, and <unk> and <eos>; the most frequent first"""
+    counts = Counter(chain.from_iterable(map(words_of, texts)))
+    words = counts.keys() | {'<unk>', '<eos>'}
+    return sorted(words, key=lambda word: (-counts[word], word))
+
+
+def check_vocab_size(vocab_size):
+    if vocab_size > LARGEST_VOCAB:
+        raise SystemExit(f'--vocab-size {vocab_size:,} is too large: at most {LARGEST_VOCAB:,}')
+
+
+def bpe_tokens(texts, vocab_size, pattern):
+    """The 256 bytes and tokens learned from the first LEARN_FROM characters of texts, an iterable
+    of str; with <|endoftext|> they are vocab_size, or fewer if no pair of tokens is left."""
+    check_vocab_size(vocab_size)
+    counts, n_characters = Counter(), 0
+    for text in texts:
+        for piece in short_words(text, pattern):
+            counts.update(regex.findall(pattern, piece))
+        n_characters += len(text)
+        if n_characters > LEARN_FROM:
+            break
+    return learn_bpe(pieces_to_learn(counts), vocab_size - 257)
+
+
 def pieces_to_learn(counts):
-    """{word: its frequency} -> the same for bpe, one character per byte: the most frequent words,
-    in up to 262,144 pieces, more would take too long. A word of more than 128 bytes is in pieces of
-    32, as a merge changes most long words."""
-    pieces = Counter()
+    """{word: its frequency} -> the same for learn_bpe: byte strings of the most frequent words. A
+    word of more than 128 bytes is in pieces of 32, because a merge changes most long words. There
+    are up to 262,144 pieces, because more would take too long."""
+    frequencies = Counter()
     for word, n in counts.most_common():
-        word = word.encode().decode('latin-1')
+        word = byte_string(word)
         size = 32 if len(word) > 128 else 128
         for i in range(0, len(word), size):
-            pieces[word[i:i + size]] += n
-        if len(pieces) > 2 ** 18:
+            frequencies[word[i:i + size]] += n
+        if len(frequencies) > 2 ** 18:
             break
-    return pieces
+    return frequencies
 
 
 def learn_bpe(counts, n_merges):
     """Byte-pair encoding (Sennrich et al. 2016): n_merges times, the most frequent pair of adjacent
     tokens becomes a token; of equally frequent ones that of smaller ids.
 
-    counts: {word, as one character per byte: its frequency} -> tokens, str by id"""
+    counts: {word, a byte string: its frequency} -> tokens, str by id"""
     # In words and pairs, the character chr(i) is the token with id i. Word number w is words[w].
     tokens = list(BYTES)
     words = list(counts)
@@ -159,9 +280,13 @@ class Tokenizer:
     gpt2    GPT-2's 50,257 tokens, from files that tiktoken downloads; TIKTOKEN_CACHE_DIR keeps them
     word    WikiText's: words between blanks, <eos> for each line end, <unk>; most frequent first
 
-    tokens: str by id, one character per byte (not for word). eot: id of <|endoftext|>, or None.
-    Raises ValueError for another name, and where tokens are missing that every text may need."""
-    def __init__(self, name, tokens=BYTES, pattern=PATTERN):
+    tokens   str by id; byte strings, except of `word`
+    ids      {token: id}
+    eot      the id of <|endoftext|>, or None
+    n_vocab  the number of ids
+    dtype    of ids on disk
+    Raises ValueError for another name, and if tokens lacks one that every text may need."""
+    def __init__(self, name, tokens=BYTES, pattern=GPT2_PATTERN):
         tokens = self.tokens = list(tokens)
         needed = {'<unk>', '<eos>'} if name == 'word' else BYTES
         if name not in TOKENIZERS or not set(tokens).issuperset(needed):
@@ -175,45 +300,29 @@ class Tokenizer:
             self.eot = len(tokens)
             tokens.append('<|endoftext|>')
         self.n_vocab = len(tokens)
-        self.dtype = np.uint16 if self.n_vocab <= 2 ** 16 else np.uint32    # on disk
+        self.dtype = np.uint16 if self.n_vocab <= 2 ** 16 else np.uint32
 
     @classmethod
-    def train(cls, name, texts=(), vocab_size=4096):
-        """A tokenizer made from texts, an iterable of str; bytes and gpt2 need none."""
+    def train(cls, name, texts=(), vocab_size=4096, pattern=BPE_PATTERN):
+        """A tokenizer made from texts, an iterable of str; bytes and gpt2 need none.
+        vocab_size, pattern: of bpe"""
         if name == 'bytes':
             return cls(name)
         if name == 'gpt2':
-            try:
-                gpt2 = tiktoken.get_encoding(name)
-            except Exception:                                   # of several packages
-                raise SystemExit('gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its '
-                                 'vocab.bpe, named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and '
-                                 'encoder.json, named 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
-            tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
-            return cls(name, [token.decode('latin-1') for token in tokens], gpt2._pat_str)
-
+            return cls(name, *gpt2_tokens())
         if name == 'word':
-            counts = Counter(chain.from_iterable(map(words_of, texts)))
-            words = counts.keys() | {'<unk>', '<eos>'}
-            return cls(name, sorted(words, key=lambda word: (-counts[word], word)))
-
-        # bpe; vocab_size counts the 256 bytes and <|endoftext|>, too
-        counts, n_characters = Counter(), 0
-        for text in texts:
-            for piece in short_words(text):
-                counts.update(regex.findall(PATTERN, piece))
-            n_characters += len(text)
-            if n_characters > 2 ** 26:                          # enough to learn from
-                break
-        return cls(name, learn_bpe(pieces_to_learn(counts), vocab_size - 257))
+            return cls(name, word_tokens(texts))
+        return cls(name, bpe_tokens(texts, vocab_size, pattern), pattern)
 
     def encode(self, text):
         """str -> (n,) uint32. <|endoftext|> within the text is ordinary text."""
         if self.name == 'word':
-            ids = (self.ids.get(word, self.ids['<unk>']) for word in words_of(text))
+            unknown = self.ids['<unk>']
+            ids = (self.ids.get(word, unknown) for word in words_of(text))
             return np.fromiter(ids, np.uint32)
         text = text.encode('utf-8', 'replace').decode()         # '?' for a lone surrogate
-        return np.concatenate([self.bpe.encode_to_numpy(piece) for piece in short_words(text)])
+        parts = map(self.bpe.encode_to_numpy, short_words(text, self.pattern))
+        return np.concatenate([*parts])
 
     def decode(self, ids):
         """Ids (n,) -> str; U+FFFD for what is not UTF-8"""
@@ -228,248 +337,644 @@ class Tokenizer:
 
 
 # --------------------------------------------------------------------------------------------------
-# source files: downloads, splits, documents
+# the files of a text
 GITHUB = 'https://raw.githubusercontent.com/'
 WIKITEXT2 = f'{GITHUB}pytorch/examples/main/word_language_model/data/wikitext-2/'
-DOWNLOADS = {                                   # {URL: begin of its sha256, where it is known}
+DOWNLOADS = {                                   # {name: {URL: begin of its sha256, if it is known}}
     'shakespeare': {f'{GITHUB}karpathy/char-rnn/master/data/tinyshakespeare/input.txt': '86c4e6aa'},
     'wikitext2': {f'{WIKITEXT2}train.txt': '9e9fa1ad', f'{WIKITEXT2}valid.txt': 'f0737ed3',
                   f'{WIKITEXT2}test.txt': 'd790b833'},
     'wikitext103': {'https://wikitext.smerity.com/wikitext-103-v1.zip': ''},
     'enwik8': {'http://mattmahoney.net/dc/enwik8.zip': ''},
-    'pg19': {'gs://deepmind-gutenberg/': ''},   # never downloads: the error names the folder
-}
-HOPS = {'niah': 1, 'niah2': 2}                  # --data: needles in a haystack, see Needles
-HIDDEN = '[.].*|.*[.]zip|corpora|out'           # names of files and folders that are omitted
-NOT_CODE = (f'{HIDDEN}|site-packages|dist-packages|test|tests|idle_test|encodings|pydoc_data|'
-            'config-.*|_sysconfigdata.*')       # the last two are written by installers
-# words of paths that name a split: TRAIN, or Train of myTrain01; but for names of programs
-SPLIT_WORD = re.compile('(?ai)(?P<train>train|training|trainset)|'
-                        '(?P<val>val|valid|validation|dev|valset|devset)|'
-                        '(?P<test>test|testing|eval|evaluation|testset)')
-WORD = regex.compile(
-    r'(?:\p{Lu}+(?!\p{Ll})|\p{Lu}?\p{Ll}+)(?![^/]*[.](?i:py|pyi|ipynb|sh|bat|js|ts|c|h|cc|cpp|hpp|'
-    r'cu|java|go|rs|rb|pl|r|lua|jl|php|cs|kt|swift|ya?ml|toml)$)')
-JSON = re.compile('(?i).*[.](json|jsonl|jsonlines|ndjson)([.]gz)?')
-PAIRS = re.compile('(?i).*[.]tsv([.]gz)?')      # lines "source TAB target", see Pairs
-PACKED = re.compile('(?i).*[.](txt|tsv|json|jsonl|jsonlines|ndjson)[.]gz')
-# Where an article of WikiText begins, after some text: ' = Title = ' between blank lines. {} are
-# what follows and precedes the title's line; files of others lack some blank lines, see documents.
-ARTICLE = r'(?m)^(?= = (?!= ).*(?<! =) = ?{})(?<=\S\s*{})'
+    'pg19': {}}                                 # too many files to download them one by one
+NAMES = 'code', 'random', *DOWNLOADS            # values of --data that are not paths
+NOT_CODE = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test', 'encodings',
+            'pydoc_data'}                       # folders that `code` leaves out
 
 
-def fetch(name, folder):
+class Text(NamedTuple):
+    """The files that --data names"""
+    data: str               # what the user wrote
+    name: str               # of the corpus
+    files: dict             # {name: Path}, sorted by name
+    left_out: dict          # {reason: [names of files and folders]}
+    is_code: bool = False   # a document is a module or a package of the standard library
+
+
+def download(name, folder):
     """Downloads the files of a named corpus into a folder."""
+    if not DOWNLOADS[name]:
+        raise SystemExit(f'{name} is not downloaded here: put its files into {folder}')
     incomplete = folder.with_suffix('.part')
     incomplete.mkdir(parents=True, exist_ok=True)
     for url, sha256 in DOWNLOADS[name].items():
         file = incomplete / Path(url).name
         try:
             torch.hub.download_url_to_file(url, file, sha256)
-        except Exception as error:              # of several packages
+        except Exception as error:                      # of urllib, of torch, OSError
             raise SystemExit(f'{url}: {error!r}; put its files, unpacked, into {folder}')
         if file.suffix == '.zip':
             shutil.unpack_archive(file, incomplete)
+            file.unlink()
     incomplete.rename(folder)
 
 
-def list_files(path, code):
-    """The files of a folder, or one file -> {name: path}, sorted by name. Links to folders are
-    followed; each file comes once, under a name without links if it has one.
-    code: only .py files, none that NOT_CODE omits, and no links to folders"""
-    if path.is_file():
-        return {path.name: path}
-    omitted = re.compile(NOT_CODE if code else HIDDEN).fullmatch
+def list_files(top, why_not):
+    """All files in a folder, at any depth -> {name: path}, sorted by name, and what is left out,
+    {reason: [names]}. Links to folders are followed. Each file comes once, under a name without
+    links if it has one.
 
-    # os.walk follows no links. They are visited later, as all folders are roots, too.
-    paths, visited, roots = [], set(), [path]
-    while roots:
-        for folder, folders, names in os.walk(roots.pop()):
-            folders[:] = filterfalse(omitted, sorted(folders))  # os.walk visits those that remain
-            real = os.path.realpath(folder)
-            if real in visited:
-                folders.clear()
-                continue
-            visited.add(real)
-            paths += [Path(folder, name) for name in filterfalse(omitted, names)]
-            roots += [Path(folder, name) for name in folders if not code]
+    why_not(path): the reason why a file or folder is left out, or None"""
+    # links come after all other folders, whose files so get names without links
+    files, left_out = [], defaultdict(list)
+    folders, links, visited = [top], [], set()
+    while folders or links:
+        folder = (folders or links).pop()
+        real = os.path.realpath(folder)
+        if real in visited:
+            continue
+        visited.add(real)
+        for path in sorted(folder.iterdir()):
+            reason = why_not(path)
+            if reason:
+                left_out[reason].append(path.relative_to(top).as_posix())
+            elif not path.is_dir():
+                files.append(path)
+            elif path.is_symlink():
+                links.append(path)
+            else:
+                folders.append(path)
 
     # of a file and links to it, the file
-    files = {}
-    for file in sorted(sorted(paths), key=Path.is_symlink):
-        if file.is_file() and (file.suffix == '.py' or not code):
-            name = file.relative_to(path).as_posix()
-            files.setdefault(os.path.realpath(file), (name, file))
-    return dict(sorted(files.values()))
+    names = {}
+    for path in sorted(files, key=lambda path: (path.is_symlink(), path)):
+        name = path.relative_to(top).as_posix()
+        names.setdefault(os.path.realpath(path), (name, path))
+    return dict(sorted(names.values())), dict(left_out)
+
+
+def why_not_code(path):
+    """The reason why `code` leaves out a part of the standard library, or None: it is no module, it
+    tests others, or installers wrote it, such as config-3.11-x86_64-linux-gnu/."""
+    is_code = path.suffix == '.py' and path.is_file() and not path.name.startswith('_sysconfigdata')
+    if path.is_dir():
+        is_code = path.name not in NOT_CODE and not path.name.startswith('config-')
+        is_code = is_code and not path.is_symlink()
+    if path.name.startswith('.') or not is_code:
+        return 'not code'
+
+
+def why_no_text(path, root):
+    """The reason why a file or folder in a user's folder is left out, or None.
+    root: of the corpora"""
+    if path.name.startswith('.'):
+        return 'hidden'
+    if os.path.realpath(path) == os.path.realpath(root):
+        return 'corpora'
+    if (path / 'ckpt.pt').exists():
+        return 'a run of train.py'
+    if not path.is_dir() and not path.is_file():
+        return 'a broken link or a device'
+
+
+def find_text(data, root):
+    """The Text that `data` names: code, a download, a file or a folder. root: of the corpora.
+    SystemExit if there is none"""
+    # where it is
+    path = Path(data)
+    if data == 'code':
+        path = Path(sysconfig.get_path('stdlib'))
+    elif data in DOWNLOADS:
+        path = root / 'downloads' / data
+        if not path.exists():
+            download(data, path)
+
+    # its files
+    try:
+        if data == 'code':
+            files, _ = list_files(path, why_not_code)
+            return Text(data, data, files, {}, is_code=True)
+        name = path.resolve().stem
+        if data and path.is_file():
+            return Text(data, name, {path.name: path}, {})
+        if data and path.is_dir():
+            files, left_out = list_files(path, lambda path: why_no_text(path, root))
+            return Text(data, name, files, left_out)
+    except (OSError, RuntimeError, ValueError) as error:        # a link to itself, NUL in a path
+        raise SystemExit(f'--data {data!a}: {error}')
+    raise SystemExit(f'--data {data!a}: there is no such file or folder; names are '
+                     f'{", ".join(NAMES)}')
+
+
+# --------------------------------------------------------------------------------------------------
+# documents in files
+KINDS = {'json': 'json', 'jsonl': 'json', 'jsonlines': 'json', 'ndjson': 'json', 'tsv': 'pairs',
+         'parquet': 'parquet'}                  # {end of a file's name: kind}; of others: text
+UNPACKED = {'txt', 'tsv', 'json', 'jsonl', 'jsonlines', 'ndjson'}       # if .gz comes after it
+BYTE_ORDER_MARKS = {                            # the first bytes of other encodings; longer first
+    codecs.BOM_UTF32_LE: 'utf-32', codecs.BOM_UTF32_BE: 'utf-32',
+    codecs.BOM_UTF16_LE: 'utf-16', codecs.BOM_UTF16_BE: 'utf-16'}
+
+
+class Document(NamedTuple):
+    """A document, or a part of a file that becomes documents"""
+    text: str
+    n_read: float           # about so many bytes of the file were read for it
+
+
+def ending(path):
+    """The end of a file's name: 'jsonl' for a.jsonl, A.JSONL and a.jsonl.gz"""
+    return path.name.lower().removesuffix('.gz').rpartition('.')[2]
+
+
+def kind_of(path):
+    """How documents are stored in a file: one in each line or row (json, pairs, parquet), or all of
+    the file is a text, which is one document or has articles of WikiText.
+
+    >>> [kind_of(Path(name)) for name in ('a.JSONL', 'a.json.gz', 'a.tsv', 'a.py')]
+    ['json', 'json', 'pairs', 'text']"""
+    return KINDS.get(ending(path), 'text')
+
+
+def unpacked(path, raw):
+    """A binary file with the content of raw, an opened file: unpacked if its path ends with .gz"""
+    is_packed = path.name.lower().endswith('.gz') and ending(path) in UNPACKED
+    return gzip.open(raw) if is_packed else raw
+
+
+@contextlib.contextmanager
+def opened(path):
+    """Opens a text file -> the text file, and the binary file from which it is read. Line ends
+    become LF, a byte order mark is left out. Raises UnicodeDecodeError, here or while the file is
+    read, if it is not UTF-8, or if many of its first bytes are zero, as in UTF-16."""
+    with path.open('rb') as raw:
+        file = unpacked(path, raw)
+        head = file.peek(1000)[:1000]
+        if 4 * head.count(0) > len(head):
+            i = head.index(0)
+            raise UnicodeDecodeError('utf-8', head, i, i + 1, 'zero bytes')
+        yield io.TextIOWrapper(file, 'utf-8-sig'), raw
+
+
+def lines_of(path):
+    """Yields the lines of a text file, as Documents."""
+    position = 0
+    with opened(path) as (file, raw):
+        for line in file:
+            yield Document(line, raw.tell() - position)
+            position = raw.tell()
 
 
 def read_text(path):
-    """The text of a file, as `unix` makes it; None if it is not UTF-8"""
+    """The text of a file, as `opened` changes it"""
+    with opened(path) as (file, _):
+        return file.read()
+
+
+def text_documents(path):
+    """Yields all of a file as one Document."""
+    yield Document(read_text(path), path.stat().st_size)
+
+
+def refuse(path, where, what, expected):
+    """Ends the program: `what`, at this place in a file, is not as expected."""
+    raise SystemExit(f'{str(path)!a}, {where}: {what[:60]!r} is not {expected}: mend it or move '
+                     'the file away')
+
+
+def json_documents(path):
+    """Yields the documents of a JSON file, objects {"text": ...}: one a line, or the items of an
+    array, or a single object that takes several lines."""
+    # the first line that is not blank is an object, or an array or object begins there
+    first = next((line.text for line in lines_of(path) if line.text.strip()), '')
     try:
-        content = path.read_bytes()
-        if PACKED.fullmatch(path.name):
-            content = gzip.decompress(content)
-        return unix(content.decode())
-    except UnicodeDecodeError:
-        return None
-    except Exception as error:                                  # of gzip, several
-        raise SystemExit(f'{str(path)!a} cannot be read: {error}')
+        has_lines = isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        has_lines = False
+    return json_lines(path) if has_lines else json_array(path)
+
+
+def json_lines(path):
+    for i, line in enumerate(lines_of(path), 1):
+        if line.text.strip():
+            try:
+                item = json.loads(line.text)
+            except (ValueError, RecursionError):
+                refuse(path, f'line {i}', line.text, '{"text": "..."}')
+            yield json_document(path, f'line {i}', item, line.n_read)
+
+
+def json_array(path):
+    text = read_text(path)
+    if not text.strip():
+        return
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError):
+        refuse(path, 'line 1', text.lstrip(), '{"text": "..."}')
+    if not isinstance(items, list):
+        items = [items]
+    n_read = path.stat().st_size / max(1, len(items))
+    for i, item in enumerate(items, 1):
+        yield json_document(path, f'item {i}', item, n_read)
+
+
+def json_document(path, where, item, n_read):
+    """The Document of an object of JSON, which is at this place in a file"""
+    try:
+        text = item['text'].encode('utf-8', 'replace').decode()         # '?' for a lone surrogate
+    except (TypeError, KeyError, AttributeError):
+        refuse(path, where, json.dumps(item), '{"text": "..."}')
+    return Document(unix(text), n_read)
+
+
+def pair_documents(path):
+    """Yields the documents of a .tsv file, "source TAB target", from lines with these two columns;
+    further columns are left out."""
+    for i, line in enumerate(lines_of(path), 1):
+        if line.text.strip():
+            # without blanks around them, because tokenizers join a blank and the TAB
+            columns = [column.strip() for column in line.text.split('\t')]
+            if len(columns) < 2:
+                refuse(path, f'line {i}', line.text.rstrip('\n'), 'source TAB target')
+            yield Document(f'{columns[0]}\t{columns[1]}', line.n_read)
+
+
+def parquet_documents(path):
+    """Yields the documents of a .parquet file: one column of its rows. A file of any size takes
+    little memory: with a buffer, and no pre_buffer, pages of a row group are read one by one."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise SystemExit(f'{str(path)!a} needs pyarrow: pip install pyarrow')
+    with ParquetFile(path, buffer_size=2 ** 20, pre_buffer=False) as file:
+        column = text_column(path, file.schema_arrow)
+        n_read = path.stat().st_size / max(1, file.metadata.num_rows)
+        for rows in file.iter_batches(64, columns=[column]):
+            for text in rows.column(0).to_pylist():
+                yield Document(unix(text or ''), n_read)        # None: an empty cell
+
+
+def text_column(path, schema):
+    """The name of a .parquet file's column of strings: `text`, or the only one"""
+    # string, large_string, string_view, dictionary<values=string, ...>; no list<item: string>
+    strings = [field.name for field in schema
+               if re.match(r'(dictionary<values=)?(large_)?string', str(field.type))]
+    if 'text' in schema.names:
+        strings = [name for name in strings if name == 'text']
+    if len(strings) != 1:
+        raise SystemExit(f'{str(path)!a}: the column of the text has to be named text, or be the '
+                         f'only one of strings; there are {strings}')
+    return strings[0]
+
+
+READERS = {'text': text_documents, 'json': json_documents, 'pairs': pair_documents,
+           'parquet': parquet_documents}
+
+
+def read_documents(path):
+    """Yields the Documents of a file. SystemExit if it cannot be read; raises UnicodeDecodeError if
+    it is not UTF-8"""
+    try:
+        yield from READERS[kind_of(path)](path)
+    except (UnicodeDecodeError, MemoryError):
+        raise
+    except Exception as error:                          # OSError; of gzip, zlib and pyarrow
+        raise SystemExit(f'{str(path)!a} cannot be read: {error!r:.200}')
+
+
+def wrong_byte(file):
+    """The first byte of a binary file that is not UTF-8: its position and its value"""
+    decoder = codecs.getincrementaldecoder('utf-8')()
+    blocks = iter(functools.partial(file.read, 2 ** 20), b'')
+    n_read = 0
+    for block in chain(blocks, [b'']):                  # the last one, empty, is the end of a text
+        n_read += len(block)
+        try:
+            decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            return n_read - len(error.object) + error.start, error.object[error.start]
+    return 0, 0                                         # it is UTF-8, with many zero bytes
+
+
+def why_not_utf8(path):
+    """For the screen: what a file that is not UTF-8 may be, with the command that converts it; and
+    which byte is wrong"""
+    if kind_of(path) == 'parquet':
+        return 'not UTF-8', 'a string'
+    with path.open('rb') as raw:
+        file = unpacked(path, raw)
+        head = file.read(1000)
+        file.seek(0)
+        position, value = wrong_byte(file)
+    reason = ('not UTF-8; Latin-1 (iconv -f latin1 -t utf-8), or UTF-8 with wrong bytes (iconv -c '
+              '-f utf-8 -t utf-8)')
+    if 0 in head:
+        reason = 'not UTF-8; binary, or UTF-16 (iconv -f utf-16le -t utf-8)'
+    for mark, encoding in BYTE_ORDER_MARKS.items():
+        if head.startswith(mark):
+            reason = f'not UTF-8; {encoding} (iconv -f {encoding} -t utf-8)'
+            break
+    return reason, f'byte {position:,} is 0x{value:02x}'
+
+
+# --------------------------------------------------------------------------------------------------
+# which document is in which split
+HELD_OUT = 5                # percent of a text for val, and as many for test
+CUT = 'cut'                 # in place of the split of a file whose parts are in several splits
+SPLIT_WORDS = {             # words in the path of a file that name its split
+    'train': 'train', 'training': 'train', 'trainset': 'train',
+    'val': 'val', 'valid': 'val', 'validation': 'val', 'dev': 'val', 'valset': 'val',
+    'devset': 'val',
+    'test': 'test', 'testing': 'test', 'eval': 'test', 'evaluation': 'test', 'testset': 'test'}
+PROGRAMS = {                # ends of files whose names name no split, as test.py
+    'py', 'pyi', 'ipynb', 'sh', 'bat', 'js', 'ts', 'c', 'h', 'cc', 'cpp', 'hpp', 'cu', 'java', 'go',
+    'rs', 'rb', 'pl', 'r', 'lua', 'jl', 'php', 'cs', 'kt', 'swift', 'yml', 'yaml', 'toml'}
+
+
+class Source(NamedTuple):
+    """A file, or all files of a package of `code`, which are one document"""
+    name: str               # of the file or package
+    paths: list
+    hashes: np.ndarray      # (n,) uint64   of its n documents
+    sizes: np.ndarray       # (n,) int64    their bytes, in UTF-8
+
+    @property
+    def n_bytes(self):
+        return int(self.sizes.sum())
+
+    @property
+    def has_lines(self):
+        """Are its documents lines or rows?"""
+        return kind_of(self.paths[0]) != 'text'
+
+
+class Plan(NamedTuple):
+    """Which document is in which split"""
+    split_of: dict          # {name of a Source: train, val, test or CUT}
+    rule: str               # how this was decided, for the screen
+    limits: dict            # of what is CUT: {val, test: a limit}, see split_of_hash; else {}
+
+
+def hash64(content):
+    """A hash of bytes, 0 to 2^64 - 1"""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], 'big')
+
+
+def examine(path):
+    """Reads a file -> hashes and sizes of its documents, see Source. Raises UnicodeDecodeError"""
+    documents = progress_bar(read_documents(path), f'{path.name}, bytes read', path.stat().st_size,
+                             size=lambda document: document.n_read)
+    hashes = array('Q')
+    sizes = array('q')
+    for document in documents:
+        utf8 = document.text.encode()
+        hashes.append(hash64(utf8))
+        sizes.append(len(utf8))
+    return np.array(hashes, np.uint64), np.array(sizes, int)
+
+
+def examine_all(files, is_code):
+    """Reads files {name: path} -> their Sources, and which are no text, {reason: [names]}"""
+    sources, no_text = [], defaultdict(list)
+    for name, path in progress_bar(files.items(), 'bytes read',
+                                   size=lambda item: item[1].stat().st_size):
+        try:
+            sources.append(Source(name, [path], *examine(path)))
+        except UnicodeDecodeError:
+            reason, where = why_not_utf8(path)
+            no_text[reason].append(f'{name}: {where}')
+    if is_code:
+        sources = packages_of(sources)
+    return sources, no_text
+
+
+def packages_of(modules):
+    """Sources of modules -> Sources of packages; the module a/b/c.py is in the package a"""
+    parts = defaultdict(list)
+    for module in modules:
+        parts[module.name.split('/')[0]].append(module)
+    packages = []
+    for name, modules in parts.items():
+        _, paths, hashes, sizes = zip(*modules)
+        packages.append(Source(name, sum(paths, []), np.concatenate(hashes), np.concatenate(sizes)))
+    return packages
 
 
 def named_split(name):
-    """The split that the path of a file names with its last SPLIT_WORD, or "not used"."""
-    for match in map(SPLIT_WORD.fullmatch, reversed(WORD.findall(name))):
-        if match:
-            return match.lastgroup
-    return 'not used'
+    """The split that the path of a file names by the last of its words that is in SPLIT_WORDS, or
+    None
+
+    >>> [named_split(x) for x in ('Train01.txt', 'train/myTest.txt', 'trainer.txt', 'test.py')]
+    ['train', 'test', None, None]"""
+    *parts, file = name.split('/')
+    if file.lower().rpartition('.')[2] not in PROGRAMS:
+        parts.append(file)
+    # TEST is one word; myTestSet is my, Test, Set
+    words = regex.findall(r'\p{Lu}+(?!\p{Ll})|\p{Lu}?\p{Ll}+', ' '.join(parts))
+    for word in reversed(words):
+        if word.lower() in SPLIT_WORDS:
+            return SPLIT_WORDS[word.lower()]
 
 
-def split_by_hash(sizes):
-    """{name: bytes} -> {name: split}. In order of sha256(name) each goes to val, else to test,
-    while that has at most 5% of all bytes, else to train. {} if val has less than 2.5%."""
-    total = sizes.total()
-    limit = total // 20
-    room = dict(val=limit, test=limit, train=total)
-    split_of = {}
-    for name in sorted(sizes, key=lambda name: hashlib.sha256(os.fsencode(name)).digest()):
-        split = split_of[name] = next(x for x in room if sizes[name] <= room[x])
-        room[split] -= sizes[name]
-    if room['val'] > limit // 2:
+def named_splits(names):
+    """{name: split} of the files whose names name one, if train and another split are among them;
+    else {}"""
+    split_of = {name: named_split(name) for name in names}
+    splits = set(split_of.values()) - {None}
+    if 'train' not in splits or len(splits) == 1:
         return {}
+    return {name: split for name, split in split_of.items() if split}
+
+
+def split_of_hash(n, limits):
+    """The split of a line or file with the hash n: the first with a larger limit, else train
+
+    >>> [split_of_hash(n, dict(val=5, test=10)) for n in (4, 5, 10)]
+    ['val', 'test', 'train']"""
+    return next((split for split, limit in limits.items() if n < limit), 'train')
+
+
+def usual_limits(held_out):
+    """{split: limit} with which each of the splits held_out has HELD_OUT percent of all hashes"""
+    return {split: 2 ** 64 * HELD_OUT * i // 100 for i, split in enumerate(held_out, 1)}
+
+
+def split_by_names(sources, held_out):
+    """{name: split} by a hash of the names alone: a file stays in its split when others are added.
+    The only exception: a copy of a file of train is in train."""
+    limits = usual_limits(held_out)
+    split_of = {source.name: split_of_hash(hash64(os.fsencode(source.name)), limits)
+                for source in sources}
+    texts = {source.hashes.tobytes() for source in sources if split_of[source.name] == 'train'}
+    for source in sources:
+        if source.hashes.tobytes() in texts:
+            split_of[source.name] = 'train'
     return split_of
 
 
-def split_files(files, code):
-    """{name: path} -> {split: [(paths, part)]}; paths: of a file, or all of a package of `code`;
-    and {split: its files, for the screen}; files that are not used are under "not used".
-
-    If files are named train, and others val or test, only those named so are read. Else all are
-    split by hash; if val has too little then, each is cut. part: see cut."""
-    # the paths and bytes of each document, by its name: that of its file or package
-    paths_of = defaultdict(list)
-    sizes = Counter()
-    names_of = {split: [] for split in (*SPLITS, 'not used')}
-    for name, path in files.items():
-        text = read_text(path)
-        if text is None:
-            names_of['not used'].append(name)
-            continue
-        if code:
-            name = name.split('/')[0]
-        paths_of[name].append(path)
-        sizes[name] += len(text.encode())
-
-    # the split of each name; a file that is skipped counts as named, too
-    split_of = {name: named_split(name) for name in files}
-    if not {'train'} < set(split_of.values()) - {'not used'}:       # train and another one
-        split_of = split_by_hash(sizes)
-
-    # the names and documents of each split
-    sources = defaultdict(list)
-    for name, paths in paths_of.items():
-        parts = {split_of[name]: (0, 100)} if split_of else SPLITS
-        for split, part in parts.items():
-            names_of[split].append(name)
-            sources[split].append((paths, part))
-    about = {split: f'{len(names)} files, {names[:3]!a}' for split, names in names_of.items()}
-    return sources, about
+def is_usable(split_of, sources):
+    """Does val have at least 2.5% of the bytes, and do val and test have at most 25% each?"""
+    n_bytes = Counter()
+    for source in sources:
+        n_bytes[split_of[source.name]] += source.n_bytes
+    total = n_bytes.total()
+    return total / 40 <= n_bytes['val'] <= total / 4 and n_bytes['test'] <= total / 4
 
 
-def cut(text, part, of_lines):
-    """Yields where a part of a text begins and ends, about at the percents of `part`: after a line
-    of JSON or of a pair, or after blanks, if the next 2.5% of the text have any."""
-    end, length = r'(?<=\s)(?!\s)', len(text) // 40
-    if of_lines:
-        end, length = r'(?<=\n)', len(text)
-    for percent in part:
-        start = len(text) * percent // 100 or min(1, percent)
-        yield re.compile(rf'\A|{end}|\Z').search(text, start, start + length).start()
+def limits_of_lines(sources, held_out):
+    """{split: limit} for the lines or rows of all sources: the usual limits, if val then has 1% of
+    the bytes. Else, for few lines, each split has one or more: in the order of their hashes, until
+    they are HELD_OUT percent. Equal lines have one hash, so they are in one split."""
+    limits = usual_limits(held_out)
+    hashes = np.concatenate([source.hashes for source in sources])
+    sizes = np.concatenate([source.sizes for source in sources])
+    total = sizes.sum()
+    if sizes[hashes < limits['val']].sum() >= total / 100:
+        return limits
+
+    # the bytes of all lines up to each hash; n of the hashes are below a limit
+    distinct, which = np.unique(hashes, return_inverse=True)
+    n_bytes = np.bincount(which, sizes).cumsum()
+    n = 0
+    for i, split in enumerate(held_out, 1):
+        enough = 1 + np.searchsorted(n_bytes, total * HELD_OUT * i / 100)
+        n = min(max(n + 1, enough), len(distinct) - 1)          # one is left for train
+        limits[split] = int(distinct[n])
+    return limits
 
 
-def documents(paths, part):
-    """Yields the documents of files, str: lines or items of JSON, lines of pairs, articles of
-    WikiText, or all as one. part: where it is in the text in percent, as (0, 90)"""
+def split_code(sources):
+    """{name: split}: in the order of sha256(name), each goes to val, else to test, while that has
+    at most HELD_OUT percent of all bytes, else to train."""
+    total = sum(source.n_bytes for source in sources)
+    room = dict(val=total * HELD_OUT // 100, test=total * HELD_OUT // 100, train=total)
+    split_of = {}
+    for source in sorted(sources, key=lambda x: hashlib.sha256(os.fsencode(x.name)).digest()):
+        split = next(split for split in room if source.n_bytes <= room[split])
+        room[split] -= source.n_bytes
+        split_of[source.name] = split
+    return split_of
+
+
+def plan_splits(sources, named, is_code):
+    """The Plan for sources. named: {name: split} of files whose names have one; if val is not among
+    them, it is taken from train. {}: all is divided, files by a hash of their names, or if that is
+    not usable, each file is cut."""
+    if is_code:
+        rule = f'{HELD_OUT}% val, {HELD_OUT}% test: packages by a hash of their names'
+        return Plan(split_code(sources), rule, {})
+    if 'val' in named.values():
+        return Plan(named, 'by the names of files', {})
+
+    # what is divided, into which splits
+    divided, held_out, why = sources, ('val', 'test'), ''
+    if named:
+        divided = [source for source in sources if named[source.name] == 'train']
+        held_out, why = ('val',), '; from train, because no file is named val'
+    percent = ', '.join(f'{HELD_OUT}% {split}' for split in held_out)
+
+    # whole files
+    split_of = split_by_names(divided, held_out)
+    if is_usable(split_of, divided):
+        return Plan(named | split_of, f'{percent}: files by a hash of their names{why}', {})
+
+    # parts of each
+    split_of = {source.name: CUT for source in divided}
+    lines = [source for source in divided if source.has_lines]
+    limits, how = usual_limits(held_out), 'the end of each file'
+    if lines:
+        limits = limits_of_lines(lines, held_out)
+        how = 'lines and rows by a hash of their text, of other files the end'
+    return Plan(named | split_of, f'{percent}: {how}{why}', limits)
+
+
+def article_start(text):
+    """A regular expression that matches where an article of WikiText begins, after some text:
+    before ' = Title = ' between blank lines, but not before ' = = Part = = '. Where a text has no
+    such place, some blank lines are missing, or all, as in files of others.
+
+    >>> text = ' = A = \\n \\n = = Part = = \\n x \\n \\n = B = \\n \\n y'
+    >>> regex.split(article_start(text), text)
+    [' = A = \\n \\n = = Part = = \\n x \\n \\n', ' = B = \\n \\n y']"""
+    title = r' = (?!= ).*(?<! =) = ?'                   # ' = A = ' or ' = A =', not ' = = A = = '
+    article = rf'(?m)^(?={title}\n *$)(?<=\S\s*\n *\n)'       # a blank line before and after it
+    if regex.search(article, text):
+        return article
+    blank_line = r'\n *$' if re.search(r'\n *\n', text) else '$'
+    return rf'(?m)^(?={title}{blank_line})(?<=\S\s*)'
+
+
+def cut_position(text, percent):
+    """Where a part of a text begins, before which are about so many percent of it: after blanks, if
+    the next 2.5% of the text have any"""
+    start = max(1, len(text) * percent // 100)          # also of a short text something is before
+    after_blanks = re.compile(r'(?<=\s)(?!\s)|\Z')      # or where the search ends
+    return after_blanks.search(text, start, start + len(text) // 40).start()
+
+
+def cut_text(text, limits):
+    """Yields (split, its part of a text): first train's, then HELD_OUT percent for each limit"""
+    first = 100 - HELD_OUT * len(limits)
+    yield 'train', text[:cut_position(text, first)]
+    for split in limits:
+        yield split, text[cut_position(text, first):cut_position(text, first + HELD_OUT)]
+        first += HELD_OUT
+
+
+def split_documents(source, plan):
+    """Yields (split, document) for all documents of a Source: lines and rows, articles, or all"""
+    split = plan.split_of[source.name]
+    if source.has_lines:
+        for document in read_documents(source.paths[0]):
+            if split == CUT:
+                n = hash64(document.text.encode())
+                yield split_of_hash(n, plan.limits), document.text
+            else:
+                yield split, document.text
+        return
+
+    # the text; each file of a package begins a line
     text = ''
-    for path in paths:
+    for path in source.paths:
         if text and not text.endswith('\n'):
             text += '\n'
         text += read_text(path)
 
-    # an array of JSON, or an object in several lines, becomes lines
-    is_json = JSON.fullmatch(paths[0].name)
-    if is_json:
-        with contextlib.suppress(Exception):                    # lines, or no JSON
-            items = json.loads(text)
-            if not isinstance(items, list):
-                items = [items]
-            text = '\n'.join(map(json.dumps, items))
-
-    # how an article of WikiText begins in this text
-    article = ARTICLE.format(r'\n *$', r'\n *\n')
-    if not regex.search(article, text):
-        blank = r'\n *$' if re.search(r'\n *\n', text) else '$'
-        article = ARTICLE.format(blank, '')
-
-    # the part, and the number of its first line
-    is_pairs = PAIRS.fullmatch(paths[0].name)
-    of_lines = is_json or is_pairs
-    start, stop = cut(text, part, of_lines)
-    first = text.count('\n', 0, start) + 1
-    text = text[start:stop]
-
-    if not of_lines:
-        yield from regex.split(article, text)
-        return
-    for number, line in enumerate(text.split('\n'), first):
-        if not line.strip():
-            continue
-        try:
-            if is_pairs:    # without blanks, which tokenizers join with TAB, and further columns
-                source, target, *_ = map(str.strip, line.split('\t'))
-                yield f'{source}\t{target}'
-            else:
-                yield unix(json.loads(line)['text'].encode('utf-8', 'replace').decode())
-        except Exception:
-            raise SystemExit(f'{str(paths[0])!a}, line {number}: {line[:60]!r} is neither '
-                             '{"text": "..."} nor source TAB target (.tsv): mend it or move the '
-                             'file away')
-
-
-def pieces(text):
-    """A text in pieces of about 16,384 characters, cut where every tokenizer cuts"""
-    return re.findall(r'(?s).{16384}.*?(?<=\S)\n(?=\S)|.+', text)
+    # its articles
+    article = article_start(text)
+    parts = cut_text(text, plan.limits) if split == CUT else [(split, text)]
+    for split, part in parts:
+        for document in regex.split(article, part):
+            yield split, document
 
 
 # --------------------------------------------------------------------------------------------------
 # corpora on disk
-class Split(NamedTuple):
-    """Documents, one after the other. n_bytes and n_words (between blanks) count their text."""
-    name: str
-    tokens: np.ndarray      # (n_tokens,) uint16 or uint32, a memmap
-    offsets: np.ndarray     # (n_docs + 1,) int64
-    n_bytes: int = 0
-    n_words: int = 0
-
-    def doc_of(self, positions):
-        """Positions of tokens -> numbers of their documents, of the same shape"""
-        return np.searchsorted(self.offsets, positions, 'right') - 1
-
-
 class Corpus:
-    """A folder that `prepare` made. train, val, test: Splits or None; fingerprint: hashes of the
-    text and of the tokenizer; hops 1 or 2: batches are of Needles; tab: the id of TAB if they are
-    of Pairs, else -1. `load` sets name, hops and tab.
-    A damaged folder raises an exception of any type."""
-    train = val = test = None
-    tab = -1
+    """A folder that `prepare` made
 
-    def __init__(self, folder):
-        self.folder = folder
+    train, val, test    Splits, or None
+    name                what --data names, without its folder
+    tokenizer           the Tokenizer of its ids
+    fingerprint         hashes of the text and of the tokenizer: it differs if either has changed
+    about               {title: line} for the screen
+    hops                1 or 2: batches are of Needles; else 0
+    tab                 the id of TAB if documents are pairs, "source TAB target", and batches are
+                        of Pairs; else -1
+    Raises an exception, of any type, if the folder is damaged."""
+    def __init__(self, folder, name, hops=0):
+        self.folder, self.name, self.hops = folder, name, hops
         meta = json.loads((folder / 'meta.json').read_text())
         self.tokenizer = Tokenizer(**meta['tokenizer'])
-        self.about, hashes = meta['about'], []
+        self.about = meta['about']
+        self.tab = -1
+        if meta['pairs'] and not hops:
+            self.tab = self.tokenizer.ids['\t']
 
         # the files of each split, and whether they fit together
+        self.train = self.val = self.test = None
+        hashes = []
         for split, counts in meta['splits'].items():
             tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
             offsets = np.fromfile(folder / f'{split}.idx', np.int64)
@@ -481,159 +986,429 @@ class Corpus:
             hashes.append(counts['sha256'])
         self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
 
-    def batches(self, split, chunk=32, grow=0, **options):
-        """Batches of a split, Needles or Pairs; options: arguments of Batches"""
+    def batches(self, split, kind, block_size, micro_batch, seed, chunk=32, grow=0,
+                same_document=True, consecutive=0, bm25=True):
+        """Batches of a split: Needles (chunk, grow), Pairs (bm25), or a Grid (same_document,
+        consecutive, bm25)"""
         if self.hops:
-            return Needles(split, self.tokenizer, self.hops, chunk=chunk, grow=grow, **options)
+            return Needles(split, self.tokenizer, self.hops, block_size, micro_batch, seed, chunk,
+                           grow)
         if grow:
             raise SystemExit('--grow-context is for --data niah or niah2')
         if self.tab >= 0:
-            return Pairs(split, self.tab, **options)
-        return Batches(split, **options)
+            return Pairs(split, self.tab, kind, block_size, micro_batch, seed, bm25)
+        return Grid(split, kind, block_size, micro_batch, seed, same_document, consecutive, bm25)
 
 
-def write_split(path, sources, tokenizer):
-    """Encodes a split into path.bin and path.idx -> its counts in meta.json. Threads encode the
-    pieces of a document; tiktoken works outside Python's lock."""
-    counts = Counter()
-    offsets, sha = [0], hashlib.sha256()
-    eot = [] if tokenizer.eot is None else [tokenizer.eot]
-
-    # one document after the other: its ids and <|endoftext|>, its bytes and words
-    with open(f'{path}.bin', 'wb') as file, ThreadPoolExecutor() as pool:
-        for source in progress_bar(sources, f'encoding {path.name}'):
-            for text in filter(None, documents(*source)):
-                encoded = pool.map(tokenizer.encode, pieces(text))
-                ids = np.concatenate([*encoded, eot]).astype(tokenizer.dtype)
-                file.write(ids)
-                utf8 = text.encode()
-                counts.update(tokens=len(ids), documents=min(1, len(ids)), bytes=len(utf8),
-                              words=len(text.split()))
-                offsets.append(counts['tokens'])
-                sha.update(utf8 + b'\0')
-    np.unique(offsets).tofile(f'{path}.idx')                    # without documents of no token
-    counts['sha256'] = sha.hexdigest()
-    return counts
+class Piece(NamedTuple):
+    """A part of a document, see in_pieces"""
+    split: str
+    text: str
+    is_last: bool           # of its document
 
 
-def prepare(folder, path, sources, about, tokenizer, vocab_size):
-    """Writes a corpus to a temporary folder and renames it: an incomplete one is never opened."""
-    if isinstance(tokenizer, str):
-        texts = (piece for source in sources['train'] for text in documents(*source)
-                 for piece in pieces(text))
-        tokenizer = Tokenizer.train(tokenizer, texts, vocab_size)
+class SplitWriter:
+    """Writes the documents of a split to path.bin; `finish` writes path.idx."""
+    def __init__(self, path, tokenizer):
+        self.path, self.dtype = path, tokenizer.dtype
+        self.file = open(f'{path}.bin', 'wb')
+        self.offsets = array('q', [0])
+        self.n_bytes = self.n_words = 0
+        self.n_tokens = 0
+        self.sha256 = hashlib.sha256()                  # of all documents
+        self.hashes = array('Q')                        # of each document, 64 bits
+        self.document = hashlib.sha256()                # of the current one
 
-    # only a complete folder gets the name
-    temporary = folder.with_name(f'{folder.name}-{os.getpid()}')
-    temporary.mkdir(parents=True, exist_ok=True)
+    def add(self, ids, piece):
+        """Adds a Piece, ids (n,)."""
+        self.file.write(ids.astype(self.dtype))
+        utf8 = piece.text.encode()
+        self.n_tokens += len(ids)
+        self.n_bytes += len(utf8)
+        self.n_words += len(piece.text.split())
+        self.sha256.update(utf8)
+        self.document.update(utf8)
+        if piece.is_last:
+            self.sha256.update(b'\0')
+            if self.n_tokens > self.offsets[-1]:        # else a document without tokens: none
+                self.offsets.append(self.n_tokens)
+                self.hashes.append(int.from_bytes(self.document.digest()[:8], 'big'))
+            self.document = hashlib.sha256()
+
+    def finish(self):
+        """-> the counts of the split for meta.json"""
+        self.file.close()
+        np.array(self.offsets, np.int64).tofile(f'{self.path}.idx')
+        return dict(tokens=self.n_tokens, documents=len(self.hashes), bytes=self.n_bytes,
+                    words=self.n_words, sha256=self.sha256.hexdigest())
+
+
+def is_abandoned(folder):
+    """Has the process ended that wrote this temporary folder? On this machine it holds a lock on
+    the file `lock`, which has the machine's name, until it ends. A folder of another machine, which
+    a lock may not reach, is abandoned if nothing in it has changed for a week."""
+    lock = folder / 'lock'
     try:
-        splits = {}
-        for split in SPLITS:
-            counts = write_split(temporary / split, sources[split], tokenizer)
-            if counts['tokens']:
-                splits[split] = counts
-                about[split] += f', {counts["documents"]} documents, {counts["tokens"]:,} tokens'
-        if 'train' not in splits:
-            raise SystemExit(f'no text for training in {str(path)!a} ({about["train"]}): --data is '
-                             f'a path, code, {", ".join(DOWNLOADS)}')
-        meta = dict(tokenizer=tokenizer.to_dict(), splits=splits, about=about)
-        (temporary / 'meta.json').write_text(json.dumps(meta))
-        with contextlib.suppress(OSError):                      # if another process was faster
+        if fcntl and lock.exists() and lock.read_text() == platform.node():
+            with open(lock, 'r+') as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+        changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+        return time.time() - changed > 7 * 86_400
+    except OSError:             # the lock is held, or the folder has just been renamed or removed
+        return False
+
+
+def remove_abandoned(root):
+    """Removes the temporary folders of processes that were killed."""
+    for folder in root.glob('*.tmp'):
+        if is_abandoned(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_folder(folder):
+    """A temporary folder, which gets the name of `folder` at the end: an incomplete corpus is never
+    opened. It is removed after an error; if the process is killed, the next `load` removes it."""
+    temporary = folder.with_name(f'{folder.name}.{os.urandom(4).hex()}.tmp')
+    temporary.mkdir(parents=True)
+    lock = open(temporary / 'lock', 'w')
+    try:
+        if fcntl:
+            with contextlib.suppress(OSError):          # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                lock.write(platform.node())             # last: who reads it knows of the lock
+                lock.flush()
+        else:
+            lock.close()                                # Windows renames no open file
+        yield temporary
+        with contextlib.suppress(OSError):              # another process was faster
             temporary.rename(folder)
+            (folder / 'lock').unlink()
     finally:
+        lock.close()
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def open_corpus(folder):
-    """The Corpus in a folder, or None if there is none; a damaged one gets another name."""
-    if folder.exists():
-        try:
-            return Corpus(folder)
-        except Exception as error:
-            print(f'{folder} is damaged ({error!r:.99}) and prepared again', file=sys.stderr)
-            folder.rename(f'{folder}-damaged-{time.time_ns()}')
+def pieces_of(sources, plan):
+    """Yields the Pieces of all documents."""
+    for source in sources:
+        for split, document in split_documents(source, plan):
+            texts = in_pieces(document)                 # none of an empty document
+            for i, text in enumerate(texts, 1):
+                yield Piece(split, text, i == len(texts))
+
+
+def train_tokenizer(name, sources, plan, vocab_size, pattern):
+    """The Tokenizer with this name, made from the train split"""
+    sources = [source for source in sources if plan.split_of[source.name] in ('train', CUT)]
+    texts = (piece.text for piece in pieces_of(sources, plan) if piece.split == 'train')
+    n_characters = sum(source.n_bytes for source in sources)            # or fewer
+    if name == 'bpe':
+        n_characters = min(n_characters, LEARN_FROM)
+    texts = progress_bar(texts, 'characters counted', n_characters, size=len)
+    return Tokenizer.train(name, texts, vocab_size, pattern)
+
+
+def in_lists(items, n):
+    """Yields lists of n items, the last one can be shorter."""
+    items = iter(items)
+    return iter(lambda: list(islice(items, n)), [])
+
+
+def write_pieces(sources, plan, writers, tokenizer):
+    """Encodes the Pieces of all documents and adds them to {split: SplitWriter}. Threads encode
+    lists of pieces, because tiktoken works outside Python's lock."""
+    def encode(pieces):
+        """-> the ids of each Piece; a document ends with <|endoftext|>"""
+        arrays = []
+        for piece in pieces:
+            ids = tokenizer.encode(piece.text)
+            if piece.is_last and tokenizer.eot is not None:
+                ids = np.append(ids, tokenizer.eot)
+            arrays.append(ids)
+        return arrays
+
+    n_bytes = sum(source.n_bytes for source in sources)
+    all_pieces = progress_bar(pieces_of(sources, plan), 'bytes encoded', n_bytes,
+                              size=lambda piece: len(piece.text.encode()))
+    with ThreadPoolExecutor() as pool:
+        for lists in in_lists(in_lists(all_pieces, 32), 16):
+            for pieces, arrays in zip(lists, pool.map(encode, lists)):
+                for piece, ids in zip(pieces, arrays):
+                    writers[piece.split].add(ids, piece)
+
+
+def write_meta(folder, tokenizer, writers, about, pairs=False):
+    """Finishes {split: SplitWriter} and writes meta.json. The lines of `about` get the counts of
+    each split, and how many documents of val and test are copies of documents of train."""
+    about, splits = dict(about), {}
+    in_train = np.array(writers['train'].hashes)
+    for split, writer in writers.items():
+        counts = writer.finish()
+        if counts['documents']:
+            splits[split] = counts
+            about[split] += f', {counts["documents"]:,} documents, {counts["tokens"]:,} tokens'
+        n_copies = np.isin(np.array(writer.hashes), in_train).sum()
+        if split != 'train' and n_copies:
+            about[split] += f', documents that are also in train: {n_copies:,}'
+    meta = dict(tokenizer=tokenizer.to_dict(), splits=splits, about=about, pairs=pairs)
+    (folder / 'meta.json').write_text(json.dumps(meta))
+
+
+def list_names(names):
+    """'5 files, [the first three names]', for the screen"""
+    return f'{len(names):,} files, {names[:3]!a}'
+
+
+def about_files(sources, plan, left_out):
+    """{title: line} for the screen: how the files were divided, which are in each split, and what
+    is left out, {reason: [names]}"""
+    about = {'splits': plan.rule}
+    for split in SPLITS:
+        places = [split]
+        if split in ('train', *plan.limits):
+            places.append(CUT)
+        names = [source.name for source in sources if plan.split_of[source.name] in places]
+        about[split] = list_names(names)
+    for reason, names in left_out.items():
+        if names:
+            about[f'not used ({reason})'] = list_names(names)
+    return about
+
+
+def prepare(folder, text, tokenizer, vocab_size):
+    """Makes the corpus of a Text. tokenizer: a name or a Tokenizer. SystemExit if the text cannot
+    be used"""
+    # which files are used: all, or those whose names have splits
+    files, left_out = text.files, dict(text.left_out)
+    named = {} if text.is_code else named_splits(files)
+    if named:
+        files = {name: files[name] for name in named}
+        left_out['no split in the name'] = [name for name in text.files if name not in named]
+
+    # what is in them, and which of it is in which split
+    sources, no_text = examine_all(files, text.is_code)
+    plan = plan_splits(sources, named, text.is_code)
+    about = about_files(sources, plan, {**left_out, **no_text})
+
+    # all documents are pairs, or none is
+    kinds = {kind_of(source.paths[0]) for source in sources}
+    name = getattr(tokenizer, 'name', tokenizer)
+    pairs = 'pairs' in kinds
+    if pairs and (len(kinds) > 1 or name == 'word'):
+        raise SystemExit(f'--data {text.data!a}: .tsv files cannot be used with other files, or '
+                         'with the tokenizer word, which has no TAB')
+
+    # its tokens
+    with new_folder(folder) as temporary:
+        if isinstance(tokenizer, str):
+            # the ids of `code` remain those of earlier versions
+            pattern = GPT2_PATTERN if text.is_code else BPE_PATTERN
+            tokenizer = train_tokenizer(name, sources, plan, vocab_size, pattern)
+        writers = {split: SplitWriter(temporary / split, tokenizer) for split in SPLITS}
+        write_pieces(sources, plan, writers, tokenizer)
+        if writers['train'].n_tokens == 0:
+            lines = '; '.join(f'{title}: {line}' for title, line in about.items()
+                              if title == 'train' or title.startswith('not used'))
+            raise SystemExit(f'no text for training in {text.data!a}; {lines}')
+        write_meta(temporary, tokenizer, writers, about, pairs)
+
+
+# --------------------------------------------------------------------------------------------------
+# random tokens
+RANDOM_DOCUMENTS = dict(train=64, val=2, test=2)        # of RANDOM_LENGTH tokens
+RANDOM_LENGTH = 2 ** 16
+
+
+def random_tokenizer(name, vocab_size):
+    """A Tokenizer of words w2, w3, ..., with as many ids as the tokenizer with this name"""
+    check_vocab_size(vocab_size)
+    n_vocab = dict(bytes=257, gpt2=50_257).get(name, vocab_size)
+    return Tokenizer('word', ['<unk>', '<eos>', *(f'w{i}' for i in range(2, n_vocab))])
+
+
+def prepare_random(folder, tokenizer):
+    """Makes a corpus of independent, equally frequent ids: no model's loss falls below ln n_vocab
+    on its val, except by chance."""
+    with new_folder(folder) as temporary:
+        writers = {split: SplitWriter(temporary / split, tokenizer) for split in SPLITS}
+        for i, (split, n_documents) in enumerate(RANDOM_DOCUMENTS.items()):
+            rng = np.random.default_rng([tokenizer.n_vocab, i])
+            for _ in range(n_documents):
+                ids = rng.integers(tokenizer.n_vocab, size=RANDOM_LENGTH)
+                writers[split].add(ids, Piece(split, tokenizer.decode(ids), is_last=True))
+        write_meta(temporary, tokenizer, writers, dict.fromkeys(SPLITS, 'random tokens'))
+
+
+# --------------------------------------------------------------------------------------------------
+# load
+HOPS = {'niah': 1, 'niah2': 2}                  # --data: needles in a haystack, see Needles
+
+
+def open_corpus(folder, tokenizer, name, hops):
+    """The Corpus in a folder, if there is one with this tokenizer, a name or a Tokenizer; or None.
+    A damaged one gets another name."""
+    if not folder.exists():
+        return None
+    try:
+        corpus = Corpus(folder, name, hops)
+    except Exception as error:                          # see Corpus
+        print(f'{folder} is damaged ({error!r:.99}) and prepared again', file=sys.stderr)
+        folder.rename(f'{folder}-damaged-{time.time_ns()}')
+        return None
+    if isinstance(tokenizer, str) or tokenizer.to_dict() == corpus.tokenizer.to_dict():
+        return corpus
+    return None
+
+
+def corpus_folders(text, tokenizer, vocab_size, root):
+    """The folders in which the corpus of a Text can be: that with a tokenizer which is trained on
+    it; then, if the tokenizer is given, that with a Tokenizer which was trained on other text"""
+    stamp = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+             for path in text.files.values()]
+    hashes = [digest(VERSION, stamp)]
+    kind = tokenizer
+    if isinstance(tokenizer, Tokenizer):
+        kind, vocab_size = tokenizer.name, tokenizer.n_vocab
+        hashes.append(digest(VERSION, stamp, tokenizer.to_dict()))
+    if kind == 'bpe':
+        kind = f'bpe{vocab_size}'
+    return [root / f'{text.name}-{kind}-{sha256[:8]}' for sha256 in hashes]
 
 
 def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):
-    """The corpus `data` (code, the name of a download, a file or a folder), prepared on first use.
-    niah, niah2, niah:books/, ...: needles with one or two hops in `code` or in books/.
-    tokenizer: a name or a Tokenizer, for example of a checkpoint"""
-    # the text of needles
+    """The Corpus of `data`, prepared on first use. SystemExit with one line if that is impossible
+
+    data        code, random, the name of a download, a file or a folder; niah, niah2, niah:books/,
+                ...: needles with one or two hops in `code` or in books/
+    tokenizer   a name, or a Tokenizer, for example of a checkpoint
+    vocab_size  for bpe, the number of ids to learn; for random, the number of ids
+    root        the folder of all corpora"""
     root = Path(root)
+    remove_abandoned(root)
+
+    # the text; of needles, the text that they are in
     data = str(data)
-    task, _, text = data.partition(':')
+    task, _, haystack = data.partition(':')
     hops = HOPS.get(task, 0)
     if hops:
-        data = text or 'code'
+        data = haystack or 'code'
+    if data == 'random':
+        text = Text('random', 'random', {}, {})
+        if isinstance(tokenizer, str):
+            tokenizer = random_tokenizer(tokenizer, vocab_size)
+    else:
+        text = find_text(data, root)
 
-    # the source files
-    code = data == 'code'
-    path = Path(sysconfig.get_path('stdlib') if code else data)
-    if data in DOWNLOADS:
-        path = root / 'downloads' / data
-        if not path.exists():
-            fetch(data, path)
-    try:
-        name = data if code else path.resolve().stem
-        files = list_files(path, code) if data else {}          # '' is not the current folder
-    except Exception as error:                                  # a link to itself, NUL in a path
-        raise SystemExit(f'--data {data!a}: {error}')
+    # its corpus, if it is on disk; else it is prepared
+    folders = corpus_folders(text, tokenizer, vocab_size, root)
+    corpora = (open_corpus(folder, tokenizer, text.name, hops) for folder in folders)
+    corpus = next(filter(None, corpora), None)
+    if corpus is None:
+        folder = folders[-1]
+        if data == 'random':
+            prepare_random(folder, tokenizer)
+        else:
+            prepare(folder, text, tokenizer, vocab_size)
+        corpus = Corpus(folder, text.name, hops)
 
-    # pairs: all files are .tsv, and the tokenizer has a token for the TAB
-    pairs = list(filter(PAIRS.fullmatch, files))
-    kind = getattr(tokenizer, 'name', tokenizer)
-    if pairs and (kind == 'word' or len(pairs) < len(files)):
-        raise SystemExit(f'--data {data!a}: .tsv files cannot be used with other files, or with '
-                         'the tokenizer word, which has no TAB')
-
-    # the folder of these files and of the tokenizer that is trained on them
-    if kind == 'bpe':
-        vocab_size = getattr(tokenizer, 'n_vocab', vocab_size)
-        kind = f'bpe{vocab_size}'
-    stamp = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
-             for path in files.values()]
-    folder = root / f'{name}-{kind}-{digest(VERSION, stamp)[:8]}'
-    corpus = open_corpus(folder)
-
-    # that of a Tokenizer which was trained on different files
-    if isinstance(tokenizer, Tokenizer) and (not corpus or corpus.tokenizer.ids != tokenizer.ids):
-        folder = root / f'{name}-{kind}-{digest(VERSION, stamp, tokenizer.tokens)[:8]}'
-        corpus = open_corpus(folder)
-
-    # prepared on first use
-    if not corpus:
-        prepare(folder, path, *split_files(files, code), tokenizer, vocab_size)
-        corpus = Corpus(folder)
-    corpus.name, corpus.hops = name, hops
-    if pairs and not hops:
-        corpus.tab = corpus.tokenizer.ids['\t']
+    # the first lines of a run
     if not quiet:
-        print(f'{folder}: fingerprint {corpus.fingerprint}, Python {sys.version.split()[0]}')
-        for split, about in corpus.about.items():
-            print(f'{split}: {about}')
+        python = sys.version.split()[0]
+        print(f'{corpus.folder}: fingerprint {corpus.fingerprint}, Python {python}')
+        for title, line in corpus.about.items():
+            print(f'{title}: {line}')
     return corpus
 
 
 # --------------------------------------------------------------------------------------------------
 # batches
-# What a model is trained on
-#     tokens   (B, T) int64     0 at padding
-#     targets  (B, T) int64     the next tokens; -1 where there is none to predict
-#     doc      (B, T) int64     each token's document (niah: row); -1 at padding
-#     seed     int              of all random draws of the model, different for each batch
-Batch = namedtuple('Batch', 'tokens targets doc seed')
-
-
 @functools.lru_cache                            # an epoch is shuffled once, not for each batch
 def shuffled(n, *seed):
-    return np.random.default_rng(seed).permutation(n)
+    """A random permutation of 0 to n - 1, (n,), read-only. seed: some ints"""
+    order = np.random.default_rng(seed).permutation(n)
+    order.setflags(write=False)
+    return order
+
+
+class Batches:
+    """The micro-batches of a split: batches[g], with len(batches) of them in an epoch. Each has B
+    rows of T tokens. What a row is, and how many there are, a subclass defines: Grid, Pairs or
+    Needles.
+
+    An epoch takes the rows in groups of neighbors, which are shuffled: group j is rows
+    order[j * group] to order[(j + 1) * group - 1]."""
+    def __init__(self, split, kind, block_size, micro_batch, seed):
+        if split is None:                       # load refuses a corpus without train
+            raise SystemExit('there is no text to validate on: give it more text, or a file named '
+                             'val')
+        self.split, self.kind, self.seed = split, kind, seed
+        self.T, self.B = block_size, micro_batch
+
+    def set_rows(self, n_rows, group=1, order=None):
+        """Sets the number of rows, and their order and groups."""
+        if self.B % group:
+            raise SystemExit(f'--micro-batch {self.B} is not a multiple of --n-consecutive {group}')
+        self.n_rows, self.group = n_rows, group
+        self.order = np.arange(n_rows) if order is None else order
+
+    def __len__(self):
+        return math.ceil(self.n_rows / self.B)
+
+    def rows(self, g):
+        """Numbers of the rows of micro-batch g: (B,), fewer at the end of an epoch"""
+        size = self.group                                       # rows of a group
+        n = self.B // size                                      # groups of a micro-batch
+        epoch, i = divmod(g, len(self))
+        groups = shuffled(math.ceil(self.n_rows / size), self.seed, epoch)
+        groups = groups[i * n:(i + 1) * n]
+        if size > 1:
+            # the last group, which can be incomplete, comes last: padding ends the micro-batch
+            groups = np.sort(groups)
+        return np.concatenate([self.order[j * size:(j + 1) * size] for j in groups])
+
+    def __getitem__(self, g):
+        """Micro-batch g, a Batch; from len(batches) on, of the next epoch"""
+        sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
+        seed = int.from_bytes(sha[:8], 'little') >> 1           # 63 bits, an int64
+        return self.take(self.rows(g), seed)
+
+    def in_order(self, i):
+        """Micro-batch i of an epoch in the order of the text, a Batch with the seed i: for
+        validation. Of documents, the rows are len(batches) apart, so that some of these
+        micro-batches are a sample of more documents."""
+        rows = range(self.n_rows)[i * self.B:(i + 1) * self.B]
+        if self.kind == 'documents':
+            rows = range(i, self.n_rows, len(self))
+        return self.take(rows, seed=i)
+
+    def take(self, rows, seed):
+        """The Batch of these rows, numbers (n,); with fewer than B, the other rows are padding"""
+        raise NotImplementedError
+
+    def gather(self, position, padding, predicted, seed):
+        """A Batch of the tokens at these positions in the split, (B, T), of which some are padding;
+        whether the next token is predicted, (B, T)"""
+        split = self.split
+        doc = split.doc_of(position)                            # (B, T)
+        tokens = split.tokens[position].astype(int)             # (B, T)
+        following = np.where(predicted, position + 1, 0)        # it may be beyond the split
+        targets = split.tokens[following].astype(int)           # (B, T)
+        doc[padding] = -1
+        tokens[padding] = 0
+        targets[~predicted] = -1
+        return Batch(*map(torch.from_numpy, (tokens, targets, doc)), seed)
 
 
 def pack(segments, first_doc, last_doc, seed):
     """An order of n segments in which similar ones follow each other (TRIME, Algorithm 1): after a
     segment comes the most similar of its 20 neighbors that is not yet in the order, else a random
-    segment. Neighbors are of other documents (§4.3); first_doc, last_doc (n,): the documents in
-    which segments begin and end -> (n,) numbers of the segments"""
+    segment. Neighbors are of other documents (§4.3). SystemExit if no segment has one
+
+    segments             n arrays of token ids
+    first_doc, last_doc  (n,) the documents in which each segment begins and ends
+    returns              (n,) numbers of the segments"""
     # segment i shares a document with segments low[i], ..., high[i] - 1 (i is one): they are
     # excluded. The first and the last documents of segments ascend, so a binary search has them.
     n = len(segments)
@@ -658,22 +1433,24 @@ def pack(segments, first_doc, last_doc, seed):
     return np.fromiter(order, int)
 
 
-class Batches:
-    """The micro-batches of a split: batches[g], with len(batches) of them in an epoch. Their rows:
-    segments     a grid of segments of T tokens over the split, in another order in every epoch
+class Grid(Batches):
+    """Rows that divide a split. kind:
+
+    segments     segments of T tokens, in another order in every epoch
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
-    packed       the same, but the segments of a micro-batch are similar (pack), if bm25 is True
+    packed       the same, but the segments of a micro-batch are similar (see pack), if bm25 is
+                 True; of different documents, if same_document is True
     documents    T tokens of one document; the ends of documents, shorter than T, are joined
-    An epoch predicts each token of the split but the first; documents: but the first of each."""
+
+    An epoch predicts each token of the split except the first; with `documents`, except the first
+    of each document. SystemExit if the split has no more than T tokens"""
     def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
                  consecutive=0, bm25=True):
-        n_tokens = len(split.tokens) if split else 0
+        super().__init__(split, kind, block_size, micro_batch, seed)
+        n_tokens = len(split.tokens)
         if n_tokens <= block_size:
-            name = split.name if split else 'val'               # a corpus always has train
-            raise SystemExit(f'{name} has {n_tokens} tokens, --block-size {block_size} needs more: '
-                             'give it more text, or files named val')
-        self.T, self.B = block_size, micro_batch
-        self.split, self.kind, self.seed = split, kind, seed
+            raise SystemExit(f'{split.name} has {n_tokens:,} tokens, --block-size {block_size} '
+                             f'needs more: give it more text, or files named {split.name}')
 
         # A stream is some ranges of the split, one after the other; row r is its tokens r T to
         # r T + T - 1. For documents, the ranges are first all whole rows of each document, then
@@ -688,134 +1465,109 @@ class Batches:
             stop = np.append(doc_stop - end, doc_stop)
         self.range_stop = np.cumsum(length)                     # where ranges end in the stream
         self.shift = stop - self.range_stop     # position in the split - position in the stream
-        self.n_rows = math.ceil(self.range_stop[-1] / block_size)
+        n_rows = math.ceil(self.range_stop[-1] / block_size)
 
-        # An epoch shuffles groups of rows. Group j is rows order[j * group] to
-        # order[(j + 1) * group - 1].
-        self.order, self.group = np.arange(self.n_rows), 1
+        # groups of rows that stay together
         if kind == 'consecutive':
-            self.group = consecutive or micro_batch
-        if kind == 'packed' and bm25:
-            self.group = micro_batch
-            starts = np.arange(0, n_tokens - 1, block_size)
-            first_doc = last_doc = self.order                   # as if each segment is a document
-            if same_document:
-                first_doc = split.doc_of(starts)
-                last_doc = split.doc_of(starts + block_size - 1)
-            segments = np.split(split.tokens[:-1], starts[1:])
-            self.order = pack(segments, first_doc, last_doc, seed)
-        if micro_batch % self.group:
-            raise SystemExit(f'--micro-batch {micro_batch} is not a multiple of --n-consecutive '
-                             f'{self.group}')
+            self.set_rows(n_rows, consecutive or micro_batch)
+        elif kind == 'packed' and bm25:
+            self.set_rows(n_rows, micro_batch, self.packed(n_rows, same_document))
+        else:
+            self.set_rows(n_rows)
 
-    def __len__(self):
-        return math.ceil(self.n_rows / self.B)
+    def packed(self, n_rows, same_document):
+        """The order in which similar segments follow each other"""
+        tokens, T = self.split.tokens[:-1], self.T
+        starts = np.arange(0, len(tokens), T)
+        first_doc = last_doc = np.arange(n_rows)                # as if each segment is a document
+        if same_document:
+            first_doc = self.split.doc_of(starts)
+            last_doc = self.split.doc_of(starts + T - 1)
+        return pack(np.split(tokens, starts[1:]), first_doc, last_doc, self.seed)
 
-    def rows(self, g):
-        """Numbers of the rows of micro-batch g: (B,), fewer at the end of an epoch"""
-        size = self.group                                       # rows of a group
-        n = self.B // size                                      # groups of a micro-batch
-        epoch, i = divmod(g, len(self))
-        groups = shuffled(math.ceil(self.n_rows / size), self.seed, epoch)
-        groups = groups[i * n:(i + 1) * n]
-        if size > 1:
-            # the last group, which can be incomplete, comes last: padding ends the micro-batch
-            groups = np.sort(groups)
-        return np.concatenate([self.order[j * size:(j + 1) * size] for j in groups])
-
-    def positions(self, row, column):
-        """Tokens of rows, both of a shape that broadcasts -> their positions in the split; whether
-        they are padding, (B, T) each"""
-        streamed = row * self.T + column                        # positions in the stream
+    def take(self, rows, seed):
+        # rows of padding are beyond the end of the stream
+        rows = np.pad(rows, (0, self.B - len(rows)), constant_values=self.n_rows)   # (B,)
+        streamed = rows[:, None] * self.T + np.arange(self.T)   # (B, T) positions in the stream
         padding = streamed >= self.range_stop[-1]
         streamed[padding] = 0
         ranges = np.searchsorted(self.range_stop, streamed, 'right')
-        return streamed + self.shift[ranges], padding
+        position = streamed + self.shift[ranges]                # (B, T) positions in the split
 
-    def __getitem__(self, g):
-        """Micro-batch g, a Batch; from len(batches) on, of the next epoch"""
-        sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
-        seed = int.from_bytes(sha[:8], 'little') >> 1           # 63 bits, an int64
-        return self.take(self.rows(g), seed)
-
-    def in_order(self, i):
-        N = len(self)
-        rows = range(self.n_rows)[i * self.B:i * self.B + self.B]
-        if self.kind == 'documents':
-            rows = range(i, self.n_rows, N)
-        return self.take(rows, seed=i)
-
-    def take(self, rows, seed):
-        """The Batch of these rows, at most B numbers, and of rows of padding if there are fewer"""
-        # rows of padding are beyond the end of the stream
-        rows = np.pad(rows, (0, self.B - len(rows)), constant_values=self.n_rows)   # (B,)
-        position, padding = self.positions(rows[:, None], np.arange(self.T))        # (B, T)
-        split = self.split
-        doc = split.doc_of(position)
-        doc[padding] = -1
-
-        # which tokens predict the next one: all, but of `documents` not the last of a document
-        following = position + 1
+        # which tokens predict the next one: all, with `documents` except the last of a document
         predicted = ~padding
         if self.kind == 'documents':
-            predicted = split.doc_of(following) == doc
-        following[~predicted] = 0                               # it may be beyond the split
-
-        tokens = split.tokens[position].astype(int)
-        tokens[padding] = 0
-        targets = split.tokens[following].astype(int)
-        targets[~predicted] = -1
-        return Batch(*map(torch.from_numpy, (tokens, targets, doc)), seed)
+            split = self.split
+            predicted &= split.doc_of(position + 1) == split.doc_of(position)
+        return self.gather(position, padding, predicted, seed)
 
 
+# --------------------------------------------------------------------------------------------------
+# pairs
 class Pairs(Batches):
     """A row is a document, "source TAB target <|endoftext|>": a decoder alone reads the source and
     predicts what follows TAB, as far as it is within T tokens; other pairs have no row. A
-    micro-batch has random rows; packed, with bm25: those of similar targets (TRIME, App. C)."""
-    def __init__(self, split, tab, kind, block_size, micro_batch, seed, bm25=True, **_):
-        super().__init__(split, 'documents', 1, micro_batch, seed)
-        tabs = np.flatnonzero(split.tokens == tab)              # one in each document
-        has_row = tabs < split.offsets[:-1] + block_size
-        self.start = split.offsets[:-1][has_row]
-        self.stop = split.offsets[1:][has_row]
-        self.T, self.tab, self.n_rows = block_size, tab, len(self.start)
-        if self.n_rows == 0:
+    micro-batch has random rows; if kind is packed and bm25 is True, those of similar targets
+    (TRIME, App. C). tab: the id of TAB. SystemExit if no pair has a row"""
+    def __init__(self, split, tab, kind, block_size, micro_batch, seed, bm25=True):
+        super().__init__(split, 'documents', block_size, micro_batch, seed)
+        tabs = np.flatnonzero(split.tokens == tab)              # positions, one in each document
+        start, stop = split.offsets[:-1], split.offsets[1:]
+        has_row = tabs < start + block_size
+        n_rows = int(has_row.sum())
+        if n_rows == 0:
             raise SystemExit(f'no pair of {split.name} has a target within --block-size '
                              f'{block_size}')
-        self.order = np.arange(self.n_rows)
-        if kind == 'packed' and bm25:
-            self.group = micro_batch
-            bounds = zip(tabs[has_row] + 1, self.stop)
-            targets = [split.tokens[start:stop] for start, stop in bounds]
-            self.order = pack(targets, self.order, self.order, seed)
 
-    def positions(self, row, column):
-        position = np.append(self.start, 0)[row] + column
-        padding = position >= np.append(self.stop, 0)[row]      # also all of a row of padding
-        position[padding] = 0
-        return position, padding
+        # where each row begins and ends, and its TAB; the last row, of padding, is empty
+        self.start, self.tabs, self.stop = (np.append(x[has_row], 0) for x in (start, tabs, stop))
+        if kind == 'packed' and bm25:
+            bounds = zip(self.tabs[:-1] + 1, self.stop[:-1])
+            targets = [split.tokens[first:last] for first, last in bounds]
+            rows = np.arange(n_rows)                            # each is a document
+            self.set_rows(n_rows, micro_batch, pack(targets, rows, rows, seed))
+        else:
+            self.set_rows(n_rows)
 
     def take(self, rows, seed):
-        batch = super().take(rows, seed)
-        is_source = (batch.tokens == self.tab).cumsum(1) == 0
-        batch.targets[is_source] = -1
-        return batch
+        rows = np.pad(rows, (0, self.B - len(rows)), constant_values=self.n_rows)   # (B,)
+        start, tabs, stop = (x[rows, None] for x in (self.start, self.tabs, self.stop))     # (B, 1)
+        position = start + np.arange(self.T)                    # (B, T)
+        padding = position >= stop
+        predicted = (position >= tabs) & (position + 1 < stop)
+        position[padding] = 0
+        return self.gather(position, padding, predicted, seed)
+
+
+# --------------------------------------------------------------------------------------------------
+# needles in a haystack
+class Sentence(NamedTuple):
+    """The parts of the sentence "\\nKey A opens B.\\n", lists of token ids"""
+    question: list          # "\nKey A"
+    opens: list             # " opens"
+    answer: list            # " B", or " B, C"
+    end: list               # ".\n"
 
 
 class Needles(Batches):
     """Needles are sentences "Key A opens B." in a text; questions "Key A" have an answer after them
     (RULER, Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B
     opens C, and the answer is "B, C". A question stands at the end of a chunk, which then retrieves
-    for the answer; with 2 hops the chunk before ends with it too, and what that one retrieves can
-    help this one. A tenth of all other tokens is predicted too. grow: a number of micro-batches;
-    rows have T / 8 tokens in the first quarter of them, then T / 4, T / 2 and T."""
-    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32,
-                 grow=0, **_):
+    for the answer; with 2 hops the chunk before ends with it too, and its retrieved chunks can help
+    this one. A tenth of all other tokens is predicted too.
+
+    chunk  tokens of a chunk, S
+    grow   a number of micro-batches: rows have T / 8 tokens in the first quarter of them, then
+           T / 4, T / 2 and T
+    SystemExit if T, chunk, or the words of the tokenizer are too few"""
+    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32, grow=0):
         super().__init__(split, 'segments', block_size, micro_batch, seed)
         self.hops, self.chunk, self.grow = hops, chunk, grow
+        # an epoch, for validation, has as many rows as a Grid of the text
+        self.set_rows(math.ceil((len(split.tokens) - 1) / block_size))
 
-        # ids of a sentence's parts, and of the words of names; most tokenizers' words begin with
-        # a blank, that of bytes is a token
+        # ids of a sentence's parts, and of the words of names. Words begin with a blank, as ' the';
+        # the tokenizer `word` has no blanks; of `bytes` the words are capital letters.
         word, blank = ' [a-z]{3,}', ''
         if tokenizer.name == 'bytes':
             word, blank = '[A-Z]', ' '
@@ -824,34 +1576,49 @@ class Needles(Batches):
         self.parts = [tokenizer.encode(text).tolist()
                       for text in (f'\nKey{blank}', f' opens{blank}', f',{blank}', '.\n')]
         self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
+        self.check()
 
-        # a sentence fits into a chunk; the shortest rows have chunks for a chain and its answer
-        longest = sum(map(len, self.sentence(np.zeros((hops + 1, 4)))))
-        T_least = 32 * hops * chunk if grow else 8 * chunk      # grow: the shortest have T / 8
-        if self.T % chunk or self.T < T_least or chunk < longest or len(self.words) < 16:
-            raise SystemExit(f'niah needs a --block-size of {T_least} or more that is a multiple '
-                             f'of {chunk}, the tokens of a chunk; {longest} tokens or more in a '
-                             'chunk; and a tokenizer with 16 words or letters for names')
+    def check(self):
+        """SystemExit if a sentence, or a chain of sentences and its answer, has no place."""
+        T, S = self.T, self.chunk
+        longest = sum(map(len, self.sentence(np.zeros((self.hops + 1, 4)))))
+        # grow: the shortest rows have T / 8 tokens
+        T_least = 32 * self.hops * S if self.grow else 8 * S
+        if len(self.split.tokens) <= T:
+            raise SystemExit(f'niah: {self.split.name} has {len(self.split.tokens):,} tokens, '
+                             f'--block-size {T} needs more')
+        if len(self.words) < 16:
+            raise SystemExit(f'niah needs a tokenizer with 16 words for names, this one has '
+                             f'{len(self.words)}; bytes has enough')
+        if S < longest:
+            raise SystemExit(f'niah needs chunks of {longest} tokens or more, for a sentence; '
+                             f'these have {S}')
+        if T % S or T < T_least:
+            raise SystemExit(f'niah: --block-size {T} is not a multiple of {S}, the tokens of a '
+                             f'chunk, or less than {T_least}')
 
     def rows(self, g):
-        """B rows; with grow, the first micro-batches have more and shorter rows, as many tokens"""
+        """B rows; with grow, the first micro-batches have more and shorter rows, B T tokens too"""
         n = self.B
         if g < self.grow:
             n *= 2 ** (3 - 4 * g // self.grow)                  # 8 B, 4 B, 2 B or B
         return np.arange(g * n, (g + 1) * n)
 
     def take(self, rows, seed):
-        """The Batch of these rows: B of T tokens, or more and shorter ones (see rows)"""
-        N = self.T // self.chunk // max(1, len(rows) // self.B)
-        arrays = np.stack([self.row(r, N) for r in rows], 1)
-        tokens, targets = torch.from_numpy(arrays)              # (len(rows), N S) each
+        """The Batch of these rows, numbers (n,): up to B rows of T tokens, or 2 B, 4 B or 8 B
+        shorter rows, with B T tokens in all"""
+        times = max(1, len(rows) // self.B)                     # 1, 2, 4 or 8
+        N = self.T // (times * self.chunk)
+        ids, targets = zip(*(self.row(r, N) for r in rows))
+        tokens = torch.from_numpy(np.stack(ids))                # (len(rows), N S)
+        targets = torch.from_numpy(np.stack(targets))           # (len(rows), N S)
         doc = torch.tensor(rows)[:, None].expand_as(tokens)
         return Batch(tokens, targets, doc, seed)
 
     def row(self, r, N):
         """Row r, of N chunks: half with needles, then half with questions -> ids, targets (N S,)"""
         S, half, text = self.chunk, N // 2, self.split.tokens
-        # the length makes val's draws differ from those of train
+        # train and val have different numbers of tokens, so their draws differ
         rng = np.random.default_rng([self.seed, r, N, len(text)])
 
         # a text of the split, one token longer: the last one is a target only
@@ -868,15 +1635,15 @@ class Needles(Batches):
         # an answer begins a chunk; its question ends the chunk before it, with 2 hops the 2 before
         answers = rng.permutation(np.arange(half + self.hops, N, self.hops))
         for chunk, names in zip(answers, chains):
-            question, opens, answer, end = self.sentence(names)
+            sentence = self.sentence(names)
             start = chunk * S
             for hop in range(self.hops):
                 stop = start - hop * S
-                ids[stop - len(question):stop] = question
-            sentence = opens + answer + end
-            ids[start:start + len(sentence)] = sentence
-            start += len(opens)
-            scored[start:start + len(answer)] = True
+                ids[stop - len(sentence.question):stop] = sentence.question
+            after = sentence.opens + sentence.answer + sentence.end
+            ids[start:start + len(after)] = after
+            start += len(sentence.opens)
+            scored[start:start + len(sentence.answer)] = True
         targets = np.where(scored, ids, -1)
         return ids[:-1], targets[1:]
 
@@ -898,9 +1665,9 @@ class Needles(Batches):
             ids[start:start + len(needle)] = needle
 
     def sentence(self, names):
-        """Ids of "Key A opens B, C.", lists: the question, " opens", the answer, the end"""
+        """The Sentence of a chain of names, (hops + 1, 4) or, of a needle, (2, 4)"""
         key, opens, comma, end = self.parts
         answer = [*names[1]]
         for name in names[2:]:
             answer += [*comma, *name]
-        return [*key, *names[0]], opens, answer, end
+        return Sentence([*key, *names[0]], opens, answer, end)

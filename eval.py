@@ -338,10 +338,12 @@ def prompt_of(args):
         return data.unix(sys.stdin.read())
     if not args.prompt_file:
         return args.prompt
-    text = data.read_text(Path(args.prompt_file))
-    if text is None:
-        raise SystemExit(f'eval.py: --prompt-file {args.prompt_file} is not UTF-8')
-    return text
+    path = Path(args.prompt_file)
+    try:
+        return data.read_text(path)
+    except UnicodeDecodeError:
+        reason, where = data.why_not_utf8(path)
+        raise SystemExit(f'eval.py: --prompt-file {path}: {reason}; {where}')
 
 
 def show_example(run, tokens, t, **facts):
@@ -538,13 +540,12 @@ class Hypothesis(NamedTuple):
         return self.log_p / (length or len(self.ids) - 1) ** 0.6
 
 
-def longer(hypotheses, log_probs, beam):
-    """The `beam` best continuations of the hypotheses of one prompt by one token. log_probs
-    (rows, V) of the token after each"""
+def longer(hypotheses, likeliest, beam):
+    """The `beam` best continuations of the hypotheses of one prompt by one token. likeliest: for
+    each row of the state the likeliest tokens, [(log P, token)]"""
     found = []
-    for row, (log_p, ids, _) in enumerate(hypotheses):
-        values, tokens = log_probs[row].topk(min(beam, log_probs.size(1)))
-        for x, token in zip(values.tolist(), tokens.tolist()):
+    for log_p, ids, row in hypotheses:
+        for x, token in likeliest[row]:
             found.append(Hypothesis(log_p + x, [*ids, token], row))
     return sorted(found, key=Hypothesis.score, reverse=True)[:beam]
 
@@ -563,37 +564,40 @@ def rows_of_state(state, rows):
 
 def beam_search(model, prompts, eot, args):
     """The text that continues each of B prompts with the largest score that is found, to
-    <|endoftext|> (eot) or max_tokens: each step keeps the args.beam best continuations of a prompt,
-    and those that end leave. The search ends when no open one can have a better score than the best
-    one that has ended. prompts (B, t) -> B lists of ids"""
-    n = args.max_tokens
+    <|endoftext|> (eot) or n tokens: max_tokens, or as many as a training sequence has. Each step
+    keeps the args.beam best continuations of a prompt. Those that end leave, and those that can
+    have no better score than the best one that has ended. prompts (B, t) -> B lists of ids"""
+    n = min(args.max_tokens, model.config.block_size)
     state = model.read(prompts[:, :-1])
     open_ones = [[Hypothesis(0.0, [last], row)] for row, last in enumerate(prompts[:, -1].tolist())]
     best = [None] * len(prompts)                                # of those that have ended
     for length in range(1, n + 1):
-        # one token more, for the open hypotheses of all prompts at once
-        last = [[hypothesis.ids[-1]] for group in open_ones for hypothesis in group]
-        if not last:
+        # the likeliest next tokens of the open hypotheses of all prompts at once
+        hypotheses = [x for group in open_ones for x in group]
+        if not hypotheses:
             break
-        log_probs, state = model.stream(prompts.new_tensor(last), state)
-        log_probs = log_probs[:, -1].split([len(group) for group in open_ones])
-        rows, first = [], 0
+        rows = prompts.new_tensor([x.row for x in hypotheses])
+        last = prompts.new_tensor([[x.ids[-1]] for x in hypotheses])
+        log_probs, state = model.stream(last, rows_of_state(state, rows))
+        values, tokens = log_probs[:, -1].topk(min(args.beam, log_probs.size(2)))
+        likeliest = [list(zip(*row)) for row in zip(values.tolist(), tokens.tolist())]
+
+        # the best continuations of each prompt
+        first = 0
         for i, group in enumerate(open_ones):
-            continued = longer(group, log_probs[i], args.beam)
-            still_open = []
-            for x in continued:
+            of_state = [x._replace(row=first + k) for k, x in enumerate(group)]
+            first += len(group)
+            open_ones[i] = []
+            for x in longer(of_state, likeliest, args.beam):
                 if x.ids[-1] != eot and length < n:
-                    still_open.append(x)
+                    open_ones[i].append(x)
                 elif best[i] is None or x.score() > best[i].score():
                     best[i] = x
 
             # log P only falls, so the score of a longer text is at most log P / n^0.6
-            if best[i] and all(x.score(n) <= best[i].score() for x in still_open):
-                still_open = []
-            rows += [first + x.row for x in still_open]
-            first += len(group)
-            open_ones[i] = still_open
-        state = rows_of_state(state, prompts.new_tensor(rows))
+            if best[i]:
+                least = best[i].score()
+                open_ones[i] = [x for x in open_ones[i] if x.score(n) > least]
     return [x.ids[1:] for x in best]
 
 

@@ -76,7 +76,7 @@ def source(text):
     may run in another folder; also after niah: and niah2:"""
     task = re.match('(niah2?:)?', text)[0]
     name = expanded_path(text.removeprefix(task))
-    if os.path.exists(name) and name not in ('code', 'random', *data.DOWNLOADS):
+    if os.path.exists(name) and name not in data.NAMES:
         name = os.path.abspath(name)
     return task + name
 

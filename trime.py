@@ -1066,8 +1066,10 @@ class TRIME(nn.Module):
             logits, log_words = self.embedding.logits(f.flatten(0, 1))          # (Q, V)
             memories = self.memories(g, state)
             P, log_factor = self.inference.probabilities(log_words, memories.sim)
-            P_memory = torch.zeros_like(logits).scatter_add_(1, memories.value, P)
-            log_probs = torch.logaddexp(logits + log_factor, P_memory.log())
+            log_probs = logits + log_factor                                     # of words alone
+            if P.size(1) > 0:
+                P_memory = torch.zeros_like(logits).scatter_add_(1, memories.value, P)
+                log_probs = torch.logaddexp(log_probs, P_memory.log())
             parts.append(log_probs.unflatten(0, f.shape[:2]))                   # (B, n, V)
         return torch.cat(parts, 1), state
 

@@ -1,17 +1,20 @@
 """data.py: tokenizers, corpora on disk, batches; against brute force and definitions."""
-import gzip, hashlib, json, os, random, re, shutil, signal, textwrap, zipfile
+import codecs, doctest, gzip, hashlib, itertools, json, os, platform, random, re, shutil, signal
+import sys, textwrap, time, zipfile
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import regex
 import torch
-from pytest import approx, fixture, mark, raises
+from pytest import approx, fixture, importorskip, mark, raises
 
 import data
-from data import Batches, Needles, Pairs, Split, Tokenizer, load
+from data import Grid, Needles, Pairs, Split, Tokenizer, load
 from helpers import formula, jsonl, one_line, ranking, write, write_splits
 
 PROSE = ("The cat's tail isn't 123456 long; it's  red.\n\n\tWhat'll it do?\r\n  naïve 日本語 🎉\n"
@@ -23,19 +26,34 @@ def random_text(n, seed, symbols='aabcéß  x\n'):
 
 
 # --------------------------------------------------------------------------------------------------
-# progress
+# examples, progress
+def test_examples_in_docstrings():
+    assert doctest.testmod(data).failed == 0
+
+
 @mark.parametrize('items, options, lines', [
     ([30, 6, 24, 12], dict(size=lambda seconds: 100 * seconds),
      ['x: 3,000 of 7,200, 0.7 min left', 'x: 6,000 of 7,200, 0.2 min left']),
     (iter([30, 30]), dict(total=5), ['x: 1 of 5, 2.0 min left']),
     ([30, 30], dict(quiet=True), [])])
-def test_progress(monkeypatch, capsys, items, options, lines):
+def test_progress_bar(monkeypatch, capsys, items, options, lines):
     """The items are the seconds that they take."""
     spent = [100.0]
     monkeypatch.setattr(data.time, 'monotonic', lambda: sum(spent))
     for seconds in data.progress_bar(items, 'x', **options):
         spent.append(seconds)
     assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_all_long_work_has_a_progress_bar(src, monkeypatch, capsys):
+    """Each look at the clock is ten seconds later than the one before."""
+    seconds = itertools.count(0, 11)
+    monkeypatch.setattr(data.time, 'monotonic', lambda: next(seconds))
+    corpus = prepared(src(a_jsonl=jsonl(map(str, range(99))), b_txt='a b ' * 99), 'bpe', 300)
+    corpus.batches(corpus.train, 'packed', 4, 2, 0)
+    works = re.findall(r'^(.+): [\d,]+ of [\d,]+, [\d.]+ min left$', capsys.readouterr().err, re.M)
+    assert set(works) == {'a.jsonl, bytes read', 'bytes read', 'characters counted',
+                          'learning bpe', 'bytes encoded', 'packing by BM25'}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -65,6 +83,17 @@ def test_a_million_in_a_row(run):
         assert ids[-4:].tolist() == tokenizer.encode(' word')[-4:].tolist()
 
 
+@mark.parametrize('pattern', [data.GPT2_PATTERN, data.BPE_PATTERN])
+@mark.parametrize('run', ['é', 'กิ', '7', '-', ' ', 'a\u0301-'])
+def test_no_word_is_long(pattern, run):
+    """Not even in a text without blanks, or of blanks alone"""
+    text = f'a{1000 * run} b'
+    pieces = data.short_words(text, pattern)
+    assert ''.join(pieces) == text
+    words = [word for piece in pieces for word in regex.findall(pattern, piece)]
+    assert max(map(len, words)) <= 257
+
+
 def test_bpe_learns_all_of_a_long_word():
     """Words without blanks between them, in lines of 60 letters or in one: as many tokens"""
     words = [random_text(5, i, 'abcdefghijkl') for i in range(300)]
@@ -74,6 +103,32 @@ def test_bpe_learns_all_of_a_long_word():
         tokenizer = Tokenizer.train('bpe', [textwrap.fill(letters, width)], 500)
         n_tokens.append(len(tokenizer.encode(letters)))
     assert n_tokens[1] == approx(n_tokens[0], rel=0.05)
+
+
+@mark.parametrize('words', [
+    'नमस्ते दुनिया हिन्दी में', 'สวัสดี ชาวโลก ที่นี่', 'مُحَمَّد كِتَابٌ',
+    'cafe\u0301 nai\u0308ve', 'עִבְרִית שָׁלוֹם', 'தமிழ் மொழி'])
+def test_marks_are_letters(words):
+    """In Hindi, Thai, ..., vowels are marks. A word is one word, and becomes one token."""
+    first, *others = words.split()
+    assert regex.findall(data.BPE_PATTERN, words) == [first, *(f' {word}' for word in others)]
+    tokenizer = Tokenizer.train('bpe', [f' {words}' * 9], 4096)
+    assert len(tokenizer.encode(f' {words}')) == 1 + len(others)
+    assert tokenizer.decode(tokenizer.encode(words)) == words
+
+
+def test_earlier_tokenizers_keep_their_words(tmp_path):
+    """Those of checkpoints, which have their pattern, and that of `code`; also within a corpus that
+    another one has prepared. Without marks as letters é, which is e and an accent, is two words."""
+    tokens = [*data.BYTES, '\xcc\x81', 'e\xcc\x81']
+    path = write_splits(tmp_path / 'x', ['e\u0301' * 9], ['e\u0301'])
+    for pattern, n_tokens in ((data.BPE_PATTERN, 10), (data.GPT2_PATTERN, 19)):
+        corpus = prepared(path, Tokenizer('bpe', tokens, pattern))
+        assert len(corpus.train.tokens) == n_tokens
+    learned = prepared(path, 'bpe', 258).tokenizer
+    old = Tokenizer('bpe', learned.tokens[:-1])
+    assert prepared(path, old).tokenizer.pattern == data.GPT2_PATTERN != learned.pattern
+    assert Tokenizer('bytes').pattern == data.GPT2_PATTERN
 
 
 def naive_bpe(words, n_merges):
@@ -163,19 +218,28 @@ FILES = {                               # files, and the documents of train, val
         dict(train_jsonl=jsonl([*LINES, '', '\ud800']) + '\n', val_jsonl=jsonl([''])),
         [*LINES, '?'], [], []),
     'files that are no text': (
-        dict(train_txt='a', b_txt=b'caf\xe9', val_txt=b'\xff', _test='x', test_txt=b'cut \xe6',
-             corpora__val_txt='x'),
-        ['a'], [], [])}
+        dict(train_txt='a', b_txt=b'caf\xe9', val_txt=b'\xff', _test='x', test_txt=b'cut \xe6'),
+        ['a'], [], []),
+    'folders of any name': (
+        dict(out__train_txt='1', site_packages__test__a_txt='2', test__x__train_py='3',
+             corpora__val_txt='4', tests__val_txt='5'),
+        ['1'], ['4', '5'], ['2', '3'])}
 
 
 @mark.parametrize('name', FILES)
 def test_documents_of_files(src, name):
     files, *expected = FILES[name]
     path = src(**files)
-    # folders of these names are for corpora, they have no sources
-    corpus, _, again = (load(path, 'bytes', root=path / root) for root in ('out', 'corpora', 'out'))
+    # a folder of corpora within the text is no source
+    corpus, again = (load(path, 'bytes', root=path / 'test/mine') for _ in range(2))
     assert texts_of(again) == expected
     assert again.folder == corpus.folder
+
+
+def lines_of_screen(capsys):
+    """{title: line} of what load prints"""
+    lines = capsys.readouterr().out.splitlines()
+    return dict(line.split(': ', 1) for line in lines)
 
 
 def test_one_name_alone_is_no_split(src, capsys):
@@ -184,16 +248,31 @@ def test_one_name_alone_is_no_split(src, capsys):
     corpus = prepared(src(a__TrainOfThought_txt='x' * 99, test_py='x' * 99, **files))
     assert sum(map(len, texts_of(corpus))) == 42
     assert corpus.val and corpus.test
-    assert capsys.readouterr().out.endswith('not used: 0 files, []\n')
+    assert not [title for title in lines_of_screen(capsys) if title.startswith('not used')]
 
 
 def test_the_screen_names_the_files_of_each_split(src, capsys):
-    prepared(src(**{f'train_{i}_txt': 'a' for i in range(4)}, dev_txt='bb', notes_txt='c',
-                 eval_txt=b'\xff'))
-    assert capsys.readouterr().out.splitlines()[-4:] == [
-        "train: 4 files, ['train.0.txt', 'train.1.txt', 'train.2.txt'], 4 documents, 8 tokens",
-        "val: 1 files, ['dev.txt'], 1 documents, 3 tokens", 'test: 0 files, []',
-        "not used: 2 files, ['eval.txt', 'notes.txt']"]
+    """And all that is not used, with the reason. A file that is not used can be no JSON."""
+    path = src(**{f'train_{i}_txt': 'a' for i in range(4)}, dev_txt='bb', x__dev__b_txt='a',
+               notes_json='c', x__notes_txt='c', eval_txt=b'a\xff', _git__a='', _b='',
+               my__run__ckpt_pt='', my__run__train_txt='')
+    (path / 'x/link').symlink_to('nowhere')
+    os.mkfifo(path / 'pipe')
+    prepared(path)
+    lines = lines_of_screen(capsys)
+    del lines[next(iter(lines))]                                # the folder
+    assert lines == {
+        'splits': 'by the names of files',
+        'train': "4 files, ['train.0.txt', 'train.1.txt', 'train.2.txt'], 4 documents, 8 tokens",
+        'val': "2 files, ['dev.txt', 'x/dev/b.txt'], 2 documents, 5 tokens, "
+               'documents that are also in train: 1',
+        'test': '0 files, []',
+        'not used (hidden)': "2 files, ['.b', '.git']",
+        'not used (a run of train.py)': "1 files, ['my/run']",
+        'not used (a broken link or a device)': "2 files, ['pipe', 'x/link']",
+        'not used (no split in the name)': "2 files, ['notes.json', 'x/notes.txt']",
+        'not used (not UTF-8; Latin-1 (iconv -f latin1 -t utf-8), or UTF-8 with wrong bytes '
+        '(iconv -c -f utf-8 -t utf-8))': "1 files, ['eval.txt: byte 1 is 0xff']"}
 
 
 @mark.parametrize('tokenizer', ['bytes', 'word'])
@@ -237,7 +316,9 @@ def test_json(src, name, content):
     corpus = prepared(src(test_TXT_gz=test, train_csv_gz=test, **{
         name: content, 'val.json': json.dumps(dict(text='v'), indent=1)}))
     assert texts_of(corpus) == [JSON_TEXTS, ['v'], ['a\nb']]
-    assert corpus.about['not used'] == "1 files, ['train.csv.gz']"
+    [reason] = corpus.about.keys() - {'splits', *data.SPLITS}
+    assert 'binary' in reason
+    assert corpus.about[reason] == "1 files, ['train.csv.gz: byte 1 is 0x8b']"
 
 
 def test_files_of_pairs(src):
@@ -250,19 +331,186 @@ def test_files_of_pairs(src):
     assert 'other files' in one_line(prepared, mixed)
 
 
-def test_other_files_are_split_by_the_hash_of_their_names(src):
-    """In order of sha256(name) to val, else to test, while these have at most 5%, else to train."""
-    texts = {f'f{i}.txt': f'{i:4} ' * (560 if i % 9 == 0 else 40) for i in range(90)}
-    n = sum(map(len, texts.values()))
-    room = dict(val=n // 20, test=n // 20, train=n)
-    expected = dict(train=[], val=[], test=[])
-    for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
-        split = next(split for split in room if len(texts[name]) <= room[split])
-        room[split] -= len(texts[name])
-        expected[split].append(texts[name])
+def test_a_file_without_a_split_does_not_mix_with_pairs(src):
+    """As about.txt, next to train.tsv and valid.tsv"""
+    corpus = prepared(src(train_tsv='a\tb', valid_tsv='c\td', about_txt='sentences from ...'))
+    assert texts_of(corpus) == [['a\tb'], ['c\td'], []]
+    assert corpus.tab == 9
 
+
+@fixture
+def parquet(src):
+    """A function that writes columns to a .parquet file. -> the folder"""
+    pyarrow = importorskip('pyarrow')
+    module = importorskip('pyarrow.parquet')
+
+    def write_columns(name, types=None, **columns):
+        path = src(**{name: ''})
+        table = pyarrow.table(columns)
+        for column, dtype in (types or {}).items():
+            table = table.set_column(table.column_names.index(column), column,
+                                     table[column].cast(dtype))
+        module.write_table(table, path / name, row_group_size=2)
+        return path
+    return write_columns
+
+
+def test_parquet(parquet):
+    """In row groups of two; a cell without a text is no document."""
+    texts = ['one', 'two\r\nlines', None, '', 'three']
+    parquet('train-00000-of-00002.parquet', text=texts, url=['x'] * 5)
+    parquet('train-00001-of-00002.parquet', dict(words='large_string'), words=['4'], n=[1])
+    parquet('validation-00000-of-00001.PARQUET', n=[1, 2], text=['v', 'w'])
+    path = parquet('test-00000-of-00001.parquet', text=['t'])
+    assert texts_of(prepared(path)) == [['one', 'two\nlines', 'three', '4'], ['v', 'w'], ['t']]
+
+
+def test_rows_of_parquet_are_split_by_the_hash_of_their_text(parquet):
+    texts = 3 * [f'{i}' for i in range(200)]
+    assert sorted_texts(parquet('a.parquet', content=texts)) == by_split(texts, texts)
+
+
+@mark.parametrize('columns', [
+    dict(a=['x'], b=['y']), dict(n=[1]), dict(text=[1]),
+    dict(text=[['x']], title=['y'])])
+def test_parquet_without_a_column_of_text(parquet, columns):
+    message = one_line(prepared, parquet('a.parquet', **columns))
+    assert 'a.parquet' in message and 'named text' in message
+
+
+def test_parquet_that_cannot_be_read(src, monkeypatch):
+    """It is damaged, or pyarrow is not installed."""
+    importorskip('pyarrow.parquet')
+    path = src(a_parquet='nonsense')
+    assert 'cannot be read' in one_line(prepared, path)
+    monkeypatch.setitem(sys.modules, 'pyarrow.parquet', None)
+    assert 'pip install pyarrow' in one_line(prepared, path)
+
+
+def share(text):
+    """A hash as a number from 0 to 1, by which a name or a line goes to val, test or train"""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) / 2 ** 64
+
+
+def split_of(text):
+    return 'val' if share(text) < 0.05 else 'test' if share(text) < 0.1 else 'train'
+
+
+def by_split(texts, keys):
+    """The texts of train, val and test, if the keys decide, sorted"""
+    return [sorted(text for text, key in zip(texts, keys) if split_of(key) == split)
+            for split in data.SPLITS]
+
+
+def sorted_texts(path):
+    return list(map(sorted, texts_of(prepared(path))))
+
+
+def test_files_are_split_by_the_hash_of_their_names_alone(src, capsys):
+    """Files that are added later move none, whatever their sizes."""
+    rng = random.Random(0)
+    files = {f'f{i}_txt': f'{i:4} ' * rng.randint(1, 40) for i in range(200)}
+    for n in (90, 110, 200):
+        texts = dict(islice(files.items(), n))
+        names = [name.replace('_', '.') for name in texts]
+        assert sorted_texts(src(**texts)) == by_split(texts.values(), names)
+    assert 'a hash of their names' in lines_of_screen(capsys)['splits']
+
+
+@mark.parametrize('split', ['val', 'test'])
+def test_files_are_cut_if_a_large_one_is_held_out(src, split):
+    """More than a quarter of the text is not for val or test: each file is cut."""
+    names = [f'f{i}.txt' for i in range(200)]
+    large = next(name for name in names if split_of(name) == split)
+    files = {name: f'{name} ' * (9000 if name == large else 30) for name in names}
+    train, val, test = texts_of(prepared(src(**files)))
+    assert len(train) == len(val) == len(test) == 200
+    assert sum(map(len, train)) == approx(0.9 * sum(map(len, files.values())), rel=0.02)
+
+
+def test_a_copy_of_a_file_of_train_is_in_train(src):
+    texts = {f'f{i}_txt': f'{i:4} ' * 40 for i in range(120)}
+    names = {split_of(name.replace('_', '.')): name for name in texts}
+    for split in ('val', 'test'):
+        texts[names[split]] = texts[names['train']].replace('\n', '\r\n')
     splits = texts_of(prepared(src(**texts)))
-    assert list(map(sorted, splits)) == list(map(sorted, expected.values()))
+    assert splits[0].count(texts[names['train']]) == 3
+
+
+@mark.parametrize('name, line', [
+    ('a.jsonl', '{{"text": "{}"}}'), ('b.tsv', '{}\tx'), ('train.json.gz', '{{"text": "{}"}}')])
+def test_lines_are_split_by_the_hash_of_their_text(src, name, line):
+    """Equal lines are in one split, and lines that are added later move none."""
+    texts = [random_text(9, i, 'abc') for i in range(400)]
+    for n in (300, 400):
+        lines = random.Random(n).choices(texts[:n], k=2 * n)
+        content = '\n'.join(map(line.format, lines)).encode()
+        if name.endswith('.gz'):
+            content = gzip.compress(content)
+        documents = [text + '\tx' if name == 'b.tsv' else text for text in lines]
+        assert sorted_texts(src(**{name: content})) == by_split(documents, documents)
+
+
+@mark.parametrize('n', [2, 3, 5, 15, 40])
+def test_few_lines(src, n):
+    """Where no line would be in val, the smallest hashes are in val, the next ones in test."""
+    n_held_out = max(1, n // 20)
+    texts = [f'{i:9}' for i in range(999) if share(f'{i:9}') > 0.05][:n]
+    hashed = sorted(texts, key=share)
+    expected = [hashed[2 * n_held_out:], hashed[:n_held_out], hashed[n_held_out:2 * n_held_out]]
+    if n == 2:
+        expected = [hashed[1:], hashed[:1], []]
+    assert sorted_texts(src(a_jsonl=jsonl(texts * 2))) == [sorted(texts * 2) for texts in expected]
+
+
+def test_one_line_is_in_train(src):
+    corpus = prepared(src(a_jsonl=jsonl(9 * ['a b'])))
+    message = one_line(corpus.batches, corpus.val, 'segments', 4, 2, seed=0)
+    assert 'val' in message and not re.search('[0-9]', message)
+
+
+@mark.parametrize('files, n_copies', [
+    (dict(train_jsonl=jsonl('aabc'), val_jsonl=jsonl('adda'), test_jsonl=jsonl('cx')), (2, 1)),
+    (dict(train_tsv='a\tb\nc\td', val_tsv='a\tb\nc\te'), (1, 0)),
+    (dict(train_txt=' = A = \n x\n = B = \n y\n', val_txt=' = B = \n y\n = C = \n z\n'), (1, 0)),
+    ({f'f{i}.txt': 'a' for i in range(99)}, (0, 0))])
+def test_copies_that_cannot_be_moved_are_counted(src, capsys, files, n_copies):
+    """In splits that the user named, and articles"""
+    prepared(src(**files))
+    lines = lines_of_screen(capsys)
+    for split, n in zip(('val', 'test'), n_copies):
+        _, _, shown = lines[split].partition(', documents that are also in train: ')
+        assert shown == (str(n) if n else '')
+
+
+def test_val_is_taken_from_train_if_only_train_and_test_are_named(src, tmp_path, capsys):
+    """Files by their names, a file by its end, or lines by their hashes"""
+    names = [f'train__{i}_txt' for i in range(200)]
+    files = {name: f'{name} ' * 9 for name in names}
+    keys = [name.replace('__', '/').replace('_', '.') for name in names]
+    train, val, test = map(sorted, texts_of(prepared(src(**files, test_txt='t'))))
+    assert val == by_split(files.values(), keys)[1]
+    assert (sorted(train + val), test) == (sorted(files.values()), ['t'])
+
+    words = ''.join(f'{i} ' for i in range(999))
+    train, val, test = texts_of(prepared(write(tmp_path / 'a', train_txt=words, test_txt='t')))
+    assert (train[0] + val[0], test) == (words, ['t'])
+    assert len(val[0]) / len(words) == approx(0.05, abs=0.01)
+
+    lines = [f'a{i}\tb' for i in range(200)]
+    tsv = write(tmp_path / 'b', train_tsv='\n'.join(lines), test_tsv='t\tt', notes_txt='no')
+    train, val, test = texts_of(prepared(tsv))
+    assert val == [line for line in lines if share(line) < 0.05]
+    assert (sorted(train + val), test) == (sorted(lines), ['t\tt'])
+    assert capsys.readouterr().out.count('from train, because no file is named val') == 3
+
+
+def test_val_is_not_among_the_files(src, capsys):
+    """It is empty, or cannot be read: no part of train is used in its place."""
+    for i, val in enumerate(('', b'\xff')):
+        corpus = prepared(src(train_txt=random_text(99, i), val_txt=val))
+        assert len(corpus.train.tokens) > 99 and not corpus.val
+        assert 'file named val' in one_line(corpus.batches, corpus.val, 'segments', 4, 2, 0)
 
 
 @mark.parametrize('n_files', [1, 3, 4])
@@ -298,6 +546,31 @@ def test_code_is_the_standard_library(tmp_path):
     assert ''.join(map(Path.read_text, paths)) in documents
     assert (library / 'heapq.py').read_text() in documents
     assert (library / 'encodings/utf_8.py').read_text() not in ''.join(documents)
+
+
+def test_the_words_of_code_are_those_of_gpt2(src, monkeypatch):
+    """As in earlier versions. Tests, and what is no module, are left out."""
+    library = src(**{f'm{i}_py': f'm{i} ' * 9 for i in range(90)}, p__b_py='b', p__a_py='a\n',
+                  test__c_py='c', p__tests__d_py='d', README_txt='e', config_3__f_py='f', _g_py='g')
+    (library / 'config.3').rename(library / 'config-3')
+    monkeypatch.setattr(data.sysconfig, 'get_path', lambda name: library)
+    corpus = load('code', 'bpe', 300, root=library.parent)
+    assert corpus.tokenizer.pattern == data.GPT2_PATTERN
+    documents = sum(texts_of(corpus), [])
+    assert sorted(documents) == sorted(['a\nb', *(f'm{i} ' * 9 for i in range(90))])
+
+
+def test_how_code_is_split():
+    """In order of sha256(name) to val, else to test, while these have at most 5%, else to train"""
+    sizes = {f'f{i}': 2800 if i % 9 == 0 else 200 for i in range(90)}
+    n = sum(sizes.values())
+    room = dict(val=n // 20, test=n // 20, train=n)
+    expected = {}
+    for name in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
+        expected[name] = next(split for split in room if sizes[name] <= room[split])
+        room[expected[name]] -= sizes[name]
+    sources = [data.Source(name, [], [], np.array([sizes[name] - 9, 9])) for name in sizes]
+    assert data.split_code(sources) == expected
 
 
 # --------------------------------------------------------------------------------------------------
@@ -343,23 +616,53 @@ def kill(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@mark.parametrize('owner, name', [(np, 'unique'), (Path, 'write_text'), (Path, 'rename')])
+@mark.parametrize('owner, name', [(data, 'learn_bpe'), (data.SplitWriter, 'finish'),
+                                  (Path, 'write_text'), (Path, 'rename')])
 def test_a_killed_preparation_leaves_no_corpus(src, monkeypatch, owner, name):
-    """The process is killed when it calls owner.name. Then three prepare the corpus at once."""
+    """The process is killed when it calls owner.name. Then three prepare the corpus at once. The
+    folder of the first one is removed."""
     path = src(train_txt=random_text(120_000, 1))
     fork = get_context('fork')
     with monkeypatch.context() as patch, ProcessPoolExecutor(1, fork) as pool:
         patch.setattr(owner, name, kill)
         with raises(BrokenProcessPool):
-            pool.submit(prepared, path).result()
+            pool.submit(prepared, path, 'bpe', 270).result()
+    [folder] = path.parent.glob('corpora/*')
+    assert folder.suffix == '.tmp'
     with ProcessPoolExecutor(3, fork) as pool:
-        for corpus in pool.map(prepared, [path] * 3):
-            assert len(corpus.train.tokens) == corpus.train.n_bytes + 1
+        for corpus in pool.map(prepared, [path] * 3, ['bpe'] * 3, [270] * 3):
+            assert corpus.train.n_bytes > 120_000
+    assert list(path.parent.glob('corpora/*')) == [corpus.folder]
+
+
+def test_the_folder_of_a_running_preparation_stays(src, monkeypatch):
+    """Here, and on another machine, unless nothing has changed in it for a week"""
+    path = src(train_txt='a')
+    corpora = path.parent / 'corpora'
+    here, there = corpora / 'here', corpora / 'there'
+    with data.new_folder(here) as mine:
+        with monkeypatch.context() as patch:
+            patch.setattr(platform, 'node', lambda: 'another')
+            with raises(KeyboardInterrupt), data.new_folder(there) as theirs:
+                shutil.copytree(theirs, corpora / 'killed.tmp')
+                raise KeyboardInterrupt
+        assert list(corpora.glob('there*')) == []
+        week = 7 * 86_400
+        for file in (mine / 'lock', mine):
+            os.utime(file, 2 * (time.time() - 2 * week,))
+        prepared(path)
+        assert {mine, corpora / 'killed.tmp'} <= {*corpora.iterdir()}
+
+        for file in (corpora / 'killed.tmp/lock', corpora / 'killed.tmp'):
+            os.utime(file, 2 * (time.time() - week - 60,))
+        prepared(path)
+        assert mine.exists() and not (corpora / 'killed.tmp').exists()
+    assert here.exists() and not mine.exists()
 
 
 @mark.parametrize('name, content, place', [
-    ('a.jsonl', jsonl('ab' * 99) + '\n{}\n', 'line 200'), ('a.json', '5', 'line 1'),
-    ('a.json', '[{"text": "x"}, 3]', 'line 2'), ('a.json', '{"a": {"text": "x"}}', 'line 1'),
+    ('a.jsonl', jsonl('ab' * 99) + '\n{}\n', 'line 200'), ('a.json', '5', 'item 1'),
+    ('a.json', '[{"text": "x"}, 3]', 'item 2'), ('a.json', '{"a": {"text": "x"}}', 'line 1'),
     ('a.txt.gz', 'no gzip', 'cannot be read'), ('train.jsonl', 'nonsense', 'nonsense'),
     ('train.jsonl', '{"text": 3}', '{"text": 3}')])
 def test_files_that_are_refused(tmp_path, src, name, content, place):
@@ -371,9 +674,37 @@ def test_files_that_are_refused(tmp_path, src, name, content, place):
 
 
 @mark.parametrize('files', [
-    {}, dict(train_txt=b'\xff', val_txt='a'), dict(train_txt='', val_txt='a'), dict(a_txt='')])
+    dict(train_txt=b'\xff', val_txt='a'), dict(train_txt='', val_txt='a'), dict(a_txt=''),
+    dict(a_jsonl=''), dict(_a='x')])
 def test_no_training_text(src, files):
     assert 'no text' in one_line(prepared, src(**files))
+
+
+@mark.parametrize('path', ['', 'no/such', 'a\0b', 'niah:no/such'])
+def test_no_such_file(path):
+    assert '--data' in one_line(load, path) and 'code, random' in one_line(load, 'no/such')
+
+
+@mark.parametrize('content, encoding, where', [
+    ('abc café'.encode('latin-1'), 'latin1', 'byte 7 is 0xe9'),
+    ('日本'.encode() + b'\xff', 'utf-8 -t utf-8', 'byte 6 is 0xff'),
+    (b'a' * 3_000_000 + 'é'.encode()[:1], 'utf-8 -t utf-8', 'byte 3,000,000 is 0xc3'),
+    (b'a' * (2 ** 20 - 1) + 'é'.encode() + b'\xc0', 'utf-8 -t utf-8', 'byte 1,048,577 is 0xc0'),
+    ('abc'.encode('utf-16'), 'utf-16', 'byte 0 is 0xff'),
+    (codecs.BOM_UTF16_BE + 'abc'.encode('utf-16be'), 'utf-16', 'byte 0 is 0xfe'),
+    ('abc'.encode('utf-16le'), 'utf-16le', 'byte 0 is 0x00'),
+    ('abc'.encode('utf-32'), 'utf-32', 'byte 0 is 0xff')])
+@mark.parametrize('name', ['a.txt', 'a.jsonl', 'a.txt.gz'])
+def test_the_encoding_of_a_file(src, capsys, name, content, encoding, where):
+    """Alone, the file is an error that says what to do; next to another file it is left out."""
+    if name.endswith('.gz'):
+        content = gzip.compress(content)
+    message = one_line(prepared, src(**{name: content}))
+    assert f'{name}: {where}' in message and f'-f {encoding}' in message
+    corpus = prepared(src(b_txt='abc ' * 99))
+    assert ''.join(sum(texts_of(corpus), [])) == 'abc ' * 99
+    shown = capsys.readouterr().out
+    assert f'{name}: {where}' in shown and f'-f {encoding}' in shown
 
 
 def test_a_text_without_blanks_is_cut_anywhere(src):
@@ -466,7 +797,7 @@ def rows_by_definition(T, B, of_documents):
 @mark.parametrize('kind', KINDS)
 @mark.parametrize('T, B', [(16, 4), (1, 7), (41, 1), (8, 100)])
 def test_batches_equal_their_definition(kind, T, B):
-    batches = Batches(make_split(), kind, T, B, seed=3)
+    batches = Grid(make_split(), kind, T, B, seed=3)
     n = len(batches)
     expected = rows_by_definition(T, B, kind == 'documents')
     for epoch in range(2):
@@ -481,7 +812,7 @@ def test_batches_equal_their_definition(kind, T, B):
 def test_a_batch_is_a_pure_function_of_its_number(kind):
     """The order of calls is irrelevant; epochs and seeds differ."""
     split = make_split(range(20, 60))
-    batches, again, different = (Batches(split, kind, 16, 4, seed) for seed in (5, 5, 6))
+    batches, again, different = (Grid(split, kind, 16, 4, seed) for seed in (5, 5, 6))
     n = len(batches)
     in_order = [batches[g] for g in range(2 * n)]
     for g in (n, 1, 0):
@@ -493,10 +824,32 @@ def test_a_batch_is_a_pure_function_of_its_number(kind):
         assert not in_order[0].tokens.equal(batch.tokens)
 
 
+@mark.parametrize('kind', KINDS)
+def test_batches_in_the_order_of_the_text(kind):
+    """Micro-batch i of n has rows i B to i B + B - 1; of documents, rows i, i + n, i + 2 n, ...
+    In what order training takes the rows does not matter."""
+    T, B = 16, 4
+    batches = Grid(make_split(), kind, T, B, seed=3)
+    n = len(batches)
+    of_documents = kind == 'documents'
+    rows = rows_by_definition(T, B, of_documents)
+    for i in range(n):
+        expected = rows[i::n] if of_documents else rows[i * B:i * B + B]
+        tokens, targets, doc, seed = batches.in_order(i)
+        assert [*zip(tokens.tolist(), targets.tolist(), doc.tolist())] == expected
+        assert seed == i
+
+
+def test_an_order_is_read_only():
+    """It is kept for later calls."""
+    with raises(ValueError):
+        data.shuffled(9, 0)[0] = 1
+
+
 @mark.parametrize('m', [0, 1, 2, 4])
 def test_consecutive_segments(m):
     """A micro-batch has groups of m segments that follow each other; the groups are shuffled."""
-    batches = Batches(make_split(), 'consecutive', 15, 4, 0, consecutive=m)
+    batches = Grid(make_split(), 'consecutive', 15, 4, 0, consecutive=m)
     size = m or 4
 
     def in_groups(rows):
@@ -533,24 +886,72 @@ def test_packed_is_algorithm_1(same_document):
     if same_document:
         docs = [set(split.doc_of(p)) for p in positions]
     order = algorithm_1([split.tokens[p].tolist() for p in positions], docs)
-    assert Batches(split, 'packed', 3, 296, 0, same_document).rows(0).tolist() == order
+    assert Grid(split, 'packed', 3, 296, 0, same_document).rows(0).tolist() == order
 
 
 def test_packed_without_bm25_is_segments():
-    packed = Batches(make_split(), 'packed', 16, 8, 0, bm25=False)
-    segments = Batches(make_split(), 'segments', 16, 8, 0)
+    packed = Grid(make_split(), 'packed', 16, 8, 0, bm25=False)
+    segments = Grid(make_split(), 'segments', 16, 8, 0)
     assert packed[3].tokens.equal(segments[3].tokens)
 
 
 def test_what_cannot_be_batched():
     split = make_split()
-    assert '162' in one_line(Batches, split, 'segments', 162, 2, seed=0)
-    assert 'val' in one_line(Batches, None, 'segments', 4, 2, seed=0)
-    assert 'consecutive 4' in one_line(Batches, split, 'consecutive', 4, 6, seed=0, consecutive=4)
-    assert 'document' in one_line(Batches, make_split([99]), 'packed', 9, 2, seed=0)
-    Batches(make_split([99, 99]), 'packed', 98, 2, seed=0)      # one segment is of both documents
+    assert '162' in one_line(Grid, split, 'segments', 162, 2, seed=0)
+    assert 'named val' in one_line(Grid, None, 'segments', 4, 2, seed=0)
+    assert 'consecutive 4' in one_line(Grid, split, 'consecutive', 4, 6, seed=0, consecutive=4)
+    assert 'document' in one_line(Grid, make_split([99]), 'packed', 9, 2, seed=0)
+    Grid(make_split([99, 99]), 'packed', 98, 2, seed=0)      # one segment is of both documents
     for T, chunk in ((256, 8), (300, 32), (224, 32)):
         one_line(Needles, make_split([999]), Tokenizer('bytes'), 1, T, 2, 0, chunk)
+
+
+# --------------------------------------------------------------------------------------------------
+# random tokens
+@mark.parametrize('name, vocab_size, n_vocab', [
+    ('bytes', 4096, 257), ('bpe', 4096, 4096), ('gpt2', 4096, 50_257), ('word', 267_744, 267_744)])
+def test_random_tokens(tmp_path, name, vocab_size, n_vocab):
+    """All ids are equally frequent; documents are long."""
+    corpus = load('random', name, vocab_size, tmp_path, quiet=True)
+    assert (corpus.tokenizer.n_vocab, corpus.name, corpus.tab) == (n_vocab, 'random', -1)
+    for split in (corpus.train, corpus.val, corpus.test):
+        tokens = np.array(split.tokens)
+        n = len(tokens)
+        assert set(np.diff(split.offsets)) == {2 ** 16} and tokens.max() < n_vocab
+        # the number of ids in each of 200 parts of the vocabulary, and of equal neighbors
+        counts = np.bincount(tokens.astype(int) * 200 // n_vocab, minlength=200)
+        assert abs(counts / n - 1 / 200).max() < 6 / np.sqrt(200 * n) + 1 / n_vocab
+        assert (tokens[1:] == tokens[:-1]).sum() < n / n_vocab + 6 * np.sqrt(n / n_vocab)
+    assert len(corpus.train.tokens) == 2 ** 22
+    assert not np.array_equal(corpus.val.tokens, corpus.test.tokens)
+
+    # a checkpoint's tokenizer finds the corpus again
+    tokenizer = Tokenizer(**json.loads(json.dumps(corpus.tokenizer.to_dict())))
+    assert load('random', tokenizer, root=tmp_path, quiet=True).folder == corpus.folder
+    assert tokenizer.decode(corpus.val.tokens[:99]).replace('\n', '').isprintable()
+    for kind in KINDS:
+        rows = corpus.batches(corpus.val, kind, 16_384, 2, seed=0)[0].tokens
+        assert rows.shape == (2, 16_384) and rows.max() < n_vocab
+
+
+def test_random_tokens_of_a_tokenizer(tmp_path, monkeypatch):
+    """That of a trained model; in another folder the tokens are the same."""
+    monkeypatch.setattr(data, 'RANDOM_DOCUMENTS', dict(train=2, val=1, test=1))
+    tokenizer = Tokenizer('bpe', [*data.BYTES, 'th', 'the'])
+    corpus, again = (load('random', tokenizer, root=tmp_path / name) for name in 'ab')
+    assert corpus.tokenizer.to_dict() == tokenizer.to_dict()
+    assert set(corpus.train.tokens) == set(range(259))
+    assert corpus.fingerprint == again.fingerprint
+    assert np.array_equal(corpus.train.tokens, again.train.tokens)
+
+
+@mark.parametrize('name, tokenizer', [('random', 'bpe'), ('random', 'word'), ('x', 'bpe')])
+def test_a_vocabulary_that_is_too_large(tmp_path, name, tokenizer):
+    path = name
+    if name == 'x':
+        path = write_splits(tmp_path / 'x', ['a'], ['b'])
+    assert '2,000,000' in one_line(load, path, tokenizer, 2_000_000, tmp_path / 'corpora')
+    assert list(tmp_path.glob('corpora/*')) == []
 
 
 # --------------------------------------------------------------------------------------------------

@@ -555,8 +555,8 @@ def test_beam_search_of_several_prompts(model):
     """Each has the text that it has alone; they end after different numbers of steps."""
     small_vocabulary(model, 3)
     prompts = [[1, last] for last in range(100, 140)]
-    together = found_by(model, prompts, 3, 9)
-    assert together == [found_by(model, [prompt], 3, 9)[0] for prompt in prompts]
+    together = found_by(model, prompts, 3, 7)
+    assert together == [found_by(model, [prompt], 3, 7)[0] for prompt in prompts]
     assert len({*map(len, together)}) > 2
 
 
@@ -630,7 +630,7 @@ def test_a_file_is_translated(answers, capsys, monkeypatch):
     assert capsys.readouterr().out == 'the sun is up, too\n'
     assert '--prompt-file FILE' in one_line(evaluate, 'a --data pairs --task translate')
     Path('latin.txt').write_bytes('é'.encode('latin-1'))
-    assert 'latin.txt is not UTF-8' in one_line(evaluate, f'{command} latin.txt')
+    assert 'latin.txt: not UTF-8' in one_line(evaluate, f'{command} latin.txt')
 
 
 # --------------------------------------------------------------------------------------------------

@@ -614,7 +614,7 @@ def start(tmp_path):
             assert (Model, reference_config.retriever, reference_config.n_layer) == (RPT, 'none', 2)
             assert config.max_steps == min(model.config.reference_steps, train_config.max_steps)
             return reference, corpus.tokenizer
-        batches = data.Batches(corpus.train, 'documents', model.config.block_size,
+        batches = data.Grid(corpus.train, 'documents', model.config.block_size,
                                model.config.micro_batch, seed=0)
         training = SimpleNamespace(
             config=train_config, corpus=corpus, batches=batches, load_reference=load_reference,

@@ -603,7 +603,7 @@ def test_validation_is_fixed_and_complete(here):
     some, again = (training.validate(1.0, 200) for _ in range(2))
     assert n == len(val.tokens) - 1 and some == again and some[1] <= 200
     assert model.training and torch.equal(torch.get_rng_state(), state)
-    training.val_batches = data.Batches(val, 'documents', 16, 3, seed=0)
+    training.val_batches = data.Grid(val, 'documents', 16, 3, seed=0)
     assert training.validate(1.0)[1] == n + 1 - 8                       # but 8 first tokens
 
     model.eval()
@@ -650,7 +650,7 @@ def initial():
     """The model of a run without dropout, with seed 1, before its first step; its micro-batches"""
     corpus = data.load('texts', 'bytes', quiet=True)
     model = make(flags('trime', '--dropout 0'), vocab_size=257)
-    return model, data.Batches(corpus.train, 'segments', 16, 2, seed=1)
+    return model, data.Grid(corpus.train, 'segments', 16, 2, seed=1)
 
 
 @mark.parametrize('optimizer', ['muon', 'adamw'])
