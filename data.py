@@ -55,6 +55,7 @@ except ImportError:         # on Windows
     fcntl = None
 
 SPLITS = 'train', 'val', 'test'
+ENOUGH = 1000               # tokens that a split must have for tuning, see Corpus.tuning_split
 VERSION = 4                 # of the rules by which a corpus is prepared: others make another folder
 
 
@@ -985,6 +986,16 @@ class Corpus:
             setattr(self, split, Split(split, tokens, offsets, counts['bytes'], counts['words']))
             hashes.append(counts['sha256'])
         self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
+
+    def tuning_split(self, scored):
+        """The split for tuning what is evaluated on the split named `scored`: val or test, another
+        one that has ENOUGH tokens. Prints a warning if there is none, and it is the same"""
+        for split in (self.val, self.test):
+            if split and split.name != scored and len(split.tokens) >= ENOUGH:
+                return split
+        print(f'warning: constants are tuned on {scored}, the text that is scored: no other split '
+              f'but train has {ENOUGH:,} tokens')
+        return getattr(self, scored)
 
     def batches(self, split, kind, block_size, micro_batch, seed, chunk=32, grow=0,
                 same_document=True, consecutive=0, bm25=True):

@@ -923,15 +923,25 @@ class DRT(nn.Module):
         """log P (B, t, V) fp32 of the token after each of tokens (B, t), each row a document"""
         return self.stream(tokens)[0]
 
+    def logits(self, f):
+        """f (..., C) -> (..., V) fp32; ids beyond the text's have none"""
+        return product(f, self.embedding.weight[:self.config.vocab_size].T)
+
+    @torch.no_grad()
+    def states(self, tokens, state=None):
+        """f (B, t, C), whose `logits` predict the token after each of tokens (B, t), which continue
+        the text of `state`; the new state"""
+        V = self.config.vocab_size
+        ids = self.insert(tokens, V, state)
+        f, state = self.encode(ids, state)
+        return f[:, ids[0] < V], state                                      # not of landmarks
+
     @torch.no_grad()
     def stream(self, tokens, state=None):
         """Predicts the token after each of tokens (B, t), t >= 1, which continue the text of
         `state` -> log P (B, t, V), the new state"""
-        V = self.config.vocab_size
-        ids = self.insert(tokens, V, state)
-        f, state = self.encode(ids, state)
-        logits = product(f[:, ids[0] < V], self.embedding.weight[:V].T)     # not of landmarks
-        return logits.log_softmax(-1), state
+        f, state = self.states(tokens, state)
+        return self.logits(f).log_softmax(-1), state
 
     @torch.no_grad()
     def read(self, tokens, state=None):

@@ -70,6 +70,7 @@ class EvalConfig:
     model: str = ''             # your model file, as for train.py; several: a.py,b.py
     data: train.source = ''     # another corpus than the one of training
     retrieve_from: train.source = ''    # trime, drt: retrieve from the train split of this corpus
+    cache: int = 0              # adds a continuous cache of up to so many tokens to every model
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = ''            # examples, generate: a text in place of the split's
     prompt_file: train.expanded_path = ''   # the same from a file; -: from standard input
@@ -153,7 +154,9 @@ class Run:
             model.prepare_eval(self.corpus, external, args, self.path)
         elif args.retrieve_from:
             raise SystemExit(f'{name} retrieves from its text alone: no --retrieve-from')
-        self.ways = model.ways()
+        if args.cache:
+            self.model = cached(self, args)
+        self.ways = self.model.ways()
         self.on = 'both' if 'both' in self.ways else self.ways[0]
         self.scores = {}
 
@@ -200,6 +203,18 @@ class Run:
     def gains(self):
         """What retrieval gains, in nats, for each token of a document except the first, (n - 1,)"""
         return [on - off for on, off in zip(self.scores[self.on], self.scores['off'])]
+
+
+def cached(run, args):
+    """The model of a run with a continuous cache (compared/cache.py), tuned on another split"""
+    from compared.cache import Cache
+    if run.model.ways() != ('off',) and run.chunk == 1:
+        raise SystemExit(f'{run.name}: TRIME has memories of single tokens: no --cache')
+    model = Cache(run.model, args.cache).eval()
+    split = run.corpus.tuning_split(args.split)
+    model.tune(split, args.progress_bar)
+    print(f'{run.path}: {model.constants}, tuned on {split.name}')
+    return model
 
 
 def score(runs, all_ways=True):
@@ -326,6 +341,29 @@ def frequency(runs, args):
             row[name] = np.exp(part.mean()) if len(part) else None
             row[f'n {name}'] = len(part)
             low = high
+        table.add(row)
+    return table.rows
+
+
+def is_repeated(ids):
+    """Which tokens of a document (n,) but the first occur earlier in it -> (n - 1,) bool"""
+    first = np.zeros(len(ids), bool)
+    first[np.unique(ids, return_index=True)[1]] = True
+    return ~first[1:]
+
+
+def repeats(runs, args):
+    """Losses of tokens that occur earlier in their document, and of new ones -> the rows"""
+    table = Table()
+    for run, way in score(runs):
+        repeated = np.concatenate([is_repeated(ids.cpu().numpy()) for ids in run.documents])
+        losses = -np.concatenate(run.scores[way])
+        off = -np.concatenate(run.scores['off'])
+        row = {'run': run.name, 'way': way, 'loss': losses.mean()}
+        for name, chosen in ('repeated', repeated), ('new', ~repeated):
+            row[name] = losses[chosen].mean()
+            row[f'gain, {name}'] = (off - losses)[chosen].mean()
+            row[f'n {name}'] = int(chosen.sum())
         table.add(row)
     return table.rows
 
@@ -947,9 +985,19 @@ def answers(run, needles, n_chunks, chunks, seed):
         yield torch.equal(predicted, answer)
 
 
+def wilson_interval(right, n):
+    """The 95% confidence interval of a share, right of n (Wilson 1927) -> low, high"""
+    p = right / n
+    z2 = 1.96 ** 2 / n
+    center = (p + z2 / 2) / (1 + z2)
+    width = (z2 * (p * (1 - p) + z2 / 4)) ** 0.5 / (1 + z2)
+    return max(0.0, center - width), min(1.0, center + width)
+
+
 def niah(runs, args):
     """Needles in a haystack (DRT, Table 2): the share of right answers by length of the text and
-    depth in it, as a table and as niah.png; 10 texts of each length, fewer above 400k tokens"""
+    depth in it, as a table and as niah.png; 10 texts of each length, 5 above 400k tokens. low and
+    high are a 95% interval; repeated: how often the text of the split is repeated in one of them"""
     table = Table()
     depths = args.depths.values()
     for run, (name, length) in itertools.product(runs, args.lengths.items()):
@@ -969,16 +1017,20 @@ def niah(runs, args):
         # right answers
         run.model.way = run.on
         began = time.perf_counter()
-        n_texts = max(1, min(10, 2 ** 22 // length))
+        n_texts = max(5, min(10, 2 ** 22 // length))
         texts = progress_bar(range(n_texts), f'{run.name}, texts of {name} tokens')
         right = np.array([                                      # (texts, depths)
             list(answers(run, needles, n_chunks, chunks, [args.seed, length, i]))
             for i in texts])
+        low, high = wilson_interval(right.sum(), right.size)
         table.add({
             'run': run.name,
             'tokens': name,
+            'repeated': max(0.0, length / len(run.split.tokens) - 1),
             'needles': right.size,
             'right': right.mean(),
+            'low': low,
+            'high': high,
             **{f'{depth}%': share for depth, share in zip(depths, right.mean(0))},
             's/needle': (time.perf_counter() - began) / right.size})
     draw(runs, 'niah.png', plot_needles, table.rows)
@@ -1001,7 +1053,7 @@ def report(runs, args):
 # tasks: name -> function(runs, args), which returns what --json writes
 TASKS = {'report': report, 'table': score_table, 'examples': examples, 'generate': samples,
          'pairs': score_pairs, 'translate': translate, 'speed': speed, 'niah': niah,
-         'frequency': frequency}
+         'frequency': frequency, 'repeats': repeats}
 FOR_PAIRS = 'report', 'pairs', 'translate', 'generate', 'speed'     # others score all tokens
 
 

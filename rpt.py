@@ -1051,10 +1051,17 @@ class RPT(nn.Module):
         return self.stream(tokens)[0]
 
     @torch.no_grad()
+    def states(self, tokens, state=None):
+        """f (B, t, C), whose `logits` predict the token after each of tokens (B, t), which continue
+        the text of `state`; the new state"""
+        f, state, _ = self.encode(tokens, state=state)
+        return f, state
+
+    @torch.no_grad()
     def stream(self, tokens, state=None):
         """Predicts the token after each of tokens (B, t), t >= 1, which continue the text of
         `state` -> log P (B, t, V), the new state"""
-        f, state, _ = self.encode(tokens, state=state)
+        f, state = self.states(tokens, state)
         return self.logits(f).log_softmax(-1), state
 
     @torch.no_grad()

@@ -27,6 +27,7 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
                             the text of state or begin one (None); the new state
     .PIECE                  the largest t of a call of stream
     .log_probs(tokens)      log P alone, of whole texts
+    .states(tokens, state)  what log P is made of by .logits, for eval.py --cache; the new state
     .read(tokens, state)    the new state alone, for any t
     .ways()                 names of ways to read a text, the last one `off`, see eval.py
     .way, .kernel           which of them is set; --kernel
@@ -119,7 +120,8 @@ def list_models():
     """{name: module} of this repository's models"""
     models = {'trime': 'trime', 'rpt': 'rpt', 'drt': 'drt'}
     for path in sorted(Path(__file__).with_name('compared').glob('*.py')):
-        models[path.stem] = f'compared.{path.stem}'
+        if re.search(r'^class \w+Config\b', path.read_text('utf-8'), re.M):    # cache.py has none
+            models[path.stem] = f'compared.{path.stem}'
     return models
 
 

@@ -1057,6 +1057,19 @@ class TRIME(nn.Module):
         """log P (B, t, V) fp32 of the token after each of tokens (B, t), each row a document"""
         return self.stream(tokens)[0]
 
+    def logits(self, f):
+        """E_w · f of Eq. 1, without memories: f (B, t, C) -> (B, t, V)"""
+        return self.embedding.logits(f.flatten(0, -2))[0].unflatten(0, f.shape[:-1])
+
+    @torch.no_grad()
+    def states(self, tokens, state=None):
+        """f (B, t, C), whose `logits` predict the token after each of tokens (B, t) without
+        memories; the tokens continue the text of `state`; the new state"""
+        parts = []
+        for f, _, state in self.windows(tokens, state):
+            parts.append(f)
+        return torch.cat(parts, 1), state
+
     @torch.no_grad()
     def stream(self, tokens, state=None):
         """Predicts the token after each of tokens (B, t), t >= 1, which continue the text of
@@ -1126,7 +1139,7 @@ class TRIME(nn.Module):
             return
 
         # of which size at most
-        split = tuning_split(corpus, args.split)
+        split = corpus.tuning_split(args.split)
         kind = LinearInference if trained == 'none' else TrimeInference
         inference = kind(local='local' in names, long=args.long if 'long' in names else 0)
         if 'ext' in names:
@@ -1163,22 +1176,10 @@ def exchanged(j, first, n):
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
-ENOUGH = 1000           # tokens that a text must have for tuning
-
 # values that `tune` tries
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1,
         0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
 LAMBDAS = [i / 20 for i in range(20)]
-
-
-def tuning_split(corpus, scored):
-    """The split to tune on: val or test, not the one that is scored, if it has ENOUGH tokens"""
-    for split in (corpus.val, corpus.test):
-        if split and split.name != scored and len(split.tokens) >= ENOUGH:
-            return split
-    print(f'warning: λ and τ are tuned on {scored}, the text that is scored: no other split but '
-          f'train has {ENOUGH:,} tokens')
-    return getattr(corpus, scored)
 
 
 @torch.no_grad()

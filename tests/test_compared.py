@@ -1,6 +1,7 @@
 """The systems that the papers compare with: their equations by loops, streams, causality,
 documents; flags of earlier versions; README's own model."""
 import json, math, re, sys, textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,11 +12,13 @@ import train                        # before eval and torch
 import drt, rpt, test_drt, test_rpt, test_trime, trime
 import eval as evaluation
 from compared.block_recurrent import BlockRecurrent, BlockRecurrentConfig
+from compared.cache import Cache, CacheConstants, best_constants, cached_log_p
 from compared.dense import Dense, DenseConfig, contrast, setup
 from compared.griffin import Griffin, GriffinConfig
 from compared.landmark import Landmark, LandmarkConfig
 from compared.memorizing import Memorizing, MemorizingConfig, nearest
 from compared.sru import SRU, SRUConfig
+from data import Split
 from helpers import (assert_causal, assert_ties, batch_of, close, flags, one_line, streamed,
                      write_splits)
 from test_rpt import start as start_fixture
@@ -334,6 +337,70 @@ def test_sru_with_memory_streams(stride):
     for sizes in (1, 7, [5, 1, 16, 29]):
         close(streamed(model, tokens[None], sizes)[0], full)
     assert_causal(model, tokens[None, :24])
+
+
+# --------------------------------------------------------------------------------------------------
+# a cache for every model
+def cached_model(name):
+    """A model with a cache of 9 tokens, read in pieces of 8"""
+    model = {'drt': test_drt.small, 'trime': lambda: test_trime.small('none').eval()}[name]()
+    model = Cache(model, 9)
+    for way in model.constants:
+        model.constants[way] = CacheConstants(9, 0.4, 0.3)
+    model.PIECE = 8
+    return model
+
+
+def cache_by_loops(model, tokens):
+    """The formula in the header of compared/cache.py, for each token of (n,) -> P (n, V)"""
+    f = model.model.states(tokens[None])[0][0]
+    P = model.model.logits(f).softmax(1)
+    for i in range(1, len(tokens)):
+        j = range(max(0, i - 9), i)
+        weights = torch.stack([f[i] @ f[k] for k in j]) / f.size(1) ** 0.5 / 0.4
+        P[i] *= 0.7
+        for k, p in zip(j, weights.softmax(0)):
+            P[i, tokens[k + 1]] += 0.3 * p
+    return P
+
+
+@mark.parametrize('name', ['drt', 'trime'])
+def test_a_cache_is_its_formula(name):
+    """And its streams; without the cache the model is unchanged."""
+    model = cached_model(name)
+    tokens = tokens_of(t=40)
+    full = model.log_probs(tokens)
+    for row, log_probs in zip(tokens, full):
+        close(log_probs.exp(), cache_by_loops(model, row), 1e-7)            # λ is fp32
+    for sizes in (1, 3, [7, 2, 8, 8, 8, 7]):
+        close(streamed(model, tokens, sizes)[0], full)
+    state = model.read(tokens[:, :21])
+    close(model.stream(tokens[:, 21:29], state)[0], full[:, 21:29])
+    assert_causal(model, tokens)
+    model.way = model.ways()[1]
+    close(model.log_probs(tokens), model.model.log_probs(tokens))
+
+
+def test_the_constants_of_a_cache_are_tuned():
+    """What tuning computes of a token is what the stream predicts, for each size."""
+    model = cached_model('drt')
+    assert model.ways() == ('on+cache', 'on', 'off+cache', 'off')
+    tokens = tokens_of(t=90, b=1)[0] % 7                                # tokens return
+    split = Split('test', tokens.numpy(), [0, 50, 90])
+    queries = model.collect(split, 90, lambda items, *_, **__: items)
+    for size in (9, 4, 1):
+        model.constants['on'] = constants = CacheConstants(size, 0.4, 0.3)
+        expected = []
+        for document in tokens.split([50, 40]):
+            log_probs = model.log_probs(document[None])[0]
+            expected.append(log_probs[:-1].gather(1, document[1:, None])[:, 0])
+        found = torch.cat([cached_log_p(x, constants) for x in queries])
+        close(found, torch.cat(expected))
+
+    best = best_constants(queries, CacheConstants(9))
+    score = {lam: sum(cached_log_p(x, replace(best, lam=lam)).sum().item() for x in queries)
+             for lam in (0.05, best.lam, 0.95)}
+    assert max(score, key=score.get) == best.lam
 
 
 # --------------------------------------------------------------------------------------------------

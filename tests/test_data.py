@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import regex
@@ -1078,3 +1079,14 @@ def test_names_differ_and_are_not_in_the_text():
     assert len(names) == 120
     in_text = set(zip(ids, ids[1:], ids[2:], ids[3:]))
     assert not names & in_text
+
+
+@mark.parametrize('scored, val, test, tuned_on', [
+    ('val', 1000, 999, 'val'), ('train', 9, 1000, 'test'), ('test', 1000, 9, 'val')])
+def test_the_split_for_tuning(scored, val, test, tuned_on, capsys):
+    """Another than the scored one, if it is large enough"""
+    sizes = dict(train=9, val=val, test=test)
+    splits = {x: SimpleNamespace(name=x, tokens=range(n)) for x, n in sizes.items()}
+    split = data.Corpus.tuning_split(SimpleNamespace(**splits), scored)
+    assert split.name == tuned_on
+    assert ('warning' in capsys.readouterr().out) == (tuned_on == scored)

@@ -709,9 +709,16 @@ def test_needles_of_a_model_that_copies(run, monkeypatch, drawn, limit, right):
         assert row['needles'] == 30
         assert [row['0%'], row['50%'], row['100%']] == right
         assert row['right'] == approx(sum(right) / 3)
+        assert row['low'] < row['right'] <= row['high']
     heat_map = drawn[0].axes[0]
     assert heat_map.images[0].get_array().tolist() == [right, right]
     assert [x.get_text() for x in heat_map.get_yticklabels()] == ['a, 512', 'a, 1k']
+
+
+def test_the_interval_of_a_share():
+    """Wilson's, of 8 of 10 and of 10 of 10, from a table"""
+    assert evaluation.wilson_interval(8, 10) == approx((0.490, 0.943), abs=0.001)
+    assert evaluation.wilson_interval(10, 10) == approx((0.722, 1.0), abs=0.001)
 
 
 def test_the_text_of_two_hops(run, monkeypatch):

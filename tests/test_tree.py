@@ -19,7 +19,7 @@ PER_MODEL = {'SelfAttention', 'Block', 'Retrieved', 'State', 'EvalConfig', 'batc
 PAPERS = {('MLP', 'drt.py')}                            # SwiGLU
 IMPORTS = {'bm25.py': set(), 'gca_kernel.py': set(), 'data.py': {'bm25'}, 'train.py': {'data'},
            'trime.py': set(), 'rpt.py': {'bm25'}, 'drt.py': {'gca_kernel'},
-           'eval.py': {'data', 'train'}}
+           'eval.py': {'data', 'train', 'compared.cache'}}
 NOT_COUNTED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
                tokenize.ENDMARKER}
 LEAVES = (ast.Return, ast.Raise, ast.Break, ast.Continue, ast.Pass)
@@ -117,7 +117,8 @@ def test_who_imports_whom(name):
 @mark.parametrize('name', COMPARED)
 def test_a_compared_system_starts_from_one_model(name):
     imported = imported_by(name)
-    assert len(imported) == 1 and imported <= {file[:-3] for file in MODELS}
+    wanted = 0 if name == 'compared/cache.py' else 1            # it is for all models
+    assert len(imported) == wanted and imported <= {file[:-3] for file in MODELS}
 
 
 def definitions(name):

@@ -501,7 +501,8 @@ def phrases(name, seed):
 
 
 CORPUS = SimpleNamespace(folder=Path('a'), fingerprint='1', train=phrases('train', 0),
-                         val=phrases('val', 1), test=None, tab=-1)
+                         val=phrases('val', 1), test=None, tab=-1,
+                         tuning_split=lambda scored: CORPUS.val)
 DOCUMENTS = torch.from_numpy(CORPUS.val.tokens.astype(int)).split(96)
 
 
@@ -541,17 +542,6 @@ def test_tuning(trained, names, tmp_path, capsys):
     for name, present in dict(local=x.local, long=x.long, ext=x.n_neighbors).items():
         assert bool(present) == (name in names)
     assert isinstance(x, LinearInference) == (trained == 'none')
-
-
-@mark.parametrize('scored, val, test, tuned_on', [
-    ('val', 1000, 999, 'val'), ('train', 9, 1000, 'test'), ('test', 1000, 9, 'val')])
-def test_the_split_for_tuning(scored, val, test, tuned_on, capsys):
-    """Another than the scored one, if it is large enough"""
-    sizes = dict(train=9, val=val, test=test)
-    splits = {x: SimpleNamespace(name=x, tokens=range(n)) for x, n in sizes.items()}
-    split = trime.tuning_split(SimpleNamespace(**splits), scored)
-    assert split.name == tuned_on
-    assert ('warning' in capsys.readouterr().out) == (tuned_on == scored)
 
 
 def test_flags(tmp_path):
