@@ -94,6 +94,7 @@ class RPTConfig:
     shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
     eta: float = 0.1              # lower bound of the gate, η (paper)
+    eta_gradient: bool = False    # a gate at its lower bound has a gradient, too (ours)
     alpha: float = 0.005          # weight of L_ret from a fifth of the steps on (ours; paper: 1e-9)
     tau: float = 4.0              # margin of L_ret at the end (paper: 2, 4, 8, 128); first 1 (ours)
     teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # of sem, lex: when it chooses
@@ -583,7 +584,10 @@ class NeighborEncoder(nn.Module):
         # in fp32 under autocast too, because the logit is tiny
         with torch.autocast(mean.device.type, enabled=False):
             logit = self.gate(self.norm_gate(fp32(mean))) / self.config.n_embd
-        gates = logit.sigmoid().clamp(min=self.config.eta)
+        sigmoid = logit.sigmoid()
+        gates = sigmoid.clamp(min=self.config.eta)                      # its gradient is 0 at η
+        if self.config.eta_gradient:
+            gates = sigmoid + (gates - sigmoid).detach()                # equal, with σ's gradient
         return gates.view_as(valid) * valid
 
 

@@ -558,6 +558,21 @@ def test_scheduled_sampling_is_drawn_by_the_seed_of_the_batch():
     assert not torch.equal(teachers[0], teachers[2])
 
 
+@mark.parametrize('eta_gradient', [False, True])
+def test_the_gradient_of_a_gate_at_its_lower_bound(eta_gradient):
+    """It is 0, as that of max; with eta_gradient that of the sigmoid, and the gates are equal."""
+    model = small(eta_gradient=eta_gradient)
+    encoder = model.neighbor_encoder
+    neighbors = torch.randn(1, 6, 2, 2 * CHUNK, 16, generator=generator(0))
+    chosen = torch.zeros(1, 6, 2).long()
+    gates = encoder.gates(neighbors, chosen)
+    close(gates, small().neighbor_encoder.gates(neighbors, chosen))
+    low = gates == model.config.eta
+    assert low.any() and not low.all()
+    gradient, = torch.autograd.grad(gates[low].sum(), encoder.gate.bias)
+    assert bool(gradient > 0) == eta_gradient
+
+
 def test_a_share_of_the_sequences_reads_nothing(b=40):
     """With p_off; which ones is drawn by the batch's seed. The retriever learns from all."""
     model = small(p_off=0.5).train()
