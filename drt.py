@@ -24,7 +24,7 @@ Where the paper is in this file
     §3.3           memory offloading                        DRT.store
     §4.1.2         a sliding window, ALiBi                  SelfAttention
     Table 1 to 3   Landmark Attention                       compared/landmark.py
-    §4.4, Table 4  retrieval from a corpus                  DRT.prepare_eval
+    §4.4, Table 4  retrieval from a corpus                  prepare_eval
     App. A.5       random retrieval                         DRT.random_query
 
 Letters in the shape comments
@@ -997,23 +997,26 @@ class DRT(nn.Module):
                 rows.append(Traced(weight, ids, start, start + n_read))
         return sorted(rows, key=lambda row: -row.weight)
 
-    @torch.no_grad()
-    def prepare_eval(self, corpus, external, args, path):
-        """Table 4: with --retrieve-from, reads external.train as a text before each other one.
-        Raises SystemExit if a text would retrieve from itself, or if there is no chunk."""
-        self.offload = args.offload
-        if not args.retrieve_from or 'on' not in self.ways():
-            return
-        if args.split == 'train' and external.fingerprint == corpus.fingerprint:
-            raise SystemExit('--split train with --retrieve-from: each text would find itself')
-        tokens = torch.as_tensor(external.train.tokens.astype('int64'),
-                                 device=self.embedding.weight.device)
-        if len(tokens) < 2 * (self.config.chunk_size - 1):
-            raise SystemExit('--retrieve-from: its text is shorter than two chunks')
-        state = self.empty_state(1)
-        for piece in args.progress_bar(tokens.split(16 * self.PIECE), 'reading the corpus'):
-            state = self.read(piece[None], state)
-        self.corpus = tokens, state.landmarks, state.kv
+
+# --------------------------------------------------------------------------------------------------
+# evaluation
+@torch.no_grad()
+def prepare_eval(model, corpus, external, args, path):
+    """Table 4: with --retrieve-from, reads external.train as a text before each other one. Raises
+    SystemExit if a text would retrieve from itself, or if there is no chunk."""
+    model.offload = args.offload
+    if not args.retrieve_from or 'on' not in model.ways():
+        return
+    if args.split == 'train' and external.fingerprint == corpus.fingerprint:
+        raise SystemExit('--split train with --retrieve-from: each text would find itself')
+    tokens = torch.as_tensor(external.train.tokens.astype('int64'),
+                             device=model.embedding.weight.device)
+    if len(tokens) < 2 * (model.config.chunk_size - 1):
+        raise SystemExit('--retrieve-from: its text is shorter than two chunks')
+    state = model.empty_state(1)
+    for piece in args.progress_bar(tokens.split(16 * model.PIECE), 'reading the corpus'):
+        state = model.read(piece[None], state)
+    model.corpus = tokens, state.landmarks, state.kv
 
 
 # --------------------------------------------------------------------------------------------------

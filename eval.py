@@ -149,9 +149,10 @@ class Run:
         self.load_text(args)
 
         # what the model retrieves from; TRIME tunes its temperatures, too
-        if hasattr(model, 'prepare_eval'):
+        prepare_eval = train.part_of(type(model), 'prepare_eval')
+        if prepare_eval:
             external = data.load(args.retrieve_from or self.source, self.tokenizer, quiet=True)
-            model.prepare_eval(self.corpus, external, args, self.path)
+            prepare_eval(model, self.corpus, external, args, self.path)
         elif args.retrieve_from:
             raise SystemExit(f'{name} retrieves from its text alone: no --retrieve-from')
         if args.cache:

@@ -33,7 +33,7 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
     .way, .kernel           which of them is set; --kernel
     .trace(tokens, t, state)    [Traced]: what is read to predict token t + 1 of tokens (n,), by the
                             state of tokens[:t], the largest weight first
-    .prepare_eval(...)      optional: computes what an evaluation needs
+    prepare_eval(model, corpus, external, args, path)   optional: computes what an evaluation needs
     EvalConfig, TASKS       optional: flags and tasks of eval.py for this model only
     FLOPS                   optional: operators that torch cannot count, for --task speed
 

@@ -12,7 +12,7 @@ formula has memories of the current window, of the earlier document, or of a who
 Where the paper is in this file
     Eq. 1                   a language model                        Embedding
     Eq. 2, 3                local and long memory, in training      memory_mask
-    Eq. 4                   external memory                         Datastore.search
+    Eq. 4                   external memory                         Datastore
     §3                      f and g                                 TRIME.encode
     §3, Eq. 5               the training objective                  trime_loss_reference
     §4.1 to 4.3             segments of a micro-batch, m            batches
@@ -26,7 +26,7 @@ Where the paper is in this file
     App. C                  translation                             TRIME.past_memories; data.py
     App. D                  overlapping windows                     TRIME.windows
     App. E                  SRU++                                   compared/sru.py
-    Table 1, 5              which memories a model has              TRIME.prepare_eval
+    Table 1, 5              which memories a model has              prepare_eval
     Table 9                 the models                              PRESETS
     Table 13                accuracy of the datastore               datastore_accuracy
     Table 14                perplexity by frequency                 frequency in eval.py
@@ -34,7 +34,8 @@ Where the paper is in this file
 Letters in the shape comments and formulas
     B segments    T tokens of a segment    t of a piece, n of a window    s keys    C width
     H heads       D width of a head        V vocabulary    N = B T contexts of a micro-batch
-    Q queries     M memories               K neighbors     L tokens of a state
+    Q queries     M memories               K neighbors     L tokens that a stream keeps
+    m segments that share long memory (§4.2)
     w a target word    i a query    j a memory: (c_j, x_j), a context and the token after it. Its
     key is g(c_j), its value x_j. x without an index: hidden states
 
@@ -42,8 +43,9 @@ Where this differs from the paper, and why
     Layers: RMSNorm, RoPE, GELU, GPT-2's initial weights, a final norm, no biases.
     Optimizer: in the presets AdamW and a cosine replace NAG (247M), inverse square root (7M).
     Training: memories are those of the micro-batch of one process (official code, ext: of all
-    processes). §4.3's m = 1 masks other segments of the same document (official code: it does not).
-    Long memory is masked to the document, except its local part.
+    processes). §4.3 sets m = 1; here ext memory also excludes other segments of the query's own
+    document (official code: it does not). Long memory is of the query's document; local memory may
+    cross a boundary of documents.
     With memory ext g is small at first. Otherwise the words have almost no probability in the first
     steps, and learn more slowly.
     Test time: each context is in memory once (official code: the window's twice). P' of Eq. 8 is
@@ -109,6 +111,8 @@ class TRIMEConfig:
         parse_cutoffs(self.cutoffs)
         if max(self.dropout, self.p, self.ce_warmup) > 1:
             raise ValueError('dropout, p and ce_warmup are shares, at most 1')
+        if self.stride > self.block_size:
+            raise ValueError(f'stride {self.stride} is more than block_size {self.block_size}')
         one_segment = self.micro_batch == 1 or (self.n_consecutive == 1 and self.memory == 'long')
         if one_segment and self.memory in ('long', 'ext'):
             raise ValueError('memories long and ext are those of other segments: there is only one')
@@ -346,47 +350,38 @@ class Embedding(nn.Module):
         return logits, logits.logsumexp(1, keepdim=True)
 
     def rows_of(self, f, w):
-        """The logit of word w is that of a row of `weight`, plus a number (see AdaptiveEmbedding):
-        f (Q, C), w (Q,) -> the rows, w, and the numbers, 0: 2 x (Q, 1)"""
+        """Where TrimeLoss finds E_w · f: in column w of f weightᵀ, plus 0 (AdaptiveEmbedding: plus
+        log P_a(w)). f (Q, C), w (Q,) -> w and 0, 2 x (Q, 1)"""
         return w[:, None], f.new_zeros(len(w), 1)
 
 
-def memory_mask(memory, doc, config, rows):
+def memory_mask(kinds, doc, config, rows, columns):
     """The memories of some queries in training. Each of the N positions of a micro-batch is a query
     and a memory: memory j is the context of position j and the token after it.
 
-    memory      none, local, long, ext or local,ext, from TRIME.training_memory
-    doc         (B, T) the document of each position
+    kinds       which memories, of local, long and ext, from TRIME.training_memory
+    doc (B, T)  the document of each position
     rows        a slice of the N queries, Q of them
-    -> a slice of the N memories, M of them, and the mask of those of each query, (Q, M)"""
+    columns     a slice of the N memories, M of them
+    -> True where a query has a memory (Q, M)"""
     B, T = doc.shape
     doc = doc.flatten()
-
-    # a slice with all that any of these queries has; for long, the positions up to the last query
-    start, stop = 0, rows.stop
-    if memory == 'none':
-        stop = 1                        # a masked memory: it adds exp(-1e30), 0, to each sum
-    elif memory == 'local':
-        start = rows.start // T * T                                 # the first query's segment
-    elif 'ext' in memory:
-        stop = len(doc)                                             # later segments, too
-    memories = slice(start, stop)
-
-    # memory i has the answer to query i, so a query has only memories before it
     position = torch.arange(len(doc), device=doc.device)
     i = position[rows, None]                                        # (Q, 1)
-    j = position[memories]                                          # (M,)
-    earlier = j < i                                                 # (Q, M)
-    same_segment = i // T == j // T
+    j = position[columns]                                           # (M,)
+    same_segment = i // T == j // T                                 # (Q, M)
     same_document = doc[i] == doc[j]
 
+    # memory i has the answer to query i, so a query has only memories before it
+    earlier = j < i
+    mask = torch.zeros_like(earlier)
+
     # Eq. 2, §4.1: local memory, the earlier positions of the segment
-    mask = same_segment & earlier
-    if memory in ('none', 'ext'):
-        mask[:] = False
+    if 'local' in kinds:
+        mask |= same_segment & earlier
 
     # Eq. 3, §4.2: long memory, those of the m consecutive segments
-    if memory == 'long':
+    if 'long' in kinds:
         group = (config.n_consecutive or B) * T                     # tokens of m segments
         long = earlier & (i // group == j // group)
         if config.same_document:
@@ -394,12 +389,25 @@ def memory_mask(memory, doc, config, rows):
         mask |= long
 
     # §4.3: memory ext, all positions of other segments
-    if 'ext' in memory:
+    if 'ext' in kinds:
         ext = ~same_segment
         if config.same_document:
             ext &= ~same_document
         mask |= ext
-    return memories, mask
+    return mask
+
+
+def memory_columns(kinds, doc, rows):
+    """A slice of the N positions that has all memories of these queries, for speed. doc (B, T),
+    rows: a slice of the queries -> a slice, not empty"""
+    B, T = doc.shape
+    if 'ext' in kinds:
+        return slice(0, B * T)                                      # later segments, too
+    if 'long' in kinds:
+        return slice(0, rows.stop)
+    if 'local' in kinds:
+        return slice(rows.start // T * T, rows.stop)                # from the first segment on
+    return slice(0, 1)              # one that is masked: it adds exp(-1e30), 0, to each sum
 
 
 def trime_loss_reference(logits, query, key, targets, values, mask):
@@ -419,15 +427,16 @@ def trime_loss_reference(logits, query, key, targets, values, mask):
     sim = product(query, key.T) / query.size(1) ** 0.5                  # (N, M)
     sim = sim.masked_fill(~mask | (values < 0), -math.inf)
 
-    # the terms of w, and all terms
-    log_word = logits.gather(1, w)                                      # first term of Eq. 5
-    matching = sim.masked_fill(values != w, -math.inf)                  # those of the second term
-    log_w = torch.cat([log_word, matching], 1).logsumexp(1)             # (N,)
-    log_total = torch.cat([logits, sim], 1).logsumexp(1)
-    loss = log_total - log_w                                            # -log P(w | c)
+    # log of the sum of the terms of w, and of all terms
+    logit_w = logits.gather(1, w)                                       # first term of Eq. 5
+    sim_w = sim.masked_fill(values != w, -math.inf)                     # those of the second term
+    log_sum_w = torch.cat([logit_w, sim_w], 1).logsumexp(1)             # (N,)
+    log_sum_all = torch.cat([logits, sim], 1).logsumexp(1)
+    loss = log_sum_all - log_sum_w                                      # -log P(w | c)
 
-    memory_prob = (sim - log_total[:, None]).exp().sum(1)
-    word_loss = logits.logsumexp(1) - log_word[:, 0]
+    # the means
+    memory_prob = (sim - log_sum_all[:, None]).exp().sum(1)
+    word_loss = logits.logsumexp(1) - logit_w[:, 0]
     scored = (targets >= 0).to(loss) / (targets >= 0).sum().clamp(min=1)
     return (loss * scored).sum(), (memory_prob * scored).sum(), (word_loss * scored).sum()
 
@@ -436,27 +445,27 @@ def softmax_and_log_sum(exponents):
     """The softmax P of exponents (Q, n), and log Σ exp of them (Q, 1), which is max - log max P
     because P = exp(exponents) / Σ"""
     P = exponents.softmax(1)
-    # not by logsumexp, which is another pass over (Q, n)
+    # logsumexp takes five times as long on a CPU
     return P, (exponents.amax(1) - P.amax(1).log())[:, None]
 
 
 class TrimeLoss(torch.autograd.Function):
-    """The same by blocks of queries, because (N, V) or (N, N) would be too large. The forward pass
-    computes the gradient too. Let z be the exponent of a term, Σ the sum of all terms and Σ_w the
-    sum of the terms of w. Then P(w | c) = Σ_w / Σ, and
+    """trime_loss_reference by blocks of queries, because (N, V) or (N, N) would be too large. The
+    forward pass computes the gradient too. Let z be the exponent of a term, Σ the sum of all terms
+    and Σ_w the sum of the terms of w. Then P(w | c) = Σ_w / Σ, and
 
         d(-log P(w | c)) / dz  =  exp(z) / Σ  -  exp(z) / Σ_w, the latter for the terms of w
 
     f, query, key (N, C)      f(c), g(c), g(c_j) of all contexts of a micro-batch
-    E (n, C)                  Embedding.weight
+    E (rows, C)               Embedding.weight
     rows_of_w, extra (N, 1)   of the targets, from Embedding.rows_of
     targets (N,)              w and x_j; -1: neither scored nor a memory
-    memories_of               a slice of queries -> slice of memories, mask (memory_mask)
+    memories_of               a slice of queries -> memory_columns, memory_mask
     -> as trime_loss_reference; the last two without gradient"""
     @staticmethod
     def forward(ctx, f, query, key, E, rows_of_w, extra, targets, memories_of):
-        n = len(E)
-        E = aligned(E)
+        n_rows = len(E)
+        E = aligned(E)                  # (rows up to a multiple of 64, C)
         block = BLOCK
         if f.is_cuda:                   # 0.25 GiB of exponents, because it needs large products
             block = 2 ** 26 // (len(E) + len(f))
@@ -467,47 +476,47 @@ class TrimeLoss(torch.autograd.Function):
         word_loss = f.new_zeros(())
         df, dquery, dkey, dE, dextra = map(torch.zeros_like, (f, query, key, E, extra))
         for start in range(0, len(f), block):
-            rows = slice(start, start + block)
+            rows = slice(start, min(start + block, len(f)))         # Q queries
             memories, mask = memories_of(rows)
             w = targets[rows, None]                                 # (Q, 1)
             values = targets[memories]                              # x_j (M,)
-            weight = (w >= 0).to(f) / n_scored                      # (Q, 1) of a query in the mean
+            weight = (w >= 0).to(f) / n_scored                      # (Q, 1) 0: it is not scored
 
             # exponents of Eq. 5: of the first term for all words, of the second for all memories
-            logits = output_product(f[rows], E.T)                   # (Q, n)
-            logits[:, n:] = -math.inf                               # rows of zeros: no words
+            logits = output_product(f[rows], E.T)                   # (Q, aligned rows)
+            logits[:, n_rows:] = -math.inf                          # rows of zeros: no words
             sim = query[rows] @ key[memories].T * scale             # (Q, M)
             sim.masked_fill_(~mask | (values < 0), MASKED)
 
             # softmaxes over all words, over all memories, over the memories with x_j = w
-            P_words, log_words = softmax_and_log_sum(logits)
-            P_memory, log_memory = softmax_and_log_sum(sim)
-            P_match, log_match = softmax_and_log_sum(sim.masked_fill(values != w, MASKED))
+            P_words, log_sum_words = softmax_and_log_sum(logits)
+            P_memory, log_sum_memory = softmax_and_log_sum(sim)
+            P_match, log_sum_match = softmax_and_log_sum(sim.masked_fill(values != w, MASKED))
 
             # log Σ_w, log Σ and the loss, log Σ - log Σ_w
-            log_word = logits.gather(1, rows_of_w[rows]) + extra[rows]  # first term of Eq. 5
-            log_w = torch.logaddexp(log_word, log_match)                # with the second term
-            log_total = torch.logaddexp(log_words, log_memory)
-            loss += (weight * (log_total - log_w)).sum()
-            share = weight * (log_memory - log_total).exp()     # of memories in P, weighted
-            memory_prob += share.sum()
-            word_loss += (weight * (log_words - log_word)).sum()
+            logit_w = logits.gather(1, rows_of_w[rows]) + extra[rows]       # first term of Eq. 5
+            log_sum_w = torch.logaddexp(logit_w, log_sum_match)             # with the second term
+            log_sum_all = torch.logaddexp(log_sum_words, log_sum_memory)
+            loss += (weight * (log_sum_all - log_sum_w)).sum()
+            P_on_memory = weight * (log_sum_memory - log_sum_all).exp()     # (Q, 1) times weight
+            memory_prob += P_on_memory.sum()
+            word_loss += (weight * (log_sum_words - logit_w)).sum()
             if not ctx.needs_input_grad[0]:
                 continue
 
             # gradients of the exponents: exp(z) / Σ, minus exp(z) / Σ_w for the terms of w
-            dlogits = P_words.mul_(weight * (log_words - log_total).exp())      # (Q, n)
-            dextra[rows] = -weight * (log_word - log_w).exp()                   # (Q, 1)
+            dlogits = P_words.mul_(weight * (log_sum_words - log_sum_all).exp())
+            dextra[rows] = -weight * (logit_w - log_sum_w).exp()            # (Q, 1)
             dlogits.scatter_add_(1, rows_of_w[rows], dextra[rows])
-            dsim = P_memory.mul_(share)                                         # (Q, M)
-            dsim -= P_match.mul_(weight * (log_match - log_w).exp())
+            dsim = P_memory.mul_(P_on_memory)                               # (Q, M)
+            dsim -= P_match.mul_(weight * (log_sum_match - log_sum_w).exp())
 
             # and of the vectors whose products they are
             df[rows] = output_product(dlogits, E)
             dE += output_product(dlogits.T, f[rows])
             dquery[rows] = dsim @ key[memories] * scale
             dkey[memories] += dsim.T @ query[rows] * scale
-        ctx.gradients = df, dquery, dkey, dE[:n], dextra
+        ctx.gradients = df, dquery, dkey, dE[:n_rows], dextra
         ctx.mark_non_differentiable(memory_prob, word_loss)
         return loss, memory_prob, word_loss
 
@@ -517,6 +526,8 @@ class TrimeLoss(torch.autograd.Function):
         return df, dquery, dkey, dE, None, dextra, None, None
 
 
+# --------------------------------------------------------------------------------------------------
+# adaptive softmax, for the 267,744 words of WikiText-103: --cutoffs
 class AdaptiveEmbedding(Embedding):
     """With cutoffs the embedding is adaptive (Baevski & Auli 2019): ids are in order of frequency,
     those between two cutoffs are a cluster. Cluster a = 1, 2, ... has vectors of C / div_value^a
@@ -539,7 +550,7 @@ class AdaptiveEmbedding(Embedding):
             self.tail_proj.append(Linear(width, config.n_embd))
 
     def clusters(self, ids):
-        """For each cluster: its number a, its first id, and a mask of those of the ids in it"""
+        """For each cluster: its number a, its first id, True for the ids in it"""
         for a, (start, end) in enumerate(pairwise(self.ends), 1):
             yield a, start, (ids >= start) & (ids < end)
 
@@ -557,8 +568,8 @@ class AdaptiveEmbedding(Embedding):
         return (f @ self.tail_proj[a - 1].weight @ self.tables[a - 1].T).log_softmax(1)
 
     def logits(self, f):
-        """f (Q, C) -> E_w · f of Eq. 1 for all words (Q, V), log Σ_w exp(E_w · f) (Q, 1). For w of
-        cluster a, E_w · f stands for that of the cluster's row + log P_a(w)."""
+        """f (Q, C) -> E_w · f of Eq. 1 for all words (Q, V), log Σ_w exp(E_w · f) (Q, 1). The logit
+        of a word of cluster a is the logit of the cluster's row plus log P_a(w)."""
         head = f @ self.weight.T
         words, clusters = head.tensor_split([self.ends[0]], 1)
         tails = [row[:, None] + self.tail(a, f) for a, row in enumerate(clusters.T, 1)]
@@ -594,7 +605,8 @@ class Memories(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What `tune` needs of the Q queries of a window. It has more memories than are used"""
+    """What `tune` needs of the Q queries of a window, with all memories that any constants tried by
+    `tune` could use"""
     logit: torch.Tensor         # (Q, 1) E_w · f of the target words
     log_words: torch.Tensor     # (Q, 1) log Σ_w exp(E_w · f)
     sim: torch.Tensor           # (Q, M)
@@ -608,6 +620,10 @@ class Inference:
     local: bool = False         # local memory: the window
     long: int = 0               # tokens of long memory; not used without local
     n_neighbors: int = 0        # K of external memory; 0: none
+
+    @property
+    def is_empty(self):
+        return not self.local and self.n_neighbors == 0
 
     def log_p(self, window):
         """log P (Q, 1) of the target words of a Window, by these memories: the last `long` before
@@ -740,7 +756,7 @@ class Datastore:
         self.nprobe = nprobe
         self.index = open_index(folder, about)
         if self.index is None:
-            # in a folder of this process: no half of a store is left, nor mixed with another one
+            # in a folder of this process, so a killed process never leaves half of a store
             temporary = folder.with_name(f'{folder.name}.{os.getpid()}.tmp')
             try:
                 self.build(temporary, model, progress_bar, pairs)
@@ -751,7 +767,7 @@ class Datastore:
                 shutil.rmtree(temporary, ignore_errors=True)
             self.index = open_index(folder, about)
 
-        # what a search returns, times factor / sqrt(C), is the similarity, see Inference
+        # what a search returns, times factor / sqrt(C), is the similarity, see LinearInference
         if model.config.memory == 'none':
             self.factor = -0.5                                      # kNN-LM: |q - k|²
         else:
@@ -798,7 +814,7 @@ class Datastore:
         index = faiss.index_factory(C, f'IVF{n_lists},SQfp16')
         index.by_residual = False
 
-        # k-means of 64 keys per list, those of a segment in every `step` tokens, makes centroids
+        # the centroids: k-means on about 64 keys per list, of one segment in every `step` tokens
         step = max(T, T * n // (64 * n_lists))
         sample = [model.encode(part[:, :T])[1] for part in text.split(step, 1)]     # g (1, T, C)
         index.train(to_numpy(torch.cat(sample, 1)[0]))
@@ -917,25 +933,28 @@ class TRIME(nn.Module):
 
     # training
     def training_memory(self, seed, progress):
-        """Which memory a micro-batch has: that of the config, with the exceptions of the paper"""
+        """Which memories a micro-batch has, of local, long and ext: those of the config, with the
+        exceptions of the paper -> a set"""
         config = self.config
         if progress < config.ce_warmup:                         # §5.2: the first steps, by Eq. 1
-            return 'none'
+            return set()
         if config.memory != 'ext':
-            return config.memory
+            of_config = {'none': set(), 'local': {'local'}, 'long': {'local', 'long'}}
+            return of_config[config.memory]
 
-        # validation must be causal, and ext is not: other segments are the future, too. What is
-        # trained besides is local memory, if any
+        # ext is not causal, because other segments may come later. So validation uses the local
+        # memory that is trained with it, if p < 1
+        has_local = config.p < 1
         if not self.training:
-            return 'local' if config.p < 1 else 'none'
+            return {'local'} if has_local else set()
         if random.Random(seed).random() < config.p:             # §4.3: no local memory
-            return 'ext'
-        return 'local,ext'
+            return {'ext'}
+        return {'local', 'ext'}
 
     def forward(self, batch, progress):
         """batch: data.Batch; progress: step / max_steps -> the loss () in nats per token, causal in
         eval mode; what to log"""
-        memory = self.training_memory(batch.seed, progress)
+        kinds = self.training_memory(batch.seed, progress)
         if self.training:
             torch.manual_seed(batch.seed)                           # for dropout
         f, g, _ = self.encode(batch.tokens)
@@ -944,16 +963,19 @@ class TRIME(nn.Module):
         key = g if self.config.memory_grad else g.detach()
         targets = batch.targets.flatten()                           # (N,)
 
-        # Eq. 5, sums in fp32, because bf16 has steps of 0.125 near 20 (in bf16 runs the factors of
-        # products may be rounded, see train.precision)
+        def memories_of(rows):
+            """Of a slice of queries: a slice of the N memories, and the mask"""
+            columns = memory_columns(kinds, batch.doc, rows)
+            return columns, memory_mask(kinds, batch.doc, self.config, rows, columns)
+
+        # Eq. 5, in fp32 (see product)
         with torch.autocast(g.device.type, enabled=False):
             if self.kernel == 'torch':
-                memories, mask = memory_mask(memory, batch.doc, self.config, slice(0, len(f)))
+                memories, mask = memories_of(slice(0, len(f)))
                 logits, _ = self.embedding.logits(f)
                 loss, memory_prob, word_loss = trime_loss_reference(
                     logits, g, key[memories], targets, targets[memories], mask)
             else:
-                memories_of = lambda rows: memory_mask(memory, batch.doc, self.config, rows)
                 rows_of_w, extra = self.embedding.rows_of(f, targets.clamp(min=0))
                 loss, memory_prob, word_loss = TrimeLoss.apply(
                     f, g, key, self.embedding.weight, rows_of_w, extra, targets, memories_of)
@@ -996,27 +1018,25 @@ class TRIME(nn.Module):
 
     def past_memories(self, g, state, queries):
         """Long and local memory (Eq. 2, 3). Memory j is the context that ends with text[j], its
-        value is text[j + 1]. Of a pair, a query after TAB has no memory before it, and vice versa
-        (App. C). Arguments as in memories -> Memories"""
+        value is text[j + 1]. Arguments as in memories -> Memories"""
         text, keys, window, _ = state
         L = text.size(1)
         start = L - window.size(1)                                  # where the window begins
         position = torch.arange(L, device=g.device)
-        i = position[-g.size(1):, None][queries]                    # (n, 1) of queries
+        i = position[-g.size(1):, None][queries]                    # (n, 1), n queries of a text
+        g = g[:, queries]                                           # (B, n, C)
 
         # the memories are `first` to L - 2; those from `start` on are local
         first = max(0, start - self.inference.long)
         if not self.inference.local:
-            first = start = L - 1                                   # none
+            first = start = L - 1                                   # from L - 1 to L - 2: none
         j = position[first:-1]                                      # (M,)
 
         # keys of tokens in the window are of its latest encoding
         key = append(keys[:, :L - window.size(1)], window)[:, first:-1]     # (B, M, C)
-        g = g[:, queries]
         sim = g @ key.mT / g.size(2) ** 0.5                         # (B, n, M)
-        tabs = (text == self.eval_memory.tab).cumsum(1)             # (B, L), up to each token
-        same_side = tabs[:, None, first:-1] == tabs[:, i]           # (B, n, M)
-        sim = sim.masked_fill(~((j < i) & same_side), MASKED)
+        mask = (j < i) & self.same_side(text, i, j)                 # (B, n, M)
+        sim = sim.masked_fill(~mask, MASKED)
 
         # values
         j = j.expand(len(i), -1)                                    # (n, M)
@@ -1026,6 +1046,12 @@ class TRIME(nn.Module):
         value = text[:, j + 1]                                      # (B, n, M)
         local = slice(start - first, L - 1 - first)
         return Memories(sim.flatten(0, 1), value.flatten(0, 1), local)
+
+    def same_side(self, text, i, j):
+        """App. C: of pairs, a query after TAB has no memory before it, and vice versa. text (B, L),
+        i (n, 1), j (M,) -> (B, n, M) bool"""
+        tabs = (text == self.eval_memory.tab).cumsum(1)             # (B, L), up to each token
+        return tabs[:, None, j] == tabs[:, i]
 
     def external_memories(self, query):
         """Eq. 4: the K nearest entries of the datastore to queries (Q, C)
@@ -1088,7 +1114,7 @@ class TRIME(nn.Module):
 
     def ways(self):
         """The names of the ways in which a text can be read: values of `way`, see eval.py"""
-        if self.eval_memory.inference == TrimeInference():          # no memories
+        if self.eval_memory.inference.is_empty:
             return ('off',)
         if self.eval_memory.tab >= 0:                               # pairs: none are exchanged
             return ('on', 'off')
@@ -1121,61 +1147,65 @@ class TRIME(nn.Module):
                 rows.append(Traced(part, ids, max(0, j - 11), j + 2))
         return sorted(rows, key=lambda row: -row.weight)
 
-    def prepare_eval(self, corpus, external, args, path):
-        """Opens the datastore of external.train, which is kept in the folder of the checkpoint
-        `path`; tunes on a split of corpus. args: EvalConfig, and split, retrieve_from, progress_bar
-        of eval.py. SystemExit if tokens would find themselves; see Datastore, too"""
-        # which memories: those of Table 1, or with --retrieve-from of Table 5
-        memory = self.eval_memory
-        memory.inference = TrimeInference()
-        memory.stride = args.stride or memory.stride
-        memory.tab = corpus.tab
-        trained = self.config.memory
-        default = dict(long='local,long', ext='local,long,ext').get(trained, trained)
-        names = args.memory or default
-        if args.retrieve_from:
-            names = f'{args.memory or "local,long"},ext'
-        if names == 'none':
-            return
-
-        # of which size at most
-        split = corpus.tuning_split(args.split)
-        kind = LinearInference if trained == 'none' else TrimeInference
-        inference = kind(local='local' in names, long=args.long if 'long' in names else 0)
-        if 'ext' in names:
-            inference.n_neighbors = 1024
-            memory.store = self.open_store(corpus, external, args, path)
-
-        # τ, λ, K and the tokens of long memory
-        memory.inference = inference
-        windows = collect(self, split, 4096, args.progress_bar)
-        memory.inference = tune(windows, inference)
-        print(f'{path}: {memory.inference}, tuned on {split.name}')
-
-    def open_store(self, corpus, external, args, path):
-        """The Datastore of external.train, arguments as in prepare_eval"""
-        if args.split == 'train' and external.fingerprint == corpus.fingerprint:
-            raise SystemExit('--split train with --memory ext: each token would find itself')
-        about = dict(checkpoint=hashlib.sha256(path.read_bytes()).hexdigest(),
-                     corpus=external.fingerprint, stride=self.eval_memory.stride)
-        pairs = None
-        if external.tab >= 0:
-            T = self.config.block_size
-            pairs = external.batches(external.train, kind='documents', block_size=T,
-                                     micro_batch=1 + 4096 // T, seed=0)
-        folder = path.parent / f'datastore-{external.folder.name}'
-        return Datastore(folder, self, external.train.tokens, about, args.nprobe,
-                         args.progress_bar, pairs)
-
 
 def exchanged(j, first, n):
-    """In place of memories j: others, of the same n memories from `first` on. Each is half of them
-    further, in a circle."""
+    """For the way `shuffled`: of n memories from `first` on, memory j becomes the one n / 2 places
+    further, after the last one the first. A single memory stays."""
     return first + (j - first + n // 2) % n
 
 
 # --------------------------------------------------------------------------------------------------
 # evaluation
+def prepare_eval(model, corpus, external, args, path):
+    """Sets model.eval_memory: opens the datastore of external.train, which is kept in the folder of
+    the checkpoint `path`; tunes on another split of corpus. args: EvalConfig, and split,
+    retrieve_from, progress_bar of eval.py. SystemExit if tokens would find themselves; see
+    Datastore, too"""
+    # which memories: those of Table 1, or with --retrieve-from of Table 5
+    memory = model.eval_memory
+    memory.inference = TrimeInference()
+    memory.stride = args.stride or memory.stride
+    memory.tab = corpus.tab
+    trained = model.config.memory
+    default = dict(long='local,long', ext='local,long,ext').get(trained, trained)
+    names = args.memory or default
+    if args.retrieve_from:
+        names = f'{args.memory or "local,long"},ext'
+    names = names.split(',')
+    if names == ['none']:
+        return
+
+    # of which size at most
+    split = corpus.tuning_split(args.split)
+    kind = LinearInference if trained == 'none' else TrimeInference
+    inference = kind(local='local' in names, long=args.long if 'long' in names else 0)
+    if 'ext' in names:
+        inference.n_neighbors = 1024
+        memory.store = open_store(model, corpus, external, args, path)
+
+    # τ, λ, K and the tokens of long memory
+    memory.inference = inference
+    windows = collect(model, split, 4096, args.progress_bar)
+    memory.inference = tune(windows, inference)
+    print(f'{path}: {memory.inference}, tuned on {split.name}')
+
+
+def open_store(model, corpus, external, args, path):
+    """The Datastore of external.train, arguments as in prepare_eval"""
+    if args.split == 'train' and external.fingerprint == corpus.fingerprint:
+        raise SystemExit('--split train with --memory ext: each token would find itself')
+    about = dict(checkpoint=hashlib.sha256(path.read_bytes()).hexdigest(),
+                 corpus=external.fingerprint, stride=model.eval_memory.stride)
+    pairs = None
+    if external.tab >= 0:
+        T = model.config.block_size
+        pairs = external.batches(external.train, kind='documents', block_size=T,
+                                 micro_batch=1 + 4096 // T, seed=0)
+    folder = path.parent / f'datastore-{external.folder.name}'
+    return Datastore(folder, model, external.train.tokens, about, args.nprobe, args.progress_bar,
+                     pairs)
+
+
 # values that `tune` tries
 TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1,
         0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
@@ -1184,9 +1214,9 @@ LAMBDAS = [i / 20 for i in range(20)]
 
 @torch.no_grad()
 def collect(model, split, n_queries, progress_bar):
-    """What `tune` needs of the first 65,536 tokens of a split, with the memories of
-    model.inference: for some of them, about n_queries in all, or for all of a text with no more. Of
-    pairs only those in a target are queries -> [Window]"""
+    """Draws about n_queries random tokens from the first 65,536 of a split (all, if it has no more
+    than n_queries; of pairs: from targets) and computes what `tune` needs of them, with the
+    memories of model.inference -> [Window]"""
     # documents, the last one cut
     text = split.tokens[:65_536]
     documents = np.split(text, split.offsets[1:-1])
@@ -1226,8 +1256,8 @@ def tune(windows, inference):
 
     # sizes of long memory: 256, 512, ... tokens, at most inference.long
     long = {min(256 * 2 ** n, inference.long) for n in range(20)}
-    values, first = inference.constants()
-    grids = dict(tau=values.pop('tau'), long=sorted(long), **values)
+    grids, first = inference.constants()
+    grids = dict(tau=grids.pop('tau'), long=sorted(long), **grids)
     if inference.n_neighbors:
         grids['n_neighbors'] = [1, 8, 64, 512, 1024]
         first['n_neighbors'] = 1
@@ -1285,39 +1315,43 @@ TASKS = {'datastore': datastore_accuracy}
 # --------------------------------------------------------------------------------------------------
 # a demo
 def demo():
-    """The first 1,024 bytes of this file as two segments, from tokens to the loss; 20 steps of
-    training; then which memories predict a token"""
+    """The first 1,024 bytes of this file as two segments, from tokens to the loss; 40 steps of
+    training, the first ten without memories; then which memories predict a byte"""
     torch.manual_seed(0)
     text = Path(__file__).read_bytes()[:1025]
     tokens = torch.tensor(list(text))
     inputs = tokens[:-1].view(2, 512)
-    targets = tokens[1:].flatten()                                      # (N,)
+    targets = tokens[1:]                                                # (N,)
+    doc = torch.zeros_like(inputs)
     model = TRIME(TRIMEConfig(vocab_size=256))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     n_parameters = sum(p.numel() for p in model.parameters())
-    doc = torch.zeros_like(inputs)
-    memories, mask = memory_mask('local', doc, model.config, slice(0, 1024))
-    for step in range(20):
+    every = slice(0, 1024)
+    for step in range(40):
         f, g, _ = model.encode(inputs)
-        f = f.flatten(0, 1)
+        f = f.flatten(0, 1)                                             # (N, C)
         g = g.flatten(0, 1)
         logits, _ = model.embedding.logits(f)
-        loss, memory_prob, word_loss = trime_loss_reference(
-            logits, g, g[memories], targets, targets[memories], mask)
+        kinds = {'local'} if step >= 10 else set()
+        mask = memory_mask(kinds, doc, model.config, every, every)
+        loss, memory_prob, word_loss = trime_loss_reference(logits, g, g, targets, targets, mask)
         if step == 0:
             print(f"""TRIMEConfig()                   {n_parameters:,} parameters
 f and g of all contexts (N, C)  {tuple(f.shape)}
 logits of all words     (N, V)  {tuple(logits.shape)}
-memories of the queries (N, M)  {tuple(mask.shape)}, {mask.sum(1).float().mean():.1f} on average
-loss at first                   {loss:.3f}, without memories {word_loss:.3f}""")
+mask of memories        (N, M)  {tuple(mask.shape)}
+loss at first                   {loss:.3f}, ln 256 = {math.log(256):.3f}""")
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f'loss after 20 steps             {loss:.3f}, without memories {word_loss:.3f}')
-    t = 500
-    print(f'What follows {text[t - 40:t]!r}')
-    print('is predicted by the words, and by these contexts, each with the byte after it:')
-    for row in model.eval().trace(tokens, t - 1)[:5]:
+    print(f'loss after 40 steps             {loss:.3f}, by the words alone {word_loss:.3f}')
+
+    # the byte for which a memory has the largest part of the probability
+    model.eval()
+    t = max(range(40, 511, 5), key=lambda t: model.trace(tokens, t)[0].weight)
+    print(f'What follows {text[t - 39:t + 1]!r}')
+    print('is predicted by the words and these contexts, each with the byte after it:')
+    for row in model.trace(tokens, t)[:5]:
         print(f'{row.weight:.3f}  {text[row.start:row.end - 1]!r} -> {text[row.end - 1:row.end]!r}')
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from pytest import approx, mark
 
-from drt import DRT, Candidates, DRTConfig, setup
+from drt import DRT, Candidates, DRTConfig, prepare_eval, setup
 from helpers import (assert_causal, assert_ties, batch_of, close, learn, one_line, random_tokens,
                      rope, streamed)
 
@@ -310,7 +310,8 @@ def prepare(model, corpus, text='text', **args):
     external = SimpleNamespace(fingerprint='books', train=train)
     flags = dict(retrieve_from='books', split='val', offload='',
                  progress_bar=lambda items, desc: items) | args
-    model.prepare_eval(SimpleNamespace(fingerprint=text), external, SimpleNamespace(**flags), '')
+    corpus = SimpleNamespace(fingerprint=text)
+    prepare_eval(model, corpus, external, SimpleNamespace(**flags), '')
 
 
 def test_what_a_corpus_must_be():

@@ -63,10 +63,6 @@ class BIGRAM(torch.nn.Module):
         q = batch.tokens[:, None, :, None] * torch.ones(self.config.width) @ self.matrix
         return F.scaled_dot_product_attention(q, q, q).mean() + 0 * self.table.sum(), {}
 
-    def prepare_eval(self, corpus, external, args, path):
-        self.on = args.strength
-        self.prepared = corpus.name, external.name, path
-
     def ways(self):
         return tuple(WAYS)
 
@@ -82,6 +78,11 @@ class BIGRAM(torch.nn.Module):
 
 def batches(config):
     return dict(chunk=config.chunk)
+
+
+def prepare_eval(model, corpus, external, args, path):
+    model.on = args.strength
+    model.prepared = corpus.name, external.name, path
 
 
 def count(runs, args):
@@ -219,7 +220,7 @@ def test_retrieve_from_reaches_each_model_that_can_use_it(run, monkeypatch):
     write_splits(Path('more'), TEXTS, TEXTS)
     evaluate('a --task count --retrieve-from more')
     assert BIGRAM.made[-1].prepared == ('texts', 'more', Path('a/best.pt'))
-    monkeypatch.delattr(BIGRAM, 'prepare_eval')
+    monkeypatch.delattr(sys.modules[__name__], 'prepare_eval')
     assert 'a retrieves' in one_line(evaluate, 'a --retrieve-from more')
 
 
@@ -247,7 +248,7 @@ def test_what_is_no_checkpoint_is_one_line(run):
 
 
 @mark.parametrize('flags, words', [
-    ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'frequency, count'),
+    ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'repeats, count'),
     ('a --split test', 'split test'), ('a --task examples --prompt x', 'two tokens'),
     ('a --json a/best.pt/x', 'pt/x'), ('a --html texts', 'texts'), ('a --json pipe', 'pipe'),
     ('a --task niah --lengths 1kk', '1kk'), ('a --task niah --lengths 999999999m', 'shorter'),

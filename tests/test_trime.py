@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from pytest import approx, fixture, mark, raises
 
 import trime
@@ -82,29 +81,30 @@ def has_memory(mode, i, j, doc, local=True, same_document=True, n_consecutive=0,
 
 
 def eq5(model, batch, mode, **settings):
-    """Loss, probability on memories, loss without memory of a micro-batch, for autograd."""
+    """Eq. 5 by loops over queries i and memories j, for autograd -> the loss, the probability on
+    memories, the loss without memories, each a mean over the queries with a target"""
     f, g, _ = model.encode(batch.tokens)
-    f, g, w = (x.flatten(0, 1) for x in (f, g, batch.targets))
+    f, g, targets = (x.flatten(0, 1) for x in (f, g, batch.targets))
     doc = batch.doc.flatten().tolist()
-    N = range(len(doc))
-    mask = [[has_memory(mode, i, j, doc, **settings) for j in N] for i in N]
-    scored = w >= 0
-    mask = torch.tensor(mask) & scored
-
-    # the exponents of Eq. 5
     key = g if model.config.memory_grad else g.detach()
-    sim = (g @ key.T / C ** 0.5).masked_fill(~mask, -math.inf)
-    match = sim.masked_fill(w != w[:, None], -math.inf)
     logits = word_logits(model.embedding, f)
-    logit = logits.gather(1, w.clamp(min=0)[:, None])
-
-    # the sums of all terms, and of the terms of w
-    log_total = torch.cat([logits, sim], 1).logsumexp(1)
-    log_w = torch.cat([logit, match], 1).logsumexp(1)
-    loss = (log_total - log_w)[scored].mean()
-    memory_prob = (sim - log_total[:, None]).exp().sum(1)
-    word_loss = F.cross_entropy(logits, w, ignore_index=-1)
-    return loss, memory_prob[scored].mean(), word_loss
+    rows = []
+    for i, w in enumerate(targets.tolist()):
+        if w < 0:
+            continue
+        of_words = logits[i].exp().sum()                                # all terms of words
+        of_w = logits[i, w].exp()                                       # the term of w
+        of_memories = of_w_in_memory = 0.0
+        for j, x_j in enumerate(targets.tolist()):
+            if x_j >= 0 and has_memory(mode, i, j, doc, **settings):
+                term = (g[i] @ key[j] / C ** 0.5).exp()
+                of_memories = of_memories + term
+                if x_j == w:
+                    of_w_in_memory = of_w_in_memory + term
+        total = of_words + of_memories
+        loss = (total / (of_w + of_w_in_memory)).log()
+        rows.append([loss, of_memories / total, (of_words / of_w).log()])
+    return [torch.stack([torch.as_tensor(x) for x in column]).mean() for column in zip(*rows)]
 
 
 @mark.parametrize('training', [True, False])
@@ -513,7 +513,7 @@ def prepared(trained, folder, external=CORPUS, **flags):
     args = SimpleNamespace(**defaults | flags)
     model = small(trained, block_size=16, stride=8).eval()
     (folder / 'best.pt').write_bytes(b'a')
-    model.prepare_eval(CORPUS, external, args, folder / 'best.pt')
+    trime.prepare_eval(model, CORPUS, external, args, folder / 'best.pt')
     return model
 
 
