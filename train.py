@@ -46,7 +46,7 @@ import argparse, collections, contextlib, ctypes, datetime, difflib, functools, 
 import importlib.util, inspect, json, math, platform, re, shlex, signal, subprocess, sys, time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -112,206 +112,6 @@ class TrainConfig:
             raise ValueError('max_steps, tokens_per_step, eval_every, val_tokens are 1 or more')
         if self.warmup > 1 or self.beta2 >= 1:
             raise ValueError('warmup is a share of the steps, at most 1; beta2 is below 1')
-
-
-# --------------------------------------------------------------------------------------------------
-# model files
-def list_models():
-    """{name: module} of this repository's models"""
-    models = {'trime': 'trime', 'rpt': 'rpt', 'drt': 'drt'}
-    for path in sorted(Path(__file__).with_name('compared').glob('*.py')):
-        if re.search(r'^class \w+Config\b', path.read_text('utf-8'), re.M):    # cache.py has none
-            models[path.stem] = f'compared.{path.stem}'
-    return models
-
-
-MODELS = list_models()
-
-
-def import_file(path):
-    """Imports a user's model file. SystemExit if there is none, or if its name is taken."""
-    path = Path(expanded_path(path)).resolve()
-    name = path.stem
-    module = sys.modules.get(name)
-    if module and getattr(module, '__file__', None) == str(path):
-        return module
-    if not path.is_file():
-        raise SystemExit(f'--model {path}: there is no such file')
-    if name in MODELS or importlib.util.find_spec(name):
-        raise SystemExit(f'--model {path}: {name} is the name of another module; rename the file')
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def find_model(name):
-    """The class X of --model: a name of MODELS, or a path that ends with .py. Its name is that of
-    the file, in any case and without _ and -."""
-    if name.endswith('.py'):
-        module = import_file(name)
-    else:
-        module = importlib.import_module(MODELS[name])
-    wanted = re.sub('[_-]', '', Path(module.__file__).stem).lower()
-    for attribute, value in vars(module).items():
-        if attribute.lower() == wanted and inspect.isclass(value):
-            return value
-    raise SystemExit(f'--model {name}: the file has no class {wanted.capitalize()}')
-
-
-def model_name(Model):
-    """The name of its file, which a checkpoint holds"""
-    return Model.__module__.split('.')[-1]
-
-
-def part_of(Model, name, default=None):
-    """What a model's file defines under a name; else what the file of the class defines that it
-    inherits from, and so on"""
-    for cls in Model.__mro__:
-        module = sys.modules[cls.__module__]
-        if hasattr(module, name) and issubclass(cls, torch.nn.Module):
-            return getattr(module, name)
-    return default
-
-
-def config_of(Model):
-    """XConfig of a model X, or that of the class that it inherits from"""
-    for cls in Model.__mro__:
-        Config = getattr(sys.modules[cls.__module__], f'{cls.__name__}Config', None)
-        if Config:
-            return Config
-    raise SystemExit(f'{Model.__module__}.py has no {Model.__name__}Config')
-
-
-# Settings of earlier versions, {model: {setting: {value: what replaces it}}}, and names of weights
-FORMER = {
-    'rpt': {
-        'memory': {'knn': '--model memorizing', 'lru': '--model griffin',
-                   'state': '--model block_recurrent'},
-        'retriever': {'dpr': '--model dense', 'contriever': '--model dense --retriever contriever'},
-        'memory_size': {}, 'n_nearest': {}, 'n_states': {}},
-    'drt': {'landmark': {'True': '--model landmark'}, 'retriever': {'off': '--retriever none'}},
-    'trime': {'layer': {'sru': '--model sru'}}}
-FORMER_WEIGHTS = {'embedding.tables.0': 'embedding.weight',             # of trime
-                  'embedding.tables.1': 'embedding.tables.0',
-                  'embedding.tables.2': 'embedding.tables.1'}
-
-
-def refuse_former_flags(parser, name, argv):
-    """Ends with one line for a flag of an earlier version, which names the new one."""
-    former = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for setting in FORMER.get(name, {}):
-        former.add_argument(f'--{setting.replace("_", "-")}', nargs='?', const='True')
-    for setting, value in vars(former.parse_known_args(argv)[0]).items():
-        replacement = FORMER[name][setting].get(value)
-        if replacement:
-            parser.error(f'--{setting} {value} is now {replacement}')
-
-
-def update_checkpoint(state, Config):
-    """Removes settings that a model has no more from those of a checkpoint, and renames weights.
-    ValueError if a setting had an effect"""
-    config, weights = state['config'], state['model']
-    for setting, values in FORMER.get(state['model_name'], {}).items():
-        replacement = values.get(str(config.get(setting)))
-        if replacement:
-            raise ValueError(f'--{setting} {config[setting]} is now {replacement}')
-        if setting not in Config.__dataclass_fields__:
-            config.pop(setting, None)
-    if 'embedding.tables.0' in weights and 'embedding.weight' not in weights:
-        for before, after in FORMER_WEIGHTS.items():
-            if before in weights:
-                weights[after] = weights.pop(before)
-
-
-# --------------------------------------------------------------------------------------------------
-# flags, each from a field of a config
-def comments_of(Config):
-    """The comment after each field of a dataclass and of those that it inherits from, from their
-    source, as `    lr: float = 8e-3     # peak rate` -> {field: comment}"""
-    comments = {}
-    for cls in reversed(Config.__mro__[:-1]):
-        comments |= dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', inspect.getsource(cls), re.M))
-    return comments
-
-
-def add_flags(parser, Config):
-    """A flag for each field of a config. Its help is the comment after the field. SystemExit for a
-    field without a comment."""
-    comments = comments_of(Config)
-    group = parser.add_argument_group(Config.__name__)
-    for f in fields(Config):
-        if f.name not in comments:
-            raise SystemExit(f'{Config.__name__}.{f.name} needs a comment in its line: it is the '
-                             'help of the flag')
-        choices = get_args(f.type)                      # of a Literal
-        kind = dict(type=f.type)
-        if choices:
-            kind = dict(choices=choices)
-        if f.type is bool:
-            kind = dict(action=argparse.BooleanOptionalAction)
-        text = comments[f.name].replace('%', '%%')      # % is special in a help
-        group.add_argument(f'--{f.name.replace("_", "-")}', default=f.default,
-                           help=f'{text} (default: %(default)r)', **kind)
-
-
-def parse_flags(parser, argv):
-    """The values of all flags. An unknown one is an error that names the nearest. Configs check
-    which numbers have to be 1 or more."""
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], parser._option_string_actions, cutoff=0)
-        parser.error(f'{unknown[0]} is no flag here; the nearest is {near[0]}')
-    for name, x in vars(args).items():
-        if isinstance(x, int | float) and not 0 <= x < 2 ** 63:         # or nan
-            parser.error(f'--{name.replace("_", "-")} {x} is not a number from 0 on')
-    return args
-
-
-def model_choice(text):
-    """The type of --model"""
-    if text not in MODELS and not text.endswith('.py'):
-        near = difflib.get_close_matches(text, MODELS, n=1, cutoff=0)[0]
-        raise argparse.ArgumentTypeError(
-            f'{text} is none of {", ".join(MODELS)}, nor a file .py; the nearest is {near}')
-    return text
-
-
-def parse(argv=None):
-    """-> the model's class, its config, TrainConfig. SystemExit with one line for a bad flag."""
-    # the model has flags, with defaults, and presets, which replace some of the defaults
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = lambda message: sys.exit(f'train.py: {message}')
-    parser.add_argument('--model', default='trime', type=model_choice, metavar='NAME',
-                        help=f'{", ".join(MODELS)}, or a file .py (default: trime)')
-    Model = find_model(parser.parse_known_args(argv)[0].model)
-    name = model_name(Model)
-    refuse_former_flags(parser, name, argv)
-    presets = part_of(Model, 'PRESETS')
-    parser.add_argument('--preset', default='tiny', choices=presets, help='default: tiny')
-    configs = config_of(Model), TrainConfig
-    for Config in configs:
-        add_flags(parser, Config)
-    parser.set_defaults(out=f'out/{name}')
-    args, _ = parser.parse_known_args(argv)
-    parser.set_defaults(**presets[args.preset])
-
-    # the file of --init replaces those of the model's fields, and the tokenizer
-    if args.init:
-        file = start_of(args)
-        state, _, tokenizer = read_checkpoint(file, [Model])
-        if state['model_name'] != name:
-            parser.error(f'{file} has weights of another model: --model {state["model_name"]}')
-        parser.set_defaults(**state['config'], tokenizer=tokenizer)
-
-    # what is on the command line comes before all defaults
-    parser.add_argument('-h', '--help', action='help')
-    values = vars(parse_flags(parser, argv))
-    try:
-        model_config, config = (C(**{f.name: values[f.name] for f in fields(C)}) for C in configs)
-    except ValueError as e:                             # fields that do not fit together
-        parser.error(e)
-    return Model, model_config, config
 
 
 # --------------------------------------------------------------------------------------------------
@@ -390,8 +190,44 @@ def optimizers_of(model, config):
 NOT_SHOWN = 'step', 'tokens', 'lr', 'grad_norm', 'tokens_per_s', 'val_tokens'   # on the console
 
 
+def train(Model, model_config, config, corpus=None, stage=''):
+    """Trains a model; the arguments are those of Run."""
+    # the data, and what the run starts from: its last checkpoint, the file of --init, or nothing
+    run = Run(Model, model_config, config, corpus, stage)
+    file = start_of(config)
+    start = read_checkpoint(file, [Model])[0] if file else {}
+    run.load_data()
+
+    # the folder, the model, what has to be known before the first step
+    saved = check_folder(run.out, run.settings, start, run.kind)
+    run.make_model(start)
+    check_processes(run)
+    run.show_settings()
+    setup = part_of(Model, 'setup')
+    if setup:
+        run.attach = setup(run.model, run)
+    run.make_optimizers()
+
+    # the first files: a run that is killed early can be resumed
+    changed = {key for key in ('max_steps', 'micro_batch') if saved.get(key) != run.settings[key]}
+    if run.resumes and 'max_steps' in changed:
+        print(f'--max-steps was {saved["max_steps"]}: the learning rate is now that of '
+              f'{config.max_steps} steps')
+    if RANK == 0 and changed:
+        write_config(run.out, run.settings, run.ran_on)
+    if RANK == 0 and not run.resumes:
+        run.save_checkpoint()
+
+    # compilation, then all steps
+    compiles = run.device.type == 'cuda' and sys.platform == 'linux'
+    if config.compile == 'on' or (config.compile == 'auto' and compiles):
+        compile_layers(run.model, part_of(Model, 'COMPILED'))
+    with caught_signals() as signals:
+        run.loop(signals)
+
+
 class Run:
-    """A training, from its configuration to its folder. setup of a model file can use:
+    """A training, from its configuration to its folder. What setup of a model file can use:
 
     config          TrainConfig
     corpus          data.Corpus
@@ -399,7 +235,21 @@ class Run:
     autocast()      the context in which the model's forward pass runs
     rank, world     number of this process, number of processes
     progress_bar    data.progress_bar
-    load_reference  see there"""
+    load_reference  see there
+
+    For the methods, also:
+
+    Model, model_config, model, optimizers, device
+    out, stage      folder; what ends the lines on the console
+    kind            of the batches, see data.Corpus.batches
+    bf16, ran_on    is the forward pass in bf16? Processes, device and dtype in words
+    resumes         does the run go on from its last checkpoint?
+    n_micro_batches in a step, of each process
+    val_batches     micro-batches of corpus.val
+    attach          what setup returns
+    settings        all fields of the configs, and what is compared when the run is resumed
+    state           what a checkpoint has, except the moments of the optimizers
+    peak            tokens per second for mfu, or None"""
     rank, world = RANK, WORLD
     progress_bar = staticmethod(progress_bar)
 
@@ -412,20 +262,111 @@ class Run:
         self.corpus = corpus
         self.stage = stage
         self.out = Path(config.out)
-        self.kind = part_of(Model, 'batches')(model_config)['kind']         # of batches
+        self.resumes = Path(self.out, 'ckpt.pt').exists()
+        self.kind = part_of(Model, 'batches')(model_config)['kind']
+        self.attach = None
+
+        # where, in which precision
         self.device = hardware(config.device)
         self.bf16, self.autocast = precision(self.device, config.dtype)
+        dtype = 'bf16' if self.bf16 else 'fp32'
+        self.ran_on = f'{WORLD} x {self.device}, {dtype}'
 
-        if config.gains and self.kind != 'documents':
-            raise SystemExit('--gains is for models that retrieve chunks: rpt, drt')
-
-        # how many micro-batches a process has in a step
-        B, T = model_config.micro_batch, model_config.block_size
-        self.passes, rest = divmod(config.tokens_per_step, WORLD * B * T)
+        # the micro-batches of a step are shared among the processes
+        B = model_config.micro_batch
+        T = model_config.block_size
+        self.n_micro_batches, rest = divmod(config.tokens_per_step, WORLD * B * T)
         if rest:
             raise SystemExit(
                 f'--tokens-per-step {config.tokens_per_step}: no multiple of processes x '
                 f'micro_batch x block_size = {WORLD} x {B} x {T} = {WORLD * B * T}')
+        if config.gains and self.kind != 'documents':
+            raise SystemExit('--gains is for models that retrieve chunks: rpt, drt')
+
+    # before the first step
+    def load_data(self):
+        """Opens the corpus, which the first process prepares, and its batches."""
+        config, model_config = self.config, self.model_config
+        if RANK > 0:
+            barrier()
+        if self.corpus is None:
+            self.corpus = load_corpus(config, model_config.vocab_size)
+        if RANK == 0:
+            barrier()
+        corpus = self.corpus
+        sizes = dict(block_size=model_config.block_size, micro_batch=model_config.micro_batch,
+                     **part_of(self.Model, 'batches')(model_config))
+
+        # with --grow-context the micro-batches of the first half of the run grow
+        grow = 0
+        if config.grow_context:
+            grow = config.max_steps * self.n_micro_batches * WORLD // 2
+        self.batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
+        not_packed = dict(sizes, bm25=False)
+        self.val_batches = corpus.batches(corpus.val, seed=0, **not_packed)
+
+        # the settings now have what the tokenizer is
+        config.tokenizer = corpus.tokenizer.name
+        model_config.vocab_size = corpus.tokenizer.n_vocab
+        self.settings = dict(model=model_name(self.Model), corpus=corpus.fingerprint,
+                             hops=corpus.hops, **vars(model_config), **vars(config))
+
+    def make_model(self, start):
+        """The model, with the weights of `start`, a checkpoint or {}; the state of the run"""
+        config, corpus = self.config, self.corpus
+        torch.manual_seed(config.seed)
+        self.model = self.Model(self.model_config).to(self.device)
+        self.model.kernel = config.kernel
+        if start:
+            try:
+                self.model.load_state_dict(start['model'])
+            except RuntimeError:                            # of other shapes
+                differ = dict(start['config'].items() - self.settings.items())
+                raise SystemExit(f'{start_of(config)} has weights for other settings: {differ}')
+
+        self.state = start
+        if not self.resumes:
+            self.state = dict(
+                model_name=model_name(self.Model), data=config.data, corpus=corpus.fingerprint,
+                tokenizer=corpus.tokenizer.to_dict(), step=0, tokens=start.get('tokens', 0),
+                log_size=0, best=math.inf)
+        self.state['config'] = vars(self.model_config)
+        self.state['model'] = self.model.state_dict()       # the same tensors: steps change them
+
+    def show_settings(self):
+        """Prints what is trained where, and which settings are not the defaults."""
+        n_params = sum(map(torch.numel, self.model.parameters()))
+        self.peak = peak_tokens_per_s(self.device, self.bf16, n_params)
+        defaults = vars(config_of(self.Model)()) | vars(TrainConfig())
+        defaults |= part_of(self.Model, 'PRESETS').get('tiny', {})
+        changed = [f'{key}={x}' for key, x in self.settings.items() if x != defaults.get(key, x)]
+        print(f'{self.out}: {self.settings["model"]}, {n_params:,} parameters, {self.ran_on}, step '
+              f'{self.state["step"]} of {self.config.max_steps}\n'
+              'settings other than the defaults:', *changed)
+
+    def load_reference(self, path, Model, model_config, config):
+        """For setup of RPT: the model and the tokenizer of a run or file; path '': of a run with
+        these configs, which is trained now, on the same corpus"""
+        if not path:
+            path = config.out
+            with locked(Path(path)):
+                train(Model, model_config, config, self.corpus, ' in this stage')
+        _, model, tokenizer = read_checkpoint(path)
+        return model, tokenizer
+
+    def make_optimizers(self):
+        """The optimizers, with the moments of the checkpoint that is resumed"""
+        self.optimizers = optimizers_of(self.model, self.config)
+        if not self.resumes:
+            return
+        try:
+            moments = self.state.pop('optimizers')
+            for optimizer, x in zip(self.optimizers, moments, strict=True):
+                optimizer.load_state_dict(x)
+        except (KeyError, ValueError) as e:                 # a copy of best.pt has no moments
+            file = start_of(self.config)
+            raise SystemExit(f'{file} cannot be resumed: {e!r:.99}; --init {file} with another '
+                             '--out begins with its weights')
 
     # one step
     def forward(self, batch, progress):
@@ -437,16 +378,17 @@ class Run:
     def gradient(self, done):
         """Sets .grad to that of the mean loss of this process's micro-batches, after `done` steps
         -> {name: metric ()}"""
+        n = self.n_micro_batches
         metrics = collections.Counter()
-        for i in range(self.passes):
-            number = (done * self.passes + i) * WORLD + RANK        # the same for any WORLD
+        for i in range(n):
+            number = (done * n + i) * WORLD + RANK          # the same for any WORLD
             batch = self.batches[number]
             if self.attach:
                 batch = self.attach(batch, number)
             loss, more = self.forward(batch, done / self.config.max_steps)
-            (loss / self.passes).backward()     # micro-batches count alike, also those with padding
+            (loss / n).backward()           # micro-batches count alike, also those with padding
             for key, value in {'loss': loss, **more}.items():
-                metrics[key] += value.detach() / self.passes
+                metrics[key] += value.detach() / n
         return metrics
 
     def step(self, done, signals):
@@ -470,6 +412,66 @@ class Run:
         metrics = {key: x.item() for key, x in metrics.items()}     # waits for the GPU
         stopped = metrics.pop('stopped') > 0
         return dict(metrics, lr=lr, grad_norm=norm.item()), stopped
+
+    # all steps
+    def loop(self, signals):
+        """Steps, validations and checkpoints, until the last step or a signal. signals: see
+        caught_signals"""
+        config, state = self.config, self.state
+        began = time.perf_counter()
+        first = state['step']
+        if RANK == 0:                   # the log may have steps after the checkpoint: remove them
+            with open(self.out / 'log.jsonl', 'a') as f:
+                f.truncate(min(f.tell(), state['log_size']))
+
+        for done in range(first, config.max_steps):
+            # a step, and a validation if it is due
+            start = time.perf_counter()
+            metrics, stopped = self.step(done, signals)
+            seconds = max(1e-9, time.perf_counter() - start)        # a clock can be coarse
+            is_last = done + 1 == config.max_steps
+            due = is_last or (done + 1) % config.eval_every == 0
+            state['step'] = done + 1
+            state['tokens'] += config.tokens_per_step
+            entry = self.entry(metrics, seconds)
+            if due:
+                entry |= self.validations(is_last)
+            if not all(map(math.isfinite, entry.values())):
+                raise SystemExit(f'step {done + 1} has a number that is not finite; try a lower '
+                                 f'--lr and another --out: {entry}')
+
+            # save and log
+            if RANK == 0:
+                self.save(entry, due, due or stopped)
+                minutes = (time.perf_counter() - began) / 60
+                left = minutes / (done + 1 - first) * (config.max_steps - done - 1)
+                self.show(entry, seconds, left, is_first=done == first, due=due)
+            if stopped or (is_last and signals):
+                raise SystemExit(f'stopped at step {done + 1}; run it again to resume')
+        barrier()                       # until ckpt.pt is written
+
+    def entry(self, metrics, seconds):
+        """The line of a step in the log, without validations: a dict"""
+        speed = self.config.tokens_per_step / seconds
+        entry = dict(step=self.state['step'], tokens=self.state['tokens'], **metrics,
+                     tokens_per_s=speed)
+        if self.peak:
+            entry['mfu'] = speed / self.peak
+        if torch.cuda.is_initialized():
+            entry['gb'] = torch.cuda.max_memory_allocated() / 2 ** 30
+        return entry
+
+    def validations(self, is_last):
+        """What a validation adds to the line of a step -> {name: number}"""
+        config = self.config
+        progress = (self.state['step'] - 1) / config.max_steps
+        loss, n_tokens = self.validate(progress, config.val_tokens)
+        entry = dict(val_loss=loss, val_tokens=n_tokens)
+        if config.gains:
+            entry |= self.gains(progress, loss)
+        if is_last:
+            entry['val_loss_all'], _ = self.validate(progress)
+        return entry
 
     @torch.no_grad()
     def validate(self, progress, at_most=sys.maxsize):
@@ -498,7 +500,7 @@ class Run:
         nats, n_tokens = total.tolist()
         return nats / n_tokens, int(n_tokens)
 
-    def gains_over_ways(self, progress, loss):
+    def gains(self, progress, loss):
         """What retrieval gains over the other ways of reading, as `off`, in a validation whose loss
         is `loss` -> {'gain_over_off': nats per token, ...}"""
         gains = {}
@@ -508,59 +510,6 @@ class Run:
             gains[f'gain_over_{way}'] = loss_of_way - loss
         self.model.way = self.model.ways()[0]
         return gains
-
-    # all steps
-    def loop(self, signals):
-        """Steps, validations and checkpoints, until the last step or a signal. signals: see
-        caught_signals"""
-        config, state = self.config, self.state
-        began = time.perf_counter()
-        first = state['step']
-        if RANK == 0:                   # the log may have steps after the checkpoint: remove them
-            with open(self.out / 'log.jsonl', 'a') as f:
-                f.truncate(min(f.tell(), state['log_size']))
-
-        for done in range(first, config.max_steps):
-            # evaluate: a step, and a validation if it is due
-            start = time.perf_counter()
-            metrics, stopped = self.step(done, signals)
-            seconds = max(1e-9, time.perf_counter() - start)        # a clock can be coarse
-            is_last = done + 1 == config.max_steps
-            due = is_last or (done + 1) % config.eval_every == 0
-            state['step'] = done + 1
-            state['tokens'] += config.tokens_per_step
-            entry = self.entry(metrics, seconds, due, is_last)
-
-            # save and log
-            if RANK == 0:
-                self.save(entry, due, due or stopped)
-                minutes = (time.perf_counter() - began) / 60
-                left = minutes / (done + 1 - first) * (config.max_steps - done - 1)
-                self.show(entry, seconds, left, is_first=done == first, due=due)
-            if stopped or (is_last and signals):
-                raise SystemExit(f'stopped at step {done + 1}; run it again to resume')
-        barrier()                       # until ckpt.pt is written
-
-    def entry(self, metrics, seconds, due, is_last):
-        """The line of a step in the log, a dict. SystemExit if a number is not finite"""
-        config, state = self.config, self.state
-        speed = config.tokens_per_step / seconds
-        entry = dict(step=state['step'], tokens=state['tokens'], **metrics, tokens_per_s=speed)
-        if self.peak:
-            entry['mfu'] = speed / self.peak
-        if torch.cuda.is_initialized():
-            entry['gb'] = torch.cuda.max_memory_allocated() / 2 ** 30
-        progress = (state['step'] - 1) / config.max_steps
-        if due:
-            entry['val_loss'], entry['val_tokens'] = self.validate(progress, config.val_tokens)
-        if due and config.gains:
-            entry |= self.gains_over_ways(progress, entry['val_loss'])
-        if is_last:
-            entry['val_loss_all'], _ = self.validate(progress)
-        if not all(map(math.isfinite, entry.values())):
-            raise SystemExit(f'step {state["step"]} has a number that is not finite; try a lower '
-                             f'--lr and another --out: {entry}')
-        return entry
 
     def save(self, entry, due, checkpoint):
         """Appends the entry to the log; writes best.pt if its validation loss is the lowest, and
@@ -599,148 +548,228 @@ class Run:
         speed = f'{entry["tokens_per_s"]:,.0f} tokens/s'
         print(*columns, speed, f'{left:.1f} min left{self.stage}', sep=' | ')
 
-    # before the first step
-    def load_data(self):
-        """Opens the corpus, which the first process prepares, and its batches."""
-        config, model_config = self.config, self.model_config
-        if RANK > 0:
-            barrier()
-        if self.corpus is None:
-            self.corpus = load_corpus(config, model_config.vocab_size)
-        if RANK == 0:
-            barrier()
-        corpus = self.corpus
-        sizes = dict(block_size=model_config.block_size, micro_batch=model_config.micro_batch,
-                     **part_of(self.Model, 'batches')(model_config))
 
-        # with --grow-context the micro-batches of the first half of the run grow
-        grow = 0
-        if config.grow_context:
-            grow = config.max_steps * self.passes * WORLD // 2
-        self.batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
-        not_packed = dict(sizes, bm25=False)
-        self.val_batches = corpus.batches(corpus.val, seed=0, **not_packed)
-
-        # the settings now have what the tokenizer is
-        config.tokenizer = corpus.tokenizer.name
-        model_config.vocab_size = corpus.tokenizer.n_vocab
-        self.settings = dict(model=model_name(self.Model), corpus=corpus.fingerprint,
-                             hops=corpus.hops, **vars(model_config), **vars(config))
-
-    def make_model(self, start):
-        """The model, with the weights of `start`, a checkpoint or {}; and the state of the run:
-        what a checkpoint has, except the optimizers"""
-        config, corpus = self.config, self.corpus
-        torch.manual_seed(config.seed)
-        self.model = self.Model(self.model_config).to(self.device)
-        self.model.kernel = config.kernel
-        if start:
-            try:
-                self.model.load_state_dict(start['model'])
-            except RuntimeError:                            # of other shapes
-                differ = dict(start['config'].items() - self.settings.items())
-                raise SystemExit(f'{start_of(config)} has weights for other settings: {differ}')
-        self.state = start
-        if not self.resumes:
-            self.state = dict(
-                model_name=model_name(self.Model), config=vars(self.model_config),
-                data=config.data, corpus=corpus.fingerprint, tokenizer=corpus.tokenizer.to_dict(),
-                step=0, tokens=start.get('tokens', 0), log_size=0, best=math.inf)
-        self.state['config'] = vars(self.model_config)
-        self.state['model'] = self.model.state_dict()       # the same tensors: steps change them
-        n_params = sum(map(torch.numel, self.model.parameters()))
-        self.peak = peak_tokens_per_s(self.device, self.bf16, n_params)
-
-    def show_settings(self):
-        """Prints what is trained where, and which settings are not the defaults."""
-        n_params = sum(map(torch.numel, self.model.parameters()))
-        dtype = 'bf16' if self.bf16 else 'fp32'
-        self.ran_on = f'{WORLD} x {self.device}, {dtype}'
-        defaults = vars(config_of(self.Model)()) | vars(TrainConfig())
-        defaults |= part_of(self.Model, 'PRESETS').get('tiny', {})
-        changed = [f'{key}={x}' for key, x in self.settings.items() if x != defaults.get(key, x)]
-        print(f'{self.out}: {self.settings["model"]}, {n_params:,} parameters, {self.ran_on}, step '
-              f'{self.state["step"]} of {self.config.max_steps}\n'
-              'settings other than the defaults:', *changed)
-
-    def load_reference(self, path, Model, model_config, config):
-        """For setup of RPT: the model and the tokenizer of a run or file; path '': of a run with
-        these configs, which is trained now, on the same corpus"""
-        if not path:
-            path = config.out
-            with locked(Path(path)):
-                train(Model, model_config, config, self.corpus, ' in this stage')
-        _, model, tokenizer = read_checkpoint(path)
-        return model, tokenizer
-
-    def make_optimizers(self):
-        """The optimizers, with the moments of the checkpoint that is resumed"""
-        self.optimizers = optimizers_of(self.model, self.config)
-        if not self.resumes:
-            return
-        try:
-            moments = self.state.pop('optimizers')
-            for optimizer, x in zip(self.optimizers, moments, strict=True):
-                optimizer.load_state_dict(x)
-        except (KeyError, ValueError) as e:                 # a copy of best.pt has no moments
-            file = start_of(self.config)
-            raise SystemExit(f'{file} cannot be resumed: {e!r:.99}; --init {file} has its weights')
+# --------------------------------------------------------------------------------------------------
+# model files
+def list_models():
+    """{name: module} of this repository's models"""
+    models = {'trime': 'trime', 'rpt': 'rpt', 'drt': 'drt'}
+    for path in sorted(Path(__file__).with_name('compared').glob('*.py')):
+        if re.search(r'^class \w+Config\b', path.read_text('utf-8'), re.M):    # cache.py has none
+            models[path.stem] = f'compared.{path.stem}'
+    return models
 
 
-def train(Model, model_config, config, corpus=None, stage=''):
-    """Trains a model; the arguments are those of Run."""
-    # what the run starts from: its last checkpoint, the file of --init, or nothing; its data
-    run = Run(Model, model_config, config, corpus, stage)
-    file = start_of(config)
-    start = read_checkpoint(file, [Model])[0] if file else {}
-    run.resumes = file != config.init
-    run.load_data()
-
-    # the folder, the model, what has to be known before the first step
-    saved = check_folder(run.out, run.settings, start, run.kind)
-    run.make_model(start)
-    check_processes(run)
-    run.show_settings()
-    setup = part_of(Model, 'setup')
-    run.attach = setup(run.model, run) if setup else None
-    run.make_optimizers()
-
-    # the first files: a run that is killed early can be resumed
-    changed = {key for key in ('max_steps', 'micro_batch') if saved.get(key) != run.settings[key]}
-    if run.resumes and 'max_steps' in changed:
-        print(f'--max-steps was {saved["max_steps"]}: the learning rate is now that of '
-              f'{config.max_steps} steps')
-    if RANK == 0 and changed:
-        write_config(run.out, run.settings, run.ran_on)
-    if RANK == 0 and not run.resumes:
-        run.save_checkpoint()
-
-    # compilation, then all steps
-    compiles = run.device.type == 'cuda' and sys.platform == 'linux'
-    if config.compile == 'on' or (config.compile == 'auto' and compiles):
-        compile_layers(run.model, part_of(Model, 'COMPILED'))
-    with caught_signals() as signals:
-        run.loop(signals)
+MODELS = list_models()
 
 
-def average(tensors):
-    """Replaces tensors by their means over the processes. They are sent in messages of 16 MB,
-    because each message takes time, and large ones take longer."""
-    flat = parameters_to_vector(tensors).div_(WORLD)
-    for message in flat.split(2 ** 22):
-        dist.all_reduce(message)
-    vector_to_parameters(flat, tensors)
+def import_file(path):
+    """Imports a user's model file. SystemExit if there is none, or if its name is taken."""
+    path = Path(expanded_path(path)).resolve()
+    name = path.stem
+    module = sys.modules.get(name)
+    if module and getattr(module, '__file__', None) == str(path):
+        return module
+    if not path.is_file():
+        raise SystemExit(f'--model {path}: there is no such file')
+    other = importlib.util.find_spec(name)          # the file itself, if it lies beside train.py
+    if name in MODELS or (other and other.origin != str(path)):
+        raise SystemExit(f'--model {path}: {name} is the name of another module; rename the file')
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def compile_layers(model, classes):
-    """Applies torch.compile to the layers, not to the whole model: layers of a class share their
-    machine code, so many compile as quickly as one."""
-    torch.compiler.reset()                              # a reference LM's are not needed any more
-    torch._dynamo.config.cache_size_limit = 64          # kinds of layers, lengths of --grow-context
-    layers = [layer for layer in model.modules() if isinstance(layer, classes)]
-    print(f'the first step compiles {len(layers)} layers; many take minutes (--compile off)')
-    for layer in layers:
-        layer.compile(dynamic=False)
+def find_model(name):
+    """The class X of --model: a name of MODELS, or a path that ends with .py. Its name is that of
+    the file, in any case and without _ and -."""
+    if name.endswith('.py'):
+        module = import_file(name)
+    else:
+        module = importlib.import_module(MODELS[name])
+    wanted = re.sub('[_-]', '', Path(module.__file__).stem).lower()
+    for attribute, value in vars(module).items():
+        if attribute.lower() == wanted and inspect.isclass(value):
+            return value
+    raise SystemExit(f'--model {name}: the file has no class {wanted.capitalize()}')
+
+
+def model_name(Model):
+    """The name of its file, which a checkpoint holds"""
+    return Model.__module__.split('.')[-1]
+
+
+def part_of(Model, name, default=None):
+    """What a model's file defines under a name; else what the file of the class defines that it
+    inherits from, and so on"""
+    for cls in Model.__mro__:
+        module = sys.modules[cls.__module__]
+        if hasattr(module, name) and issubclass(cls, torch.nn.Module):
+            return getattr(module, name)
+    return default
+
+
+def config_of(Model):
+    """XConfig of a model X, or that of the class that it inherits from. SystemExit if the file of X
+    has a config of another name, whose fields would be no flags"""
+    for cls in Model.__mro__:
+        module = sys.modules[cls.__module__]
+        Config = getattr(module, f'{cls.__name__}Config', None)
+        if Config:
+            return Config
+        for name, value in vars(module).items():
+            if name.endswith('Config') and getattr(value, '__module__', '') == cls.__module__:
+                raise SystemExit(f'{module.__file__}: {name} has to be {cls.__name__}Config')
+    raise SystemExit(f'{Model.__module__}.py has no {Model.__name__}Config')
+
+
+# Settings of earlier versions, {model: {setting: {value: what replaces it}}}, and names of weights
+FORMER = {
+    'rpt': {
+        'memory': {'knn': '--model memorizing', 'lru': '--model griffin',
+                   'state': '--model block_recurrent'},
+        'retriever': {'dpr': '--model dense', 'contriever': '--model dense --retriever contriever'},
+        'memory_size': {}, 'n_nearest': {}, 'n_states': {}},
+    'drt': {'landmark': {'True': '--model landmark'}, 'retriever': {'off': '--retriever none'}},
+    'trime': {'layer': {'sru': '--model sru'}}}
+FORMER_WEIGHTS = {'embedding.tables.0': 'embedding.weight',             # of trime
+                  'embedding.tables.1': 'embedding.tables.0',
+                  'embedding.tables.2': 'embedding.tables.1'}
+
+
+def refuse_former_flags(parser, name, argv):
+    """Ends with one line for a flag of an earlier version, which names the new one."""
+    former = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for setting in FORMER.get(name, {}):
+        former.add_argument(f'--{setting.replace("_", "-")}', nargs='?', const='True')
+    for setting, value in vars(former.parse_known_args(argv)[0]).items():
+        replacement = FORMER[name][setting].get(value)
+        if replacement:
+            parser.error(f'--{setting} {value} is now {replacement}')
+
+
+def update_checkpoint(state, Config):
+    """Removes settings that a model has no more from those of a checkpoint, and renames weights.
+    ValueError if a setting had an effect"""
+    config, weights = state['config'], state['model']
+    for setting, values in FORMER.get(state['model_name'], {}).items():
+        replacement = values.get(str(config.get(setting)))
+        if replacement:
+            raise ValueError(f'--{setting} {config[setting]} is now {replacement}')
+        if setting not in Config.__dataclass_fields__:
+            config.pop(setting, None)
+    if 'embedding.tables.0' in weights and 'embedding.weight' not in weights:
+        for before, after in FORMER_WEIGHTS.items():
+            if before in weights:
+                weights[after] = weights.pop(before)
+
+
+# --------------------------------------------------------------------------------------------------
+# flags, each from a field of a config
+def comments_of(Config):
+    """The comment after each field of a dataclass and of those that it inherits from, from their
+    source, as `    lr: float = 8e-3     # peak rate` -> {field: comment}"""
+    comments = {}
+    for cls in reversed(Config.__mro__[:-1]):
+        comments |= dict(re.findall(r'^ +(\w+):[^#\n]*# *(.+)$', inspect.getsource(cls), re.M))
+    return comments
+
+
+def add_flags(parser, Config):
+    """A flag for each field of a config. Its help is the comment after the field. SystemExit for a
+    field without a comment."""
+    comments = comments_of(Config)
+    types = get_type_hints(Config)      # not f.type: with future annotations it is a string
+    group = parser.add_argument_group(Config.__name__)
+    for f in fields(Config):
+        if f.name not in comments:
+            raise SystemExit(f'{Config.__name__}.{f.name} needs a comment in its line: it is the '
+                             'help of the flag')
+        choices = get_args(types[f.name])               # of a Literal
+        kind = dict(type=types[f.name])
+        if choices:
+            kind = dict(choices=choices)
+        if types[f.name] is bool:
+            kind = dict(action=argparse.BooleanOptionalAction)
+        text = comments[f.name].replace('%', '%%')      # % is special in a help
+        group.add_argument(f'--{f.name.replace("_", "-")}', default=f.default,
+                           help=f'{text} (default: %(default)r)', **kind)
+
+
+def trouble_of_flag(word, argv, parser):
+    """What is wrong with a word of the command line that no flag takes, in a line"""
+    for before, after in zip(argv, argv[1:]):
+        action = parser._option_string_actions.get(before)
+        if after == word and action and action.nargs == 0:
+            return f'{before} takes no value, but {word} follows'
+    if word in MODELS:
+        return f'{word} without a flag: --model {word}'
+    flag = word.split('=')[0]
+    owners = [name for name in MODELS
+              if flag.removeprefix('--').replace('-', '_') in vars(config_of(find_model(name))())]
+    if owners:
+        return f'{flag} is a flag of {", ".join(owners)}, not of this model'
+    near = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0)[0]
+    return f'{flag} is no flag here; the nearest is {near}'
+
+
+def parse_flags(parser, argv):
+    """The values of all flags. An unknown one is an error that says what to do. Configs check which
+    numbers have to be 1 or more."""
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(trouble_of_flag(unknown[0], sys.argv[1:] if argv is None else argv, parser))
+    for name, x in vars(args).items():
+        if isinstance(x, int | float) and not 0 <= x < 2 ** 63:         # or nan
+            parser.error(f'--{name.replace("_", "-")} {x} is not a number from 0 on')
+    return args
+
+
+def model_choice(text):
+    """The type of --model"""
+    if text not in MODELS and not text.endswith('.py'):
+        near = difflib.get_close_matches(text, MODELS, n=1, cutoff=0)[0]
+        raise argparse.ArgumentTypeError(
+            f'{text} is none of {", ".join(MODELS)}, nor a file .py; the nearest is {near}')
+    return text
+
+
+def parse(argv=None):
+    """-> the model's class, its config, TrainConfig. SystemExit with one line for a bad flag."""
+    # the model has flags, with defaults, and presets, which replace some of the defaults
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = lambda message: sys.exit(f'train.py: {message}')
+    parser.add_argument('--model', default='trime', type=model_choice, metavar='NAME',
+                        help=f'{", ".join(MODELS)}, or a file .py (default: trime)')
+    Model = find_model(parser.parse_known_args(argv)[0].model)
+    name = model_name(Model)
+    refuse_former_flags(parser, name, argv)
+    presets = part_of(Model, 'PRESETS')
+    parser.add_argument('--preset', default='tiny', choices=presets, help='default: tiny')
+    configs = config_of(Model), TrainConfig
+    for Config in configs:
+        add_flags(parser, Config)
+    parser.set_defaults(out=f'out/{name}')
+    args, _ = parser.parse_known_args(argv)
+    parser.set_defaults(**presets[args.preset])
+
+    # the file of --init replaces those of the model's fields, and the tokenizer
+    if args.init:
+        file = start_of(args)
+        state, _, tokenizer = read_checkpoint(file, [Model])
+        if state['model_name'] != name:
+            parser.error(f'{file} has weights of another model: --model {state["model_name"]}')
+        parser.set_defaults(**state['config'], tokenizer=tokenizer)
+
+    # what is on the command line comes before all defaults
+    parser.add_argument('-h', '--help', action='help')
+    values = vars(parse_flags(parser, argv))
+    try:
+        model_config, config = (C(**{f.name: values[f.name] for f in fields(C)}) for C in configs)
+    except ValueError as e:                             # fields that do not fit together
+        parser.error(e)
+    return Model, model_config, config
 
 
 # --------------------------------------------------------------------------------------------------
@@ -778,6 +807,8 @@ def read_checkpoint(path, Models=()):
     path = Path(path).expanduser()
     if path.is_dir():
         path /= 'ckpt.pt'
+    if not path.exists():
+        raise SystemExit(f'{path}: there is no such file')
     try:
         state = torch.load(path, 'cpu', weights_only=True)
         name = state['model_name']
@@ -849,6 +880,11 @@ def read_config(out, state):
                          'with another --out starts from its weights')
 
 
+def in_words(settings):
+    """{name: value} in a line"""
+    return ', '.join(f'{name}={x}' for name, x in settings.items())
+
+
 def trouble_of(out, files, saved, settings, state, kind):
     """Why a run cannot begin or be resumed in a folder with these files, else ''"""
     if 'ckpt.pt' not in files:
@@ -861,8 +897,11 @@ def trouble_of(out, files, saved, settings, state, kind):
     if kind in ('segments', 'documents'):
         ignored.add('micro_batch')
     differ = [key for key in settings if key not in ignored and saved.get(key) != settings[key]]
-    if differ or settings['resume'] == 'no':
-        return f'has another {", ".join(differ[:4]) or "run"}'
+    if differ:
+        of_run, of_command = ({key: x.get(key) for key in differ[:4]} for x in (saved, settings))
+        return f'has a run with {in_words(of_run)}, the command has {in_words(of_command)}'
+    if settings['resume'] == 'no':
+        return 'has a run, which --resume no leaves as it is'
     if state['step'] > settings['max_steps']:
         return f'has {state["step"]} steps; a larger --max-steps resumes it'
     return ''
@@ -886,7 +925,7 @@ def check_folder(out, settings, state, kind):
         i += 1
     message = f'{out} {trouble}; try --out {run}-{i}'
     if 'best.pt' in files:
-        message += f'; --init {out}/best.pt has its weights'
+        message += f' (with --init {out}/best.pt it begins with these weights)'
     raise SystemExit(message)
 
 
@@ -904,6 +943,15 @@ def barrier():
     """Waits until all processes are here."""
     if WORLD > 1:
         dist.barrier()
+
+
+def average(tensors):
+    """Replaces tensors by their means over the processes. They are sent in messages of 16 MB,
+    because each message takes time, and large ones take longer."""
+    flat = parameters_to_vector(tensors).div_(WORLD)
+    for message in flat.split(2 ** 22):
+        dist.all_reduce(message)
+    vector_to_parameters(flat, tensors)
 
 
 def fingerprint(tensors):
@@ -1007,6 +1055,17 @@ def precision(device, dtype):
     return bf16, lambda: torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
 
+def compile_layers(model, classes):
+    """Applies torch.compile to the layers, not to the whole model: layers of a class share their
+    machine code, so many compile as quickly as one."""
+    torch.compiler.reset()                              # a reference LM's are not needed any more
+    torch._dynamo.config.cache_size_limit = 64          # kinds of layers, lengths of --grow-context
+    layers = [layer for layer in model.modules() if isinstance(layer, classes)]
+    print(f'the first step compiles {len(layers)} layers; many take minutes (--compile off)')
+    for layer in layers:
+        layer.compile(dynamic=False)
+
+
 def peak_tokens_per_s(device, bf16, n_params):
     """What mfu (model FLOPs utilization) is a share of: a token takes 6 FLOPs for each parameter.
     None if the peak of the hardware is not known"""
@@ -1069,7 +1128,10 @@ def main(argv=None):
             backend = 'nccl' if hardware(config.device).type == 'cuda' else 'gloo'
             dist.init_process_group(backend, timeout=datetime.timedelta(hours=6))
         train(Model, model_config, config)
-    print(f'finished: python eval.py {config.out}')
+    own_file = ''
+    if model_name(Model) not in MODELS:
+        own_file = f' --model {os.path.relpath(sys.modules[Model.__module__].__file__)}'
+    print(f'finished: python eval.py {config.out}{own_file}')
     if WORLD > 1:
         dist.destroy_process_group()
 

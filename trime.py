@@ -176,6 +176,14 @@ def batches(config):
                 same_document=config.same_document)
 
 
+def setup(model, run):
+    """Before training: names the cutoffs that a small vocabulary does not have."""
+    V = model.config.vocab_size
+    dropped = [x for x in parse_cutoffs(model.config.cutoffs) if x >= V]
+    if dropped:
+        print(f'the vocabulary has {V:,} tokens: cutoffs {dropped} are not used')
+
+
 # --------------------------------------------------------------------------------------------------
 # the transformer
 # (what several model files define is identical in them; the header lists what differs)

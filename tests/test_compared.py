@@ -449,10 +449,12 @@ def test_checkpoints_of_earlier_versions():
 # README's own model
 @fixture
 def mine(tmp_path, monkeypatch):
-    """decay.py as README has it, and a text, in an empty folder"""
+    """decay.py as README has it, in a folder like that of train.py, where it can be imported; a
+    text"""
     readme = Path(train.__file__).with_name('README.md').read_text()
     code = re.search(r'^    """DRT with decay.*?\n(?=\S)', readme, re.M | re.S)[0]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     Path('decay.py').write_text(textwrap.dedent(code))
     texts = [f'{i} the cat sees the old dog and a river ' * 40 for i in range(6)]
     write_splits(tmp_path / 'texts', texts[:4], texts[4:])
@@ -466,7 +468,9 @@ def test_your_own_model(mine, capsys):
     argv = [*mine, 'out/decay', '--model', 'decay.py', '--decay', '0.5']
     train.main([*argv, '--max-steps', '2'])
     train.main(argv)
-    assert 'step 2 of 4' in capsys.readouterr().out
+    screen = capsys.readouterr().out
+    assert 'step 2 of 4' in screen
+    assert 'finished: python eval.py out/decay --model decay.py\n' in screen
     train.main([*mine, 'out/drt'])
     command = 'out/drt out/decay --model decay.py --json x.json'
     evaluation.main(f'{command} --max-tokens 3 --html page.html'.split())
@@ -492,10 +496,19 @@ def test_your_own_model(mine, capsys):
     assert 'weights of another model: --model drt' in one_line(train.main, argv)
 
 
+def test_your_own_model_can_have_annotations_that_are_strings(mine):
+    path = Path('decay.py')
+    path.write_text('from __future__ import annotations\n' + path.read_text())
+    _, config, _ = train.parse(['--model', 'decay.py', '--decay', '0.5', '--no-sink'])
+    assert config.decay == 0.5 and config.sink is False
+
+
 @mark.parametrize('name, text, message', [
     ('none.py', None, 'no such file'), ('rpt.py', '', 'rename the file'),
     ('json.py', '', 'rename the file'), ('empty.py', '', 'has no class Empty'),
     ('my-model.py', 'class MyModel: pass', 'MyModelConfig'),
+    ('other.py', 'from drt import *\nclass MyConfig(DRTConfig): pass\nclass Other(DRT): pass',
+     'MyConfig has to be OtherConfig'),
     ('fields.py', 'from drt import *\n@dataclass\nclass FieldsConfig(DRTConfig):\n'
                   '    new: int = 1\nclass Fields(DRT): pass', 'FieldsConfig.new needs')])
 def test_a_file_that_is_no_model_is_one_line(mine, name, text, message):
@@ -504,5 +517,5 @@ def test_a_file_that_is_no_model_is_one_line(mine, name, text, message):
     if text is not None:
         (folder / name).write_text(text)
     assert message in one_line(train.parse, ['--model', f'own/{name}'])
-    if name in ('empty.py', 'my-model.py', 'fields.py'):
+    if name in ('empty.py', 'my-model.py', 'other.py', 'fields.py'):
         sys.modules.pop(name[:-3])

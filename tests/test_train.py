@@ -343,7 +343,8 @@ def test_nothing_is_overwritten(here, capsys):
     folder.mkdir()
     (folder / 'thesis.txt').write_text('mine')
     before = contents('out')
-    messages = {'--lr 1e-4': 'lr; try --out out/trime-2', '--dropout 0': 'dropout',
+    messages = {'--lr 1e-4': 'has a run with lr=0.008, the command has lr=0.0001; try --out '
+                             'out/trime-2', '--dropout 0': 'dropout=0.0',
                 '--resume no': '--out out/trime-2',
                 '--out out/other': 'no run to resume: thesis.txt; try --out out/ot'}
     for more, message in messages.items():
@@ -354,7 +355,7 @@ def test_nothing_is_overwritten(here, capsys):
 
     # without ckpt.pt there are weights and a log of a run, but none that resumes
     (folder.parent / 'trime/ckpt.pt').unlink()
-    assert '--init out/trime/best.pt has its weights' in one_line(launch)
+    assert '(with --init out/trime/best.pt it begins with these weights)' in one_line(launch)
     assert contents('out').items() < before.items()
 
 
@@ -366,8 +367,8 @@ def test_names_of_a_path(here, monkeypatch):
     for name in ('./texts/', '~/texts', 'link'):
         launch(f'--out run --data={name}')
     assert load('run/ckpt.pt')['data'] == str(here / 'texts')
-    assert 'another hops' in one_line(run, flags('trime', '--out run --data niah:texts '
-                                                 '--block-size 256 --tokens-per-step 512'))
+    assert 'a run with hops=' in one_line(run, flags('trime', '--out run --data niah:texts '
+                                                     '--block-size 256 --tokens-per-step 512'))
 
 
 BROKEN = {'config.json': [b'[]', b'\xff', b'{"torn', b''], 'ckpt.pt': [b'', b'torn', b'PK']}
@@ -443,7 +444,8 @@ def test_a_smaller_micro_batch_resumes_the_run(here):
     expected, _ = outcome('straight')
     close(tensors, expected, atol=1e-6)
     launch('--out long --memory long')
-    assert 'another micro_batch' in one_line(launch, '--out long --memory long --micro-batch 4')
+    assert 'has a run with micro_batch=2' in one_line(launch, '--out long --memory long '
+                                                             '--micro-batch 4')
 
 
 def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
@@ -454,6 +456,8 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
 # command line: message
 WRONG = {
     '--learning-rate 1': 'nearest is --', '--m 2': 'no flag here', '--memory lokal': 'lokal',
+    '--gains 1': '--gains takes no value, but 1 follows', '--groups 2': 'a flag of drt, landmark,',
+    'rpt': 'rpt without a flag: --model rpt', '--init no.pt': 'no.pt: there is no such file',
     '--model gpt': 'drt', '--lr -1': '--lr -1.0 is not a number from 0 on', '--lr nan': 'nan',
     '--seed 1.5': '1.5', f'--seed {2 ** 64}': 'from 0 on',
     '--model drt --groups -1': '--groups -1 is not a number from 0 on',
@@ -538,6 +542,11 @@ def test_init_starts_from_weights_and_their_tokenizer(first, capsys):
     Path('first/ckpt.pt').unlink()
     run(argv)
     assert 'step 1 of 1' in capsys.readouterr().out
+
+
+def test_cutoffs_beyond_the_vocabulary_are_named(here, capsys):
+    launch('--cutoffs 100,9999 --max-steps 1')
+    assert 'has 257 tokens: cutoffs [9999] are not used' in capsys.readouterr().out
 
 
 NOT_FITTING = {'--n-embd 32': "first has weights for other settings: {'n_embd': 16}",

@@ -15,7 +15,7 @@ TESTS = [f'tests/{path.name}' for path in sorted((ROOT / 'tests').glob('*.py'))]
 
 # definitions of the same name that differ: each paper's own
 PER_MODEL = {'SelfAttention', 'Block', 'Retrieved', 'State', 'EvalConfig', 'batches', 'setup',
-             'init_weights', 'demo'}
+             'init_weights', 'prepare_eval', 'demo'}
 PAPERS = {('MLP', 'drt.py')}                            # SwiGLU
 IMPORTS = {'bm25.py': set(), 'gca_kernel.py': set(), 'data.py': {'bm25'}, 'train.py': {'data'},
            'trime.py': set(), 'rpt.py': {'bm25'}, 'drt.py': {'gca_kernel'},
