@@ -461,6 +461,17 @@ def test_an_interrupted_build_begins_again(stop, build, tmp_path):
 
 
 @torch.no_grad()
+def test_a_search_for_more_than_all_entries(build):
+    """It returns the 94, once each, the most similar first; then none."""
+    _, keys, _ = small().encode(torch.from_numpy(TEXT[None, :94].astype('int64')))
+    query = keys[0, :5]
+    sim, entries = build().search(query, 97)
+    assert (sim[:, 94:] < 0.99 * trime.MASKED).all() and (entries[:, 94:] == -1).all()
+    assert all(sorted(row) == [*range(94)] for row in entries[:, :94].tolist())
+    assert (sim.diff() <= 0).all()
+
+
+@torch.no_grad()
 def test_the_datastore_of_pairs_has_their_targets(tmp_path):
     """Each of 20 pairs is encoded alone; the entries of its 8 tokens are from TAB, the fourth, to
     the last but one."""
