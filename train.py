@@ -613,14 +613,16 @@ def part_of(Model, name, default=None):
 def config_of(Model):
     """XConfig of a model X, or that of the class that it inherits from. SystemExit if the file of X
     has a config of another name, whose fields would be no flags"""
-    for cls in Model.__mro__:
+    names = [f'{cls.__name__}Config' for cls in Model.__mro__]
+    for cls, name in zip(Model.__mro__, names):
         module = sys.modules[cls.__module__]
-        Config = getattr(module, f'{cls.__name__}Config', None)
+        Config = getattr(module, name, None)
         if Config:
             return Config
-        for name, value in vars(module).items():
-            if name.endswith('Config') and getattr(value, '__module__', '') == cls.__module__:
-                raise SystemExit(f'{module.__file__}: {name} has to be {cls.__name__}Config')
+        for other, value in vars(module).items():
+            is_own = getattr(value, '__module__', '') == cls.__module__
+            if is_own and other.endswith('Config') and other not in names:
+                raise SystemExit(f'{module.__file__}: {other} has to be {name}')
     raise SystemExit(f'{Model.__module__}.py has no {Model.__name__}Config')
 
 
