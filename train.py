@@ -612,18 +612,20 @@ def part_of(Model, name, default=None):
 
 def config_of(Model):
     """XConfig of a model X, or that of the class that it inherits from. SystemExit if the file of X
-    has a config of another name, whose fields would be no flags"""
-    names = [f'{cls.__name__}Config' for cls in Model.__mro__]
-    for cls, name in zip(Model.__mro__, names):
-        module = sys.modules[cls.__module__]
-        Config = getattr(module, name, None)
+    extends it under another name: its fields would be no flags"""
+    for cls in Model.__mro__:
+        name = f'{cls.__name__}Config'
+        Config = getattr(sys.modules[cls.__module__], name, None)
         if Config:
-            return Config
-        for other, value in vars(module).items():
-            is_own = getattr(value, '__module__', '') == cls.__module__
-            if is_own and other.endswith('Config') and other not in names:
-                raise SystemExit(f'{module.__file__}: {other} has to be {name}')
-    raise SystemExit(f'{Model.__module__}.py has no {Model.__name__}Config')
+            break
+    else:
+        raise SystemExit(f'{Model.__module__}.py has no {Model.__name__}Config')
+    own = sys.modules[Model.__module__]
+    for name, value in vars(own).items():
+        is_own = getattr(value, '__module__', '') == Model.__module__ and isinstance(value, type)
+        if cls is not Model and is_own and issubclass(value, Config) and value is not Config:
+            raise SystemExit(f'{own.__file__}: {name} has to be {Model.__name__}Config')
+    return Config
 
 
 # Settings of earlier versions, {model: {setting: {value: what replaces it}}}, and names of weights
