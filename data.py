@@ -1,29 +1,40 @@
 """
-Text in, batches out: tokenizers, corpora on disk, and several ways to cut a corpus into batches.
+Text in, batches out: what the models are trained on, and how it is made from files.
 
-    files -> documents -> token ids on disk (Corpus) -> rows of T tokens -> micro-batches (Batch)
+    files -> documents -> token ids of train, val, test -> rows of T tokens -> micro-batches
 
-The sections follow the data. Readers of a model file need Split, Batch and the last three sections.
+The sections of this file follow the arrows backwards, from batches to files. For reading the
+models the first three are enough; to see how a text is prepared, start with `load`.
 
-    tokenizers                          bytes, words, byte-pair encoding
-    the files of a text                 which files --data names
-    documents in files                  .txt, .json, .jsonl, .tsv, .parquet
-    which document is in which split    train, val and test
-    corpora on disk; random tokens      preparation
-    load                                all of the above
-    batches; pairs; needles             rows of T tokens, and which rows are in a micro-batch
+    what a model gets           Split, Batch
+    micro-batches               Batches; its subclasses Grid (with pack), Pairs and Needles
+    a corpus                    Corpus: three splits and their tokenizer
+    progress                    progress_bar, for all long work
+    tokenizers                  Tokenizer: bytes, byte-pair encoding, GPT-2's, words
+    documents in files          read_documents: .txt, .json, .jsonl, .tsv, .parquet
+    the files of a text         find_text: what --data names; downloads
+    train, val and test         plan_splits: which document is in which split
+    preparation                 load: from files to a corpus on disk, on first use
+    other kinds of text         random tokens; files that are not UTF-8; killed preparations
+    the command                 python data.py
 
-`load` makes a corpus on first use:
+    $ python data.py my_texts/              prepares a corpus, prints what is in it and some rows
+
+    corpus = load('my_texts/')
+    batches = corpus.batches(corpus.train, 'segments', block_size=256, micro_batch=8, seed=0)
+    batches[0].tokens                       # (8, 256)
+
+A corpus is a folder:
 
     corpora/code-bpe4096-5f0c21ab/
         train.bin  val.bin  test.bin    token ids of all documents, one document after the other
         train.idx  val.idx  test.idx    where each document starts and the last one ends, int64
         meta.json                       the tokenizer, counts, hashes
 
-The name of the folder ends with a hash of its source files (paths, sizes, times) and of VERSION: if
-one of them changes, another folder is made. Every document ends with <|endoftext|>, except with the
-tokenizer `word`. Counts and hashes are of the text as it is read: without a byte order mark, and
-with LF for the line ends CR LF and CR.
+Its name ends with a hash of its source files (paths, sizes, times) and of VERSION: if one of them
+changes, another folder is made. Every document ends with <|endoftext|>, except with the tokenizer
+`word`. Counts and hashes are of the text as it is read: without a byte order mark, and with LF for
+the line ends CR LF and CR.
 
 A batch is a pure function of (split, arguments of Corpus.batches, number of the batch). So a run
 resumes from its step alone.
@@ -31,10 +42,10 @@ resumes from its step alone.
 Letters used in the shape comments
     B   rows of a micro-batch           T   tokens of a row
     N   chunks of a row of needles      S   tokens of a chunk
-    g   number of a micro-batch         r   number of a row
+    g   number of a micro-batch         r   number of a row         n   any number
 """
-import codecs, contextlib, functools, gzip, hashlib, heapq, io, json, math, os, platform, re, shutil
-import sys, sysconfig, time
+import argparse, codecs, contextlib, functools, gzip, hashlib, heapq, io, json, math, os, platform
+import re, shutil, sys, sysconfig, time
 from array import array
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -55,8 +66,586 @@ except ImportError:         # on Windows
     fcntl = None
 
 SPLITS = 'train', 'val', 'test'
-ENOUGH = 1000               # tokens that a split must have for tuning, see Corpus.tuning_split
-VERSION = 4                 # of the rules by which a corpus is prepared: others make another folder
+
+
+# --------------------------------------------------------------------------------------------------
+# what a model gets
+class Split(NamedTuple):
+    """The documents of train, val or test, one after the other. Here are two, 'abcdef.' and 'xyz.'
+    (bytes are token ids, and . stands for <|endoftext|>):
+
+    >>> split = Split('train', np.frombuffer(b'abcdef.xyz.', np.uint8), np.array([0, 7, 11]))
+    >>> split.doc_of([0, 6, 7])
+    array([0, 0, 1])"""
+    name: str
+    tokens: np.ndarray      # (n_tokens,) uint16 or uint32, a memmap
+    offsets: np.ndarray     # (n_docs + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]]
+    n_bytes: int = 0        # of the text, in UTF-8
+    n_words: int = 0        # of the text, between blanks
+
+    def doc_of(self, positions):
+        """Positions of tokens -> numbers of their documents, of the same shape; -1 -> -1"""
+        return np.searchsorted(self.offsets, positions, 'right') - 1
+
+
+class Batch(NamedTuple):
+    """What a model is trained on: B rows of T tokens, and for each token the next one.
+
+    The same two documents in rows of T = 4 tokens; _ is padding, or no target:
+
+    >>> split = Split('train', np.frombuffer(b'abcdef.xyz.', np.uint8), np.array([0, 7, 11]))
+    >>> print_batch(Grid(split, 'segments', block_size=4, micro_batch=3, seed=0).in_order(0))
+    tokens   a b c d | e f . x | y z _ _
+    targets  b c d e | f . x y | z . _ _
+    doc      0 0 0 0 | 0 0 0 1 | 1 1 _ _
+    >>> print_batch(Grid(split, 'documents', block_size=4, micro_batch=3, seed=0).in_order(0))
+    tokens   a b c d | x y z . | e f . _
+    targets  b c d e | y z . _ | f . _ _
+    doc      0 0 0 0 | 1 1 1 1 | 0 0 0 _
+
+    `consecutive` and `packed` have the rows of `segments`, and choose which rows are in one batch.
+    Pairs and Needles below have pictures, too."""
+    tokens: torch.Tensor    # (B, T) int64   token ids; 0 at padding
+    targets: torch.Tensor   # (B, T) int64   the token after each; -1 where none is predicted
+    doc: torch.Tensor       # (B, T) int64   number of each token's document; -1 at padding
+    seed: int               # of all random draws of the model; different for each batch
+
+
+# --------------------------------------------------------------------------------------------------
+# micro-batches
+@functools.lru_cache(maxsize=4)                 # an epoch is shuffled once, not for each batch
+def shuffled(n, *seed):
+    """A random permutation of 0 to n - 1, (n,), read-only. seed: some ints"""
+    order = np.random.default_rng(seed).permutation(n)
+    order.setflags(write=False)
+    return order
+
+
+class Batches:
+    """The micro-batches of a split: batches[g] is number g, a Batch. An epoch has len(batches).
+
+    A subclass, Grid, Pairs or Needles, defines rows 0 to n_rows - 1, each of T tokens. Every epoch
+    has all rows, B in each micro-batch, shuffled. Rows that have to be in the same micro-batch form
+    a group: the list `order` of all rows is cut after each `group` of them, and the groups are
+    shuffled. With the order 4 1 0 3 2 and group = 2, the groups are (4 1), (0 3) and (2).
+
+    split, seed     the Split; a seed of the shuffling and of each Batch's seed
+    T, B            tokens of a row, rows of a micro-batch
+    n_rows          rows of an epoch
+    order, group    (n_rows,) numbers of rows; rows of a group
+    is_spread       should in_order take the rows of a micro-batch from all of the text?"""
+    is_spread = False
+
+    def __init__(self, split, block_size, micro_batch, seed):
+        if split is None:                       # val; load refuses a corpus without train
+            raise SystemExit('there is no text to validate on: --data needs more text, or a file '
+                             'named val')
+        self.split, self.seed = split, seed
+        self.T, self.B = block_size, micro_batch
+
+    def set_rows(self, n_rows, group=1, order=None):
+        """Sets the number of rows, their groups and their order."""
+        self.n_rows, self.group = n_rows, group
+        self.order = np.arange(n_rows) if order is None else order
+
+    def __len__(self):
+        return math.ceil(self.n_rows / self.B)
+
+    def __getitem__(self, g):
+        """Micro-batch g, a Batch; from len(batches) on, of the next epoch"""
+        sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
+        seed = int.from_bytes(sha[:8], 'little') >> 1           # 63 bits, an int64
+        return self.take(self.rows(g), seed)
+
+    def in_order(self, i):
+        """Micro-batch i of an epoch in the order of the text, a Batch with the seed i: for
+        validation. If is_spread, its rows are len(batches) apart, so that a few of these
+        micro-batches are a sample of many documents."""
+        rows = range(self.n_rows)[i * self.B:(i + 1) * self.B]
+        if self.is_spread:
+            rows = range(self.n_rows)[i::len(self)]
+        return self.take(rows, seed=i)
+
+    def rows(self, g):
+        """Numbers of the rows of micro-batch g: (B,), fewer at the end of an epoch"""
+        epoch, i = divmod(g, len(self))
+        groups = shuffled(math.ceil(self.n_rows / self.group), self.seed, epoch)
+        n = self.B // self.group                                # groups of a micro-batch
+        groups = groups[i * n:(i + 1) * n]
+        if self.group > 1:
+            # the last group can be incomplete; padding has to come after all other rows
+            groups = np.sort(groups)
+        starts = self.group * groups
+        return np.concatenate([self.order[start:start + self.group] for start in starts])
+
+    def take(self, rows, seed):
+        """The Batch of these rows, numbers (n,); with fewer than B, the other rows are padding"""
+        split = self.split
+        position, has_target = self.positions(np.array(rows))   # (n, T) both
+        missing = (0, self.B - len(rows)), (0, 0)
+        position = np.pad(position, missing, constant_values=-1)                # (B, T)
+        has_target = np.pad(has_target, missing, constant_values=False)         # (B, T)
+
+        # padding, at position -1, is read at position 0 and then overwritten
+        padding = position < 0
+        tokens = split.tokens[position.clip(0)].astype(np.int64)
+        tokens[padding] = 0
+        targets = np.full_like(tokens, -1)
+        targets[has_target] = split.tokens[position[has_target] + 1]
+        doc = split.doc_of(position)                            # -1 at padding
+        tokens, targets, doc = map(torch.from_numpy, (tokens, targets, doc))
+        return Batch(tokens, targets, doc, seed)
+
+    def positions(self, rows):
+        """Rows, numbers (n,) -> two arrays (n, T): the position of each token in the split, -1 at
+        padding; and whether it has a target, the token after it"""
+        raise NotImplementedError
+
+
+# --------------------------------------------------------------------------------------------------
+# micro-batches: segments, and documents
+class Grid(Batches):
+    """Rows that divide a split: each token is in one row. kind:
+
+    segments     segments of T tokens, shuffled
+    consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
+    packed       the same, but if bm25 is True, the segments of a micro-batch are similar (see
+                 pack); of different documents, if same_document is True, because then a memory
+                 of another segment has to be of another document (trime.py)
+    documents    T tokens of one document; the ends of documents, shorter than T, are joined
+
+    An epoch predicts each token of the split except the first; with `documents`, except the first
+    of each document. SystemExit if the split has no more than T tokens"""
+    def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
+                 consecutive=0, bm25=True):
+        super().__init__(split, block_size, micro_batch, seed)
+        check_length(split, block_size)
+        self.kind = kind
+
+        # all positions that are in rows, in one sequence; row r is its part r T to r T + T - 1
+        if kind == 'documents':
+            self.stream = Stream(*whole_rows_then_ends(split.offsets, block_size))
+            self.is_spread = True
+        else:
+            last = len(split.tokens) - 1                        # the last token is a target only
+            self.stream = Stream(np.array([0]), np.array([last]))
+        n_rows = math.ceil(len(self.stream) / block_size)
+
+        # groups of rows that stay together
+        self.set_rows(n_rows)
+        if kind == 'consecutive':
+            self.set_rows(n_rows, group_size(consecutive, micro_batch))
+        if kind == 'packed' and bm25:
+            self.set_rows(n_rows, micro_batch, self.packed_order(same_document))
+
+    def positions(self, rows):
+        index = rows[:, None] * self.T + np.arange(self.T)      # (n, T) in the stream
+        position = self.stream[index]                           # (n, T) in the split
+        has_target = position >= 0
+        if self.kind == 'documents':
+            # the last token of a document has no target
+            doc_of = self.split.doc_of
+            has_target &= doc_of(position) == doc_of(position + 1)
+        return position, has_target
+
+    def packed_order(self, same_document):
+        """The order of segments in which similar ones follow each other"""
+        tokens, T = self.split.tokens[:-1], self.T
+        starts = np.arange(0, len(tokens), T)
+        segments = np.split(tokens, starts[1:])
+        first_doc = last_doc = np.arange(self.n_rows)           # as if each were a document
+        if same_document:
+            first_doc = self.split.doc_of(starts)
+            last_doc = self.split.doc_of(starts + T - 1)
+        return pack(similar_segments(segments, first_doc, last_doc), self.seed)
+
+
+class Stream:
+    """Ranges of positions, one after the other, as one sequence. start, stop: (n,) of each range
+
+    >>> stream = Stream(np.array([0, 10]), np.array([3, 12]))       # 0, 1, 2, 10, 11
+    >>> len(stream), stream[np.array([2, 3, 5])].tolist()
+    (5, [2, 10, -1])"""
+    def __init__(self, start, stop):
+        self.end = np.cumsum(stop - start)      # (n,) index after each range's last position
+        self.shift = stop - self.end            # (n,) position minus index, in each range
+
+    def __len__(self):
+        return int(self.end[-1])
+
+    def __getitem__(self, index):
+        """Indices, an array of any shape -> positions, of this shape; -1 beyond the end"""
+        inside = index < len(self)
+        position = np.full_like(index, -1)
+        i = index[inside]                                       # (n,)
+        number = np.searchsorted(self.end, i, 'right')          # (n,) the range of each
+        position[inside] = i + self.shift[number]
+        return position
+
+
+def whole_rows_then_ends(offsets, T):
+    """Ranges for rows of documents: first all whole rows of each document, then the rest of each.
+    Only the rows of these rests have tokens of several documents. -> start, stop
+
+    >>> start, stop = whole_rows_then_ends(np.array([0, 10, 16]), T=4)      # of 10 and 6 tokens
+    >>> [*zip(start.tolist(), stop.tolist())]
+    [(0, 8), (10, 14), (8, 10), (14, 16)]"""
+    start, stop = offsets[:-1], offsets[1:]
+    cut = stop - (stop - start) % T             # whole rows end here
+    return np.append(start, cut), np.append(cut, stop)
+
+
+def group_size(consecutive, micro_batch):
+    """How many consecutive segments are a group. SystemExit if groups do not fill a micro-batch"""
+    size = consecutive or micro_batch
+    if micro_batch % size:
+        raise SystemExit(f'--micro-batch {micro_batch} is not a multiple of --n-consecutive {size}')
+    return size
+
+
+def check_length(split, block_size, multiple_of=1, least=1):
+    """SystemExit if a split is too short for a row and the token after it. The message names the
+    largest block_size that works, a multiple of multiple_of, unless that is below `least`."""
+    n = len(split.tokens)
+    if n > block_size:
+        return
+    largest = (n - 1) // multiple_of * multiple_of
+    hint = f'use --block-size {largest}, or ' if largest >= least else ''
+    raise SystemExit(f'{split.name} has {n:,} tokens, too few for a sequence of --block-size '
+                     f'{block_size}: {hint}add text, or files named {split.name}')
+
+
+# --------------------------------------------------------------------------------------------------
+# micro-batches: similar segments (TRIME, Algorithm 1)
+N_SIMILAR = 20          # k of Algorithm 1
+
+
+def pack(similar, seed):
+    """An order of n segments in which similar ones follow each other (TRIME, Algorithm 1): after a
+    segment comes the most similar one that is not yet in the order, or, if there is none, a random
+    one.
+
+    similar  n lists, of each segment: the numbers of similar segments, the most similar first
+    returns  (n,) numbers of the segments
+
+    >>> pack([[2], [0], [3, 1], [2]], seed=0).tolist()      # 2, 3; then, at random, 0; and 1
+    [2, 3, 0, 1]"""
+    order = {}                                  # its keys are a set that keeps its order
+    for segment in shuffled(len(similar), seed).tolist():
+        if segment in order:
+            continue
+        # a path from a random segment, along the most similar ones
+        while segment is not None:
+            order[segment] = True
+            segment = next((i for i in similar[segment] if i not in order), None)
+    return np.fromiter(order, int)
+
+
+def similar_segments(segments, first_doc, last_doc):
+    """SimSeg of Algorithm 1: the N_SIMILAR most similar segments of other documents (§4.3), for
+    each of n segments. Similar is what BM25 scores high. SystemExit if all are of one document
+
+    segments             n arrays of token ids
+    first_doc, last_doc  (n,) the documents in which each segment begins and ends; they ascend
+    returns              n lists of up to N_SIMILAR numbers of segments, the most similar first"""
+    # Segment i shares a document with segments low[i] to high[i] - 1, and i is one of them: those
+    # that do not end before the first document of i, and do not begin after its last one.
+    n = len(segments)
+    low = np.searchsorted(last_doc, first_doc)
+    high = np.searchsorted(first_doc, last_doc, 'right')
+    if n > 1 and (high - low).min() == n:
+        raise SystemExit('all segments are of one document: --no-same-document packs them')
+
+    # each segment is a query; the index takes a second for 4M tokens, the queries minutes
+    index = BM25(segments)
+    similar = []
+    all_scores = progress_bar(index.scores(segments), 'packing by BM25', n)     # n arrays (n,)
+    for i, scores in enumerate(all_scores):
+        scores[low[i]:high[i]] = 0
+        similar.append(best_documents(scores, N_SIMILAR).tolist())
+    return similar
+
+
+# --------------------------------------------------------------------------------------------------
+# micro-batches: pairs
+class Pairs(Batches):
+    """A row is the first T tokens of a document "source TAB target <|endoftext|>": a model reads
+    the source, and predicts what follows TAB. Here > stands for TAB:
+
+    >>> split = Split('train', np.frombuffer(b'ab>cd.e>f.', np.uint8), np.array([0, 6, 10]))
+    >>> print_batch(Pairs(split, ord('>'), 'documents', 6, 2, seed=0).in_order(0))
+    tokens   a b > c d . | e > f . _ _
+    targets  _ _ c d . _ | _ f . _ _ _
+    doc      0 0 0 0 0 0 | 1 1 1 1 _ _
+
+    A pair is left out if its source and TAB have more than T tokens; n_left_out counts these pairs.
+    Rows are shuffled; if kind is packed and bm25 is True, a micro-batch has pairs of similar
+    targets (TRIME, App. C). tab: the id of TAB. SystemExit if all pairs are left out"""
+    is_spread = True
+
+    def __init__(self, split, tab, kind, block_size, micro_batch, seed, bm25=True):
+        super().__init__(split, block_size, micro_batch, seed)
+        tabs = np.flatnonzero(split.tokens == tab)              # positions, one in each document
+        start, stop = split.offsets[:-1], split.offsets[1:]
+
+        # the pairs that have a row
+        n_source = tabs - start + 1                             # tokens of source and TAB
+        has_row = n_source <= block_size
+        n_rows = int(has_row.sum())
+        self.n_left_out = len(tabs) - n_rows
+        if n_rows == 0:
+            raise SystemExit(f'no pair of {split.name} has a target within --block-size '
+                             f'{block_size}: use {n_source.min()} or more')
+        self.start, self.tabs, self.stop = (x[has_row] for x in (start, tabs, stop))    # (n_rows,)
+
+        # the order of rows
+        self.set_rows(n_rows)
+        if kind == 'packed' and bm25:
+            bounds = zip(self.tabs + 1, self.stop)
+            targets = [split.tokens[first:last] for first, last in bounds]
+            doc = np.arange(n_rows)
+            self.set_rows(n_rows, micro_batch, pack(similar_segments(targets, doc, doc), seed))
+
+    def positions(self, rows):
+        start, tab, stop = (x[rows, None] for x in (self.start, self.tabs, self.stop))  # (n, 1)
+        position = start + np.arange(self.T)                    # (n, T)
+        has_target = (position >= tab) & (position + 1 < stop)
+        position[position >= stop] = -1
+        return position, has_target
+
+
+# --------------------------------------------------------------------------------------------------
+# micro-batches: needles in a haystack
+NAME_WORDS = 4          # words of a name
+LEAST_WORDS = 16        # words of the tokenizer: they make 16 * 15 * 14 * 13 = 43,680 names
+PREDICTED = 0.1         # share of the other tokens that is predicted; with all of them, answers
+                        # would be a small part of the loss
+
+
+class Sentence(NamedTuple):
+    """The parts of the sentence "\\nKey A opens B.\\n", lists of token ids"""
+    question: list          # "\nKey A"
+    opens: list             # " opens"
+    answer: list            # " B", or " B, C"
+    end: list               # ".\n"
+
+
+class Needles(Batches):
+    r"""Needles are sentences "Key A opens B." in a text; a question "Key A" has its answer after it
+    (RULER, Hsieh et al. 2024; DRT, A.4). A and B are names of four random words.
+
+    A row is a part of the text in chunks of S tokens: needles in its first half, questions in its
+    second half. A question ends a chunk, which retrieves for the next one, where the answer is:
+
+        chunk 1                                   chunk 6               chunk 7
+        ... the old \nKey A opens B.\n house ...  ... she wrote \nKey A |  opens B.\n while ...
+
+    With 2 hops, A opens B, B opens C, and the answer is "B, C". Then the question also ends the
+    chunk before, and what that one retrieves can help this one. The targets are the answers, and
+    random tokens, PREDICTED of all.
+
+    chunk  S, tokens of a chunk
+    grow   a number of micro-batches: rows have T / 8 tokens in the first quarter of them, then
+           T / 4, T / 2 and T
+    SystemExit if the text, T or chunk is too short, or if the tokenizer has too few words"""
+    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32, grow=0):
+        super().__init__(split, block_size, micro_batch, seed)
+        self.hops, self.chunk, self.grow = hops, chunk, grow
+        # there are any number of random rows; an epoch, for validation, has as many as a Grid
+        self.set_rows(math.ceil((len(split.tokens) - 1) / block_size))
+
+        # the blank before a word is a part of its token, as in ' the'; `bytes` has no words, so
+        # names consist of capital letters; `word` has no blanks
+        blank, word = '', ' [a-z]{3,}'
+        if tokenizer.name == 'bytes':
+            blank, word = ' ', '[A-Z]'
+        if tokenizer.name == 'word':
+            word = '[a-z]{3,}'
+
+        # the ids of a sentence without its names, and of the words of names
+        texts = f'\nKey{blank}', f' opens{blank}', f',{blank}', '.\n'
+        self.parts = [tokenizer.encode(text).tolist() for text in texts]
+        self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
+        self.check()
+
+    def check(self):
+        """SystemExit if a chunk is too short for a sentence, or a row for questions and answers."""
+        T, S = self.T, self.chunk
+        least_T = 8 * S
+        if self.grow:                   # the shortest rows have T / 8 tokens
+            least_T = 32 * self.hops * S
+        check_length(self.split, T, multiple_of=S, least=least_T)
+        if len(self.words) < LEAST_WORDS:
+            raise SystemExit(f'niah needs a tokenizer with {LEAST_WORDS} words for names, this one '
+                             f'has {len(self.words)}; bytes has enough')
+
+        longest = sum(map(len, self.sentence(np.zeros((self.hops + 1, NAME_WORDS)))))
+        if S < longest:
+            raise SystemExit(f'niah needs chunks of {longest} tokens or more, for a sentence; '
+                             f'these have {S}')
+        if T % S or T < least_T:
+            fits = max(least_T, T // S * S)
+            raise SystemExit(f'niah: --block-size {T} has to be a multiple of {S}, the tokens of a '
+                             f'chunk, and at least {least_T}: use {fits}')
+
+    def rows(self, g):
+        """B rows; with grow, the first micro-batches have more and shorter rows, B T tokens too"""
+        n = self.B
+        if g < self.grow:
+            n *= 2 ** (3 - 4 * g // self.grow)                  # 8 B, 4 B, 2 B or B
+        return np.arange(g * n, (g + 1) * n)
+
+    def take(self, rows, seed):
+        """The Batch of these rows, numbers (n,): up to B rows of T tokens, or 2 B, 4 B or 8 B
+        shorter rows, with B T tokens in all"""
+        times = max(1, len(rows) // self.B)                     # 1, 2, 4 or 8
+        N = self.T // (times * self.chunk)
+        ids, targets = zip(*(self.row(r, N) for r in rows))
+        tokens = torch.from_numpy(np.stack(ids))                # (n, N S)
+        targets = torch.from_numpy(np.stack(targets))           # (n, N S)
+        doc = torch.tensor(rows)[:, None].expand_as(tokens)     # (n, N S) each row is a document
+        return Batch(tokens, targets, doc, seed)
+
+    def row(self, r, N):
+        """Row r, of N chunks: half with needles, then half with questions -> ids, targets (N S,)"""
+        S, half, text = self.chunk, N // 2, self.split.tokens
+        # train and val have different numbers of tokens, so their draws differ
+        rng = np.random.default_rng([self.seed, r, N, len(text)])
+
+        # a part of the text, one token longer: the last one is a target only
+        start = rng.integers(len(text) - N * S)
+        ids = text[start:start + N * S + 1].astype(int)         # (N S + 1,)
+        predicted = rng.random(len(ids)) < PREDICTED            # (N S + 1,)
+
+        # needles, each in its chunk of the first half
+        n_chains = rng.integers(1, half // self.hops + 1)
+        chains = self.chains(rng, n_chains, ids)
+        needles = [pair for names in chains for pair in pairwise(names)]
+        self.hide(rng, ids, zip(rng.permutation(half), needles))
+
+        # answers, each at the start of a chunk of the second half, and questions before them
+        answers = rng.permutation(np.arange(half + self.hops, N, self.hops))
+        for chunk, names in zip(answers, chains):
+            self.ask(ids, predicted, chunk, names)
+        targets = np.where(predicted, ids, -1)
+        return ids[:-1], targets[1:]
+
+    def chains(self, rng, n, ids):
+        """n chains of names, as A opens B opens C: (n, hops + 1, 4) ids of words. All names differ,
+        and none is in the text ids."""
+        # as bytes, names can be searched for in a text, and be keys of a dict
+        names, text = {}, ids.tobytes()
+        while len(names) < n * (self.hops + 1):
+            name = rng.choice(self.words, NAME_WORDS, replace=False).tobytes()
+            if name not in text:
+                names[name] = True
+        return np.frombuffer(b''.join(names), ids.dtype).reshape(n, -1, NAME_WORDS)
+
+    def hide(self, rng, ids, needles):
+        """Writes needles (chunk, names A and B) over the text ids, anywhere within their chunks."""
+        for chunk, names in needles:
+            needle = np.concatenate(self.sentence(names))
+            start = chunk * self.chunk + rng.integers(self.chunk - len(needle) + 1)
+            ids[start:start + len(needle)] = needle
+
+    def ask(self, ids, predicted, chunk, names):
+        """Writes a question and its answer over the text ids. The answer begins the chunk and is
+        predicted; the question ends the chunk before it, with 2 hops each of the 2 before it."""
+        S, sentence = self.chunk, self.sentence(names)
+        start = chunk * S
+
+        # the question, once for each hop
+        for hop in range(self.hops):
+            stop = start - hop * S
+            ids[stop - len(sentence.question):stop] = sentence.question
+
+        # the rest of the sentence, of which the answer is predicted
+        after = sentence.opens + sentence.answer + sentence.end
+        ids[start:start + len(after)] = after
+        start += len(sentence.opens)
+        predicted[start:start + len(sentence.answer)] = True
+
+    def sentence(self, names):
+        """The Sentence of a chain of names, (hops + 1, 4) or, of a needle, (2, 4)"""
+        key, opens, comma, end = self.parts
+        answer = [*names[1]]
+        for name in names[2:]:
+            answer += [*comma, *name]
+        return Sentence([*key, *names[0]], opens, answer, end)
+
+
+# --------------------------------------------------------------------------------------------------
+# a corpus
+ENOUGH = 1000           # tokens of a text on which a few constants can be tuned
+
+
+class Corpus:
+    """A folder that `prepare` made
+
+    train, val, test    Splits, or None
+    name                what --data names, without its folder
+    tokenizer           the Tokenizer of its ids
+    fingerprint         hashes of the text and of the tokenizer: it differs if either has changed
+    about               {title: line} for the screen
+    hops                1 or 2: batches are of Needles; else 0
+    tab                 the id of TAB if documents are pairs, "source TAB target", and batches are
+                        of Pairs; else -1
+    quiet               print nothing about batches
+    Raises an exception, of any type, if the folder is damaged."""
+    def __init__(self, folder, name, hops=0, quiet=False):
+        self.folder, self.name, self.hops, self.quiet = folder, name, hops, quiet
+        meta = json.loads((folder / 'meta.json').read_text())
+        self.tokenizer = Tokenizer(**meta['tokenizer'])
+        self.about = meta['about']
+        self.tab = -1
+        if meta['pairs'] and not hops:
+            self.tab = self.tokenizer.ids['\t']
+
+        # the files of each split, and whether they fit together
+        self.train = self.val = self.test = None
+        hashes = []
+        for split, counts in meta['splits'].items():
+            tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
+            offsets = np.fromfile(folder / f'{split}.idx', np.int64)
+            assert len(tokens) == offsets[-1] == counts['tokens']
+            assert offsets[0] == 0 and np.diff(offsets).min() > 0
+            # the maximum takes time: of the first 67M tokens only
+            assert tokens[:2 ** 26].max() < self.tokenizer.n_vocab
+            setattr(self, split, Split(split, tokens, offsets, counts['bytes'], counts['words']))
+            hashes.append(counts['sha256'])
+        self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
+
+    def batches(self, split, kind, block_size, micro_batch, seed, chunk=32, grow=0,
+                same_document=True, consecutive=0, bm25=True):
+        """The Batches of a split: Needles, if the corpus has hops; Pairs, if it has a tab; or a
+        Grid. chunk and grow are arguments of Needles, same_document and consecutive of Grid, bm25
+        of Grid and Pairs."""
+        if self.hops:
+            return Needles(split, self.tokenizer, self.hops, block_size, micro_batch, seed, chunk,
+                           grow)
+        if grow:
+            raise SystemExit('--grow-context is for --data niah or niah2')
+        if self.tab < 0:
+            return Grid(split, kind, block_size, micro_batch, seed, same_document, consecutive,
+                        bm25)
+
+        pairs = Pairs(split, self.tab, kind, block_size, micro_batch, seed, bm25)
+        n = pairs.n_left_out
+        if n and not self.quiet:
+            print(f'{split.name}: {n:,} of {n + pairs.n_rows:,} pairs are left out: their source '
+                  f'and TAB have more than --block-size {block_size} tokens')
+        return pairs
+
+    def tuning_split(self, scored):
+        """The split on which constants are tuned, before the split named `scored` is scored with
+        them: val or test, not the scored one, if it has ENOUGH tokens. If there is none, it is the
+        scored one, with a warning."""
+        for split in (self.val, self.test):
+            if split and split.name != scored and len(split.tokens) >= ENOUGH:
+                return split
+        print(f'warning: constants are tuned on {scored}, the text that is scored: no other split '
+              f'but train has {ENOUGH:,} tokens')
+        return getattr(self, scored)
 
 
 def digest(*values):
@@ -64,6 +653,8 @@ def digest(*values):
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
+# --------------------------------------------------------------------------------------------------
+# progress
 def progress_bar(items, desc, total=None, quiet=False, size=lambda item: 1):
     """Yields the items. Between items, every ten seconds, it prints to stderr how much is done, and
     the time left at this speed: `desc: 1,234 of 5,678, 2.1 min left`.
@@ -85,194 +676,23 @@ def progress_bar(items, desc, total=None, quiet=False, size=lambda item: 1):
 
 
 # --------------------------------------------------------------------------------------------------
-# what a corpus consists of, and what a model gets
-class Split(NamedTuple):
-    """The documents of train, val or test, one after the other. n_bytes (UTF-8) and n_words
-    (between blanks) count their text."""
-    name: str
-    tokens: np.ndarray      # (n_tokens,) uint16 or uint32, a memmap
-    offsets: np.ndarray     # (n_docs + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]]
-    n_bytes: int = 0
-    n_words: int = 0
-
-    def doc_of(self, positions):
-        """Positions of tokens -> numbers of their documents, of the same shape"""
-        return np.searchsorted(self.offsets, positions, 'right') - 1
-
-
-class Batch(NamedTuple):
-    """What a model is trained on: B rows of T tokens. seed: of all random draws of the model,
-    different for each batch"""
-    tokens: torch.Tensor    # (B, T) int64   token ids; 0 at padding
-    targets: torch.Tensor   # (B, T) int64   the token after each; -1 where none is predicted
-    doc: torch.Tensor       # (B, T) int64   number of each token's document; -1 at padding
-    seed: int
-
-
-# --------------------------------------------------------------------------------------------------
 # tokenizers
 # A token of bytes is kept as a str with one character per byte (Latin-1): such strings can be
 # joined, counted and stored as JSON.
 TOKENIZERS = 'bytes', 'bpe', 'gpt2', 'word'
 BYTES = tuple(map(chr, range(256)))
+SMALLEST_BPE = 257              # ids: the 256 bytes and <|endoftext|>
 LARGEST_VOCAB = 2 ** 20         # learn_bpe writes token i as chr(i), which ends at 1,114,111
-LEARN_FROM = 2 ** 26            # characters of a text that bpe learns from
+LEARN_FROM = 2 ** 26            # characters of a text that bpe learns from, counted in a minute
 
-# Within these words bpe joins tokens: contractions, letters, numbers, punctuation, blanks.
+# Regular expressions of the words within which bpe joins tokens. A word is the first of these that
+# is possible: the end of a contraction ('s, 'll); letters; numbers; punctuation, with one blank
+# before them or none; blanks up to the last one before a word; other blanks.
 # "it's 12 cats!" -> it, 's, _12, _cats, !  (_ is a blank)
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # the same, except that marks count as letters: Hindi and Thai write most vowels as marks
 BPE_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?[\p{L}\p{M}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+"
                r"|\s+(?!\S)|\s+")
-
-
-def unix(text):
-    """A text without byte order mark, with LF for the line ends CR LF and CR"""
-    return text.removeprefix('\ufeff').replace('\r\n', '\n').replace('\r', '\n')
-
-
-def byte_string(text):
-    """The UTF-8 bytes of a text as a str, one character per byte: 'é' -> 'Ã©'"""
-    return text.encode().decode('latin-1')
-
-
-def words_of(text):
-    """The words that WikiText's papers count: between blanks, and <eos> for each line end.
-
-    >>> words_of('a bc\\nd')
-    ['a', 'bc', '<eos>', 'd']"""
-    return unix(text).replace('\n', ' <eos> ').split()
-
-
-@functools.lru_cache
-def long_word(pattern):
-    """A compiled regular expression that cuts a text after each 256 characters of a long word of a
-    pattern. The last of many blanks is not cut off, because it belongs to the next word.
-
-    >>> [len(part) for part in long_word(GPT2_PATTERN).findall('It is ' + 'x' * 600)]
-    [262, 256, 88]"""
-    letter, other = r'\p{L}', r'[^\s\p{L}\p{N}]'
-    if r'\p{M}' in pattern:                             # BPE_PATTERN
-        letter, other = r'[\p{L}\p{M}]', r'[^\s\p{L}\p{M}\p{N}]'
-    long = rf'{letter}{{256}}|\p{{N}}{{256}}|{other}{{256}}|\s{{256}}(?=\s)'
-    return regex.compile(rf'(?s).*?(?:{long})|.+')
-
-
-def short_words(text, pattern):
-    """A text in pieces that have no long word. tiktoken fails at 1,000,000 blanks in a row, and
-    what bpe learns should not depend on the length of lines in a text without blanks."""
-    # only a text with 256 characters without blanks, or 256 blanks, can have a long word
-    if re.search(r'\S{256}|\s{256}', text):
-        return long_word(pattern).findall(text)
-    return [text]
-
-
-def in_pieces(text):
-    """A text in pieces of about 16,384 characters. They end where every tokenizer ends a token: at
-    a line feed between characters that are not blank, as in 'a\\nb'."""
-    return re.findall(r'(?s).{16384}.*?(?<=\S)\n(?=\S)|.+', text)
-
-
-def gpt2_tokens():
-    """GPT-2's tokens, str by id, and the pattern of its words"""
-    try:
-        gpt2 = tiktoken.get_encoding('gpt2')
-    except Exception:                                   # of requests, of tiktoken, OSError
-        raise SystemExit('gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its vocab.bpe, '
-                         'named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and encoder.json, named '
-                         '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
-    tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
-    return [token.decode('latin-1') for token in tokens], gpt2._pat_str
-
-
-def word_tokens(texts):
-    """All words of texts, an iterable of str, and <unk> and <eos>; the most frequent first"""
-    counts = Counter(chain.from_iterable(map(words_of, texts)))
-    words = counts.keys() | {'<unk>', '<eos>'}
-    return sorted(words, key=lambda word: (-counts[word], word))
-
-
-def check_vocab_size(vocab_size):
-    if vocab_size > LARGEST_VOCAB:
-        raise SystemExit(f'--vocab-size {vocab_size:,} is too large: at most {LARGEST_VOCAB:,}')
-
-
-def bpe_tokens(texts, vocab_size, pattern):
-    """The 256 bytes and tokens learned from the first LEARN_FROM characters of texts, an iterable
-    of str; with <|endoftext|> they are vocab_size, or fewer if no pair of tokens is left."""
-    check_vocab_size(vocab_size)
-    counts, n_characters = Counter(), 0
-    for text in texts:
-        for piece in short_words(text, pattern):
-            counts.update(regex.findall(pattern, piece))
-        n_characters += len(text)
-        if n_characters > LEARN_FROM:
-            break
-    return learn_bpe(pieces_to_learn(counts), vocab_size - 257)
-
-
-def pieces_to_learn(counts):
-    """{word: its frequency} -> the same for learn_bpe: byte strings of the most frequent words. A
-    word of more than 128 bytes is in pieces of 32, because a merge changes most long words. There
-    are up to 262,144 pieces, because more would take too long."""
-    frequencies = Counter()
-    for word, n in counts.most_common():
-        word = byte_string(word)
-        size = 32 if len(word) > 128 else 128
-        for i in range(0, len(word), size):
-            frequencies[word[i:i + size]] += n
-        if len(frequencies) > 2 ** 18:
-            break
-    return frequencies
-
-
-def learn_bpe(counts, n_merges):
-    """Byte-pair encoding (Sennrich et al. 2016): n_merges times, the most frequent pair of adjacent
-    tokens becomes a token; of equally frequent ones that of smaller ids.
-
-    counts: {word, a byte string: its frequency} -> tokens, str by id"""
-    # In words and pairs, the character chr(i) is the token with id i. Word number w is words[w].
-    tokens = list(BYTES)
-    words = list(counts)
-    frequency = list(counts.values())
-    total = Counter()                           # {pair: its frequency in all words}
-    words_with = defaultdict(set)               # {pair: numbers of the words that have or had it}
-
-    def count_pairs(w, sign):
-        for pair in pairwise(words[w]):
-            total[pair] += sign * frequency[w]
-            words_with[pair].add(w)
-
-    # count the pairs of all words
-    for w in range(len(words)):
-        count_pairs(w, 1)
-    # a sorted list is a heap; its last entry stands for: no pair is left
-    heap = sorted((-n, pair) for pair, n in total.items()) + [(0, ())]
-
-    # the most frequent pair (a, b) becomes token i
-    for i in progress_bar(range(256, 256 + n_merges), 'learning bpe'):
-        # some frequencies in the heap are out of date, too high: the top is corrected
-        n, pair = heap[0]
-        while -n != total[pair]:
-            heapq.heapreplace(heap, (-total[pair], pair))
-            n, pair = heap[0]
-        if n == 0:
-            break
-        a, b = pair
-        tokens.append(tokens[ord(a)] + tokens[ord(b)])
-
-        # only the words that have the pair are changed and counted again
-        changed = words_with.pop(pair)
-        for w in changed:
-            count_pairs(w, -1)
-            words[w] = words[w].replace(a + b, chr(i))
-            count_pairs(w, 1)
-
-        # pairs with token i are new; the others are at most as frequent as before
-        new_pairs = {pair for w in changed for pair in pairwise(words[w]) if chr(i) in pair}
-        for pair in new_pairs:
-            heapq.heappush(heap, (-total[pair], pair))
-    return tokens
 
 
 class Tokenizer:
@@ -283,10 +703,16 @@ class Tokenizer:
 
     tokens   str by id; byte strings, except of `word`
     ids      {token: id}
-    eot      the id of <|endoftext|>, or None
+    eot      the id of <|endoftext|>, the last one, or None
     n_vocab  the number of ids
     dtype    of ids on disk
-    Raises ValueError for another name, and if tokens lacks one that every text may need."""
+    Raises ValueError for another name, and if tokens lacks one that every text may need.
+
+    >>> tokenizer = Tokenizer('bpe', [*BYTES, 'th', 'the'])
+    >>> tokenizer.encode('the cat').tolist()
+    [257, 32, 99, 97, 116]
+    >>> tokenizer.decode([257, 32, 258])
+    'the <|endoftext|>'"""
     def __init__(self, name, tokens=BYTES, pattern=GPT2_PATTERN):
         tokens = self.tokens = list(tokens)
         needed = {'<unk>', '<eos>'} if name == 'word' else BYTES
@@ -337,6 +763,339 @@ class Tokenizer:
         return dict(name=self.name, tokens=self.tokens[:self.eot], pattern=self.pattern)
 
 
+def unix(text):
+    """A text without byte order mark, with LF for the line ends CR LF and CR"""
+    return text.removeprefix('\ufeff').replace('\r\n', '\n').replace('\r', '\n')
+
+
+def words_of(text):
+    """The words that WikiText's papers count: between blanks, and <eos> for each line end.
+
+    >>> words_of('a bc\\nd')
+    ['a', 'bc', '<eos>', 'd']"""
+    return unix(text).replace('\n', ' <eos> ').split()
+
+
+def word_tokens(texts):
+    """All words of texts, an iterable of str, and <unk> and <eos>; the most frequent first"""
+    counts = Counter(chain.from_iterable(map(words_of, texts)))
+    words = counts.keys() | {'<unk>', '<eos>'}
+    return sorted(words, key=lambda word: (-counts[word], word))
+
+
+def gpt2_tokens():
+    """GPT-2's tokens, str by id, and the pattern of its words"""
+    try:
+        gpt2 = tiktoken.get_encoding('gpt2')
+    except Exception:                                   # of requests, of tiktoken, OSError
+        raise SystemExit('gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its vocab.bpe, '
+                         'named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and encoder.json, named '
+                         '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
+    tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
+    return [token.decode('latin-1') for token in tokens], gpt2._pat_str
+
+
+# --------------------------------------------------------------------------------------------------
+# byte-pair encoding
+def bpe_tokens(texts, vocab_size, pattern):
+    """The 256 bytes and tokens learned from the first LEARN_FROM characters of texts, an iterable
+    of str; with <|endoftext|> they are vocab_size, or fewer if no pair of tokens is left."""
+    check_vocab_size(vocab_size)
+    counts, n_characters = Counter(), 0                 # of words
+    for text in texts:
+        for piece in short_words(text, pattern):
+            counts.update(regex.findall(pattern, piece))
+        n_characters += len(text)
+        if n_characters > LEARN_FROM:
+            break
+    return learn_bpe(pieces_to_learn(counts), vocab_size - SMALLEST_BPE)
+
+
+def check_vocab_size(vocab_size, smallest=SMALLEST_BPE, why='the 256 bytes and <|endoftext|>'):
+    """SystemExit if bpe, or random tokens, cannot have so many ids"""
+    if vocab_size < smallest:
+        raise SystemExit(f'--vocab-size {vocab_size:,} is too small: at least {smallest} ({why})')
+    if vocab_size > LARGEST_VOCAB:
+        raise SystemExit(f'--vocab-size {vocab_size:,} is too large: at most {LARGEST_VOCAB:,}')
+
+
+def learn_bpe(counts, n_merges):
+    """Byte-pair encoding (Sennrich et al. 2016): n_merges times, the most frequent pair of adjacent
+    tokens becomes a token; of equally frequent ones that of smaller ids.
+
+    counts: {word, a byte string: its frequency} -> tokens, str by id
+
+    >>> learn_bpe({'low': 5, 'lower': 2, 'slow': 1}, 3)[256:]       # lo and ow are equally frequent
+    ['lo', 'low', 'er']"""
+    # In words and pairs, the character chr(i) is the token with id i. Word number w is words[w].
+    tokens = list(BYTES)
+    words = list(counts)
+    frequency = list(counts.values())
+    total = Counter()                           # {pair: its frequency in all words}
+    words_with = defaultdict(set)               # {pair: numbers of the words that have or had it}
+
+    def count_pairs(w, sign):
+        for pair in pairwise(words[w]):
+            total[pair] += sign * frequency[w]
+            words_with[pair].add(w)
+
+    # count the pairs of all words
+    for w in range(len(words)):
+        count_pairs(w, 1)
+    # a sorted list is a heap; its last entry stands for: no pair is left
+    heap = sorted((-n, pair) for pair, n in total.items()) + [(0, ())]
+
+    # the most frequent pair (a, b) becomes token i
+    for i in progress_bar(range(256, 256 + n_merges), 'learning bpe'):
+        # some frequencies in the heap are out of date, too high: the top is corrected
+        n, pair = heap[0]
+        while -n != total[pair]:
+            heapq.heapreplace(heap, (-total[pair], pair))
+            n, pair = heap[0]
+        if n == 0:
+            break
+        a, b = pair
+        tokens.append(tokens[ord(a)] + tokens[ord(b)])
+
+        # only the words that have the pair are changed and counted again
+        changed = words_with.pop(pair)
+        for w in changed:
+            count_pairs(w, -1)
+            words[w] = words[w].replace(a + b, chr(i))
+            count_pairs(w, 1)
+
+        # pairs with token i are new; the others are at most as frequent as before
+        new_pairs = {pair for w in changed for pair in pairwise(words[w]) if chr(i) in pair}
+        for pair in new_pairs:
+            heapq.heappush(heap, (-total[pair], pair))
+    return tokens
+
+
+# Long words. Texts without blanks have words of any length, for which bpe would take too long.
+LONG_WORD = 256         # characters: longer words are cut after each 256
+LEARN_WORD = 128        # bytes: bpe learns from longer words in pieces of LEARN_PIECE bytes,
+LEARN_PIECE = 32        # because nearly every merge would change a long word
+LEARN_WORDS = 2 ** 18   # words and pieces that bpe learns from, the most frequent ones
+
+
+def pieces_to_learn(counts):
+    """{word: its frequency} -> the same for learn_bpe: byte strings, long ones in pieces, and only
+    the most frequent LEARN_WORDS or a few more"""
+    frequencies = Counter()
+    for word, n in counts.most_common():
+        word = byte_string(word)
+        size = LEARN_PIECE if len(word) > LEARN_WORD else LEARN_WORD
+        for i in range(0, len(word), size):
+            frequencies[word[i:i + size]] += n
+        if len(frequencies) > LEARN_WORDS:
+            break
+    return frequencies
+
+
+def byte_string(text):
+    """The UTF-8 bytes of a text as a str, one character per byte: 'é' -> 'Ã©'"""
+    return text.encode().decode('latin-1')
+
+
+def short_words(text, pattern):
+    """A text in pieces that have no long word of a pattern. tiktoken fails at 1,000,000 blanks in a
+    row, and what bpe learns should not depend on the length of lines in a text without blanks."""
+    # a quick search: only a text with 256 characters that are no blanks, or with 256 blanks
+    if re.search(rf'\S{{{LONG_WORD}}}|\s{{{LONG_WORD}}}', text):
+        return long_word(pattern).findall(text)
+    return [text]
+
+
+@functools.lru_cache
+def long_word(pattern):
+    """A compiled regular expression that cuts a text after each LONG_WORD characters of a long word
+    of a pattern. The last of many blanks is not cut off, because it belongs to the next word.
+
+    >>> [len(part) for part in long_word(GPT2_PATTERN).findall('It is ' + 'x' * 600)]
+    [262, 256, 88]"""
+    # what words consist of: letters, numbers, other characters (punctuation), blanks
+    letter, other = r'\p{L}', r'[^\s\p{L}\p{N}]'
+    if r'\p{M}' in pattern:                             # BPE_PATTERN: marks are letters
+        letter, other = r'[\p{L}\p{M}]', r'[^\s\p{L}\p{M}\p{N}]'
+    n = f'{{{LONG_WORD}}}'
+    long = rf'{letter}{n}|\p{{N}}{n}|{other}{n}|\s{n}(?=\s)'
+    # a part is the shortest text that ends with `long`, or else all of the rest; (?s): . is any
+    # character, a line feed too
+    return regex.compile(rf'(?s).*?(?:{long})|.+')
+
+
+# --------------------------------------------------------------------------------------------------
+# documents in files
+KINDS = {'json': 'json', 'jsonl': 'json', 'jsonlines': 'json', 'ndjson': 'json', 'tsv': 'pairs',
+         'parquet': 'parquet'}                  # {end of a file's name: kind}; of others: text
+UNPACKED = {'txt', 'tsv', 'json', 'jsonl', 'jsonlines', 'ndjson'}       # if .gz comes after it
+
+
+class Document(NamedTuple):
+    """A document, or a part of a file that becomes documents"""
+    text: str
+    n_read: float           # about so many bytes of the file were read for it
+
+
+def read_documents(path):
+    """Yields the Documents of a file. SystemExit if it cannot be read; raises UnicodeDecodeError if
+    it is not UTF-8"""
+    readers = dict(text=text_documents, json=json_documents, pairs=pair_documents,
+                   parquet=parquet_documents)
+    try:
+        yield from readers[kind_of(path)](path)
+    except (UnicodeDecodeError, MemoryError):
+        raise
+    except Exception as error:                          # OSError; of gzip, zlib and pyarrow
+        raise SystemExit(f'{str(path)!a} cannot be read: {error!r:.200}')
+
+
+def kind_of(path):
+    """How documents are stored in a file: one in each line or row (json, pairs, parquet), or all of
+    the file is a text, which is one document or has articles of WikiText.
+
+    >>> [kind_of(Path(name)) for name in ('a.JSONL', 'a.json.gz', 'a.tsv', 'a.py')]
+    ['json', 'json', 'pairs', 'text']"""
+    return KINDS.get(ending(path), 'text')
+
+
+def ending(path):
+    """The end of a file's name: 'jsonl' for a.jsonl, A.JSONL and a.jsonl.gz"""
+    return path.name.lower().removesuffix('.gz').rpartition('.')[2]
+
+
+def text_documents(path):
+    """Yields all of a file as one Document."""
+    yield Document(read_text(path), path.stat().st_size)
+
+
+def read_text(path):
+    """The text of a file, as `opened` changes it"""
+    with opened(path) as (file, _):
+        return file.read()
+
+
+def lines_of(path):
+    """Yields the lines of a text file, as Documents."""
+    position = 0
+    with opened(path) as (file, raw):
+        for line in file:
+            yield Document(line, raw.tell() - position)
+            position = raw.tell()
+
+
+@contextlib.contextmanager
+def opened(path):
+    """Opens a text file -> the text file, and the binary file from which it is read. Line ends
+    become LF, a byte order mark is left out. Raises UnicodeDecodeError, here or while the file is
+    read, if it is not UTF-8, or if many of its first bytes are zero, as in UTF-16."""
+    with path.open('rb') as raw:
+        file = unpacked(path, raw)
+        head = file.peek(1000)[:1000]
+        if head.count(0) > len(head) / 4:       # UTF-16 has a zero in each letter of a to z
+            i = head.index(0)
+            raise UnicodeDecodeError('utf-8', head, i, i + 1, 'zero bytes')
+        yield io.TextIOWrapper(file, 'utf-8-sig'), raw
+
+
+def unpacked(path, raw):
+    """A binary file with the content of raw, an opened file: unpacked if its path ends with .gz"""
+    is_packed = path.name.lower().endswith('.gz') and ending(path) in UNPACKED
+    return gzip.open(raw) if is_packed else raw
+
+
+def pair_documents(path):
+    """Yields the documents of a .tsv file, "source TAB target", from lines with these two columns;
+    further columns are left out."""
+    for i, line in enumerate(lines_of(path), 1):
+        if line.text.strip():
+            # without blanks around them, because tokenizers join a blank and the TAB
+            columns = [column.strip() for column in line.text.split('\t')]
+            if len(columns) < 2:
+                refuse(path, f'line {i}', line.text.rstrip('\n'), 'source TAB target')
+            yield Document(f'{columns[0]}\t{columns[1]}', line.n_read)
+
+
+def json_documents(path):
+    """Yields the documents of a JSON file, objects {"text": ...}: one a line, or the items of an
+    array, or a single object that takes several lines."""
+    # the first line that is not blank is an object, or an array or object begins there
+    first = next((line.text for line in lines_of(path) if line.text.strip()), '')
+    try:
+        has_lines = isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        has_lines = False
+    return json_lines(path) if has_lines else json_array(path)
+
+
+def json_lines(path):
+    for i, line in enumerate(lines_of(path), 1):
+        if line.text.strip():
+            try:
+                item = json.loads(line.text)
+            except (ValueError, RecursionError):
+                refuse(path, f'line {i}', line.text, '{"text": "..."}')
+            yield json_document(path, f'line {i}', item, line.n_read)
+
+
+def json_array(path):
+    text = read_text(path)
+    if not text.strip():
+        return
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError):
+        refuse(path, 'line 1', text.lstrip(), '{"text": "..."}')
+    if not isinstance(items, list):
+        items = [items]
+    n_read = path.stat().st_size / max(1, len(items))
+    for i, item in enumerate(items, 1):
+        yield json_document(path, f'item {i}', item, n_read)
+
+
+def json_document(path, where, item, n_read):
+    """The Document of an object of JSON, which is at this place in a file"""
+    try:
+        text = item['text'].encode('utf-8', 'replace').decode()         # '?' for a lone surrogate
+    except (TypeError, KeyError, AttributeError):
+        refuse(path, where, json.dumps(item), '{"text": "..."}')
+    return Document(unix(text), n_read)
+
+
+def refuse(path, where, what, expected):
+    """Ends the program: `what`, at this place in a file, is not as expected."""
+    raise SystemExit(f'{str(path)!a}, {where}: {what[:60]!r} is not {expected}: mend it or move '
+                     'the file away')
+
+
+def parquet_documents(path):
+    """Yields the documents of a .parquet file: one column of its rows. A file of any size takes
+    little memory: with a buffer, and no pre_buffer, pages of a row group are read one by one."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise SystemExit(f'{str(path)!a} needs pyarrow: pip install pyarrow')
+    with ParquetFile(path, buffer_size=2 ** 20, pre_buffer=False) as file:
+        column = text_column(path, file.schema_arrow)
+        n_read = path.stat().st_size / max(1, file.metadata.num_rows)
+        for rows in file.iter_batches(64, columns=[column]):
+            for text in rows.column(0).to_pylist():
+                yield Document(unix(text or ''), n_read)        # None: an empty cell
+
+
+def text_column(path, schema):
+    """The name of a .parquet file's column of strings: `text`, or the only one"""
+    # string, large_string, string_view, dictionary<values=string, ...>; no list<item: string>
+    strings = [field.name for field in schema
+               if re.match(r'(dictionary<values=)?(large_)?string', str(field.type))]
+    if 'text' in schema.names:
+        strings = [name for name in strings if name == 'text']
+    if len(strings) != 1:
+        raise SystemExit(f'{str(path)!a}: the column of the text has to be named text, or be the '
+                         f'only one of strings; there are {strings}')
+    return strings[0]
+
+
 # --------------------------------------------------------------------------------------------------
 # the files of a text
 GITHUB = 'https://raw.githubusercontent.com/'
@@ -360,6 +1119,35 @@ class Text(NamedTuple):
     files: dict             # {name: Path}, sorted by name
     left_out: dict          # {reason: [names of files and folders]}
     is_code: bool = False   # a document is a module or a package of the standard library
+
+
+def find_text(data, root):
+    """The Text that `data` names: code, a download, a file or a folder. root: of the corpora.
+    SystemExit if there is none"""
+    # where it is
+    path = Path(data)
+    if data == 'code':
+        path = Path(sysconfig.get_path('stdlib'))
+    elif data in DOWNLOADS:
+        path = root / 'downloads' / data
+        if not path.exists():
+            download(data, path)
+
+    # its files
+    try:
+        if data == 'code':
+            files, _ = list_files(path, why_not_code)
+            return Text(data, data, files, {}, is_code=True)
+        name = path.resolve().stem
+        if data and path.is_file():
+            return Text(data, name, {path.name: path}, {})
+        if data and path.is_dir():
+            files, left_out = list_files(path, lambda path: why_no_text(path, root))
+            return Text(data, name, files, left_out)
+    except (OSError, RuntimeError, ValueError) as error:        # a link to itself, NUL in a path
+        raise SystemExit(f'--data {data!a}: {error}')
+    raise SystemExit(f'--data {data!a}: there is no such file or folder; names are '
+                     f'{", ".join(NAMES)}')
 
 
 def download(name, folder):
@@ -438,249 +1226,8 @@ def why_no_text(path, root):
         return 'a broken link or a device'
 
 
-def find_text(data, root):
-    """The Text that `data` names: code, a download, a file or a folder. root: of the corpora.
-    SystemExit if there is none"""
-    # where it is
-    path = Path(data)
-    if data == 'code':
-        path = Path(sysconfig.get_path('stdlib'))
-    elif data in DOWNLOADS:
-        path = root / 'downloads' / data
-        if not path.exists():
-            download(data, path)
-
-    # its files
-    try:
-        if data == 'code':
-            files, _ = list_files(path, why_not_code)
-            return Text(data, data, files, {}, is_code=True)
-        name = path.resolve().stem
-        if data and path.is_file():
-            return Text(data, name, {path.name: path}, {})
-        if data and path.is_dir():
-            files, left_out = list_files(path, lambda path: why_no_text(path, root))
-            return Text(data, name, files, left_out)
-    except (OSError, RuntimeError, ValueError) as error:        # a link to itself, NUL in a path
-        raise SystemExit(f'--data {data!a}: {error}')
-    raise SystemExit(f'--data {data!a}: there is no such file or folder; names are '
-                     f'{", ".join(NAMES)}')
-
-
 # --------------------------------------------------------------------------------------------------
-# documents in files
-KINDS = {'json': 'json', 'jsonl': 'json', 'jsonlines': 'json', 'ndjson': 'json', 'tsv': 'pairs',
-         'parquet': 'parquet'}                  # {end of a file's name: kind}; of others: text
-UNPACKED = {'txt', 'tsv', 'json', 'jsonl', 'jsonlines', 'ndjson'}       # if .gz comes after it
-BYTE_ORDER_MARKS = {                            # the first bytes of other encodings; longer first
-    codecs.BOM_UTF32_LE: 'utf-32', codecs.BOM_UTF32_BE: 'utf-32',
-    codecs.BOM_UTF16_LE: 'utf-16', codecs.BOM_UTF16_BE: 'utf-16'}
-
-
-class Document(NamedTuple):
-    """A document, or a part of a file that becomes documents"""
-    text: str
-    n_read: float           # about so many bytes of the file were read for it
-
-
-def ending(path):
-    """The end of a file's name: 'jsonl' for a.jsonl, A.JSONL and a.jsonl.gz"""
-    return path.name.lower().removesuffix('.gz').rpartition('.')[2]
-
-
-def kind_of(path):
-    """How documents are stored in a file: one in each line or row (json, pairs, parquet), or all of
-    the file is a text, which is one document or has articles of WikiText.
-
-    >>> [kind_of(Path(name)) for name in ('a.JSONL', 'a.json.gz', 'a.tsv', 'a.py')]
-    ['json', 'json', 'pairs', 'text']"""
-    return KINDS.get(ending(path), 'text')
-
-
-def unpacked(path, raw):
-    """A binary file with the content of raw, an opened file: unpacked if its path ends with .gz"""
-    is_packed = path.name.lower().endswith('.gz') and ending(path) in UNPACKED
-    return gzip.open(raw) if is_packed else raw
-
-
-@contextlib.contextmanager
-def opened(path):
-    """Opens a text file -> the text file, and the binary file from which it is read. Line ends
-    become LF, a byte order mark is left out. Raises UnicodeDecodeError, here or while the file is
-    read, if it is not UTF-8, or if many of its first bytes are zero, as in UTF-16."""
-    with path.open('rb') as raw:
-        file = unpacked(path, raw)
-        head = file.peek(1000)[:1000]
-        if 4 * head.count(0) > len(head):
-            i = head.index(0)
-            raise UnicodeDecodeError('utf-8', head, i, i + 1, 'zero bytes')
-        yield io.TextIOWrapper(file, 'utf-8-sig'), raw
-
-
-def lines_of(path):
-    """Yields the lines of a text file, as Documents."""
-    position = 0
-    with opened(path) as (file, raw):
-        for line in file:
-            yield Document(line, raw.tell() - position)
-            position = raw.tell()
-
-
-def read_text(path):
-    """The text of a file, as `opened` changes it"""
-    with opened(path) as (file, _):
-        return file.read()
-
-
-def text_documents(path):
-    """Yields all of a file as one Document."""
-    yield Document(read_text(path), path.stat().st_size)
-
-
-def refuse(path, where, what, expected):
-    """Ends the program: `what`, at this place in a file, is not as expected."""
-    raise SystemExit(f'{str(path)!a}, {where}: {what[:60]!r} is not {expected}: mend it or move '
-                     'the file away')
-
-
-def json_documents(path):
-    """Yields the documents of a JSON file, objects {"text": ...}: one a line, or the items of an
-    array, or a single object that takes several lines."""
-    # the first line that is not blank is an object, or an array or object begins there
-    first = next((line.text for line in lines_of(path) if line.text.strip()), '')
-    try:
-        has_lines = isinstance(json.loads(first), dict)
-    except (ValueError, RecursionError):
-        has_lines = False
-    return json_lines(path) if has_lines else json_array(path)
-
-
-def json_lines(path):
-    for i, line in enumerate(lines_of(path), 1):
-        if line.text.strip():
-            try:
-                item = json.loads(line.text)
-            except (ValueError, RecursionError):
-                refuse(path, f'line {i}', line.text, '{"text": "..."}')
-            yield json_document(path, f'line {i}', item, line.n_read)
-
-
-def json_array(path):
-    text = read_text(path)
-    if not text.strip():
-        return
-    try:
-        items = json.loads(text)
-    except (ValueError, RecursionError):
-        refuse(path, 'line 1', text.lstrip(), '{"text": "..."}')
-    if not isinstance(items, list):
-        items = [items]
-    n_read = path.stat().st_size / max(1, len(items))
-    for i, item in enumerate(items, 1):
-        yield json_document(path, f'item {i}', item, n_read)
-
-
-def json_document(path, where, item, n_read):
-    """The Document of an object of JSON, which is at this place in a file"""
-    try:
-        text = item['text'].encode('utf-8', 'replace').decode()         # '?' for a lone surrogate
-    except (TypeError, KeyError, AttributeError):
-        refuse(path, where, json.dumps(item), '{"text": "..."}')
-    return Document(unix(text), n_read)
-
-
-def pair_documents(path):
-    """Yields the documents of a .tsv file, "source TAB target", from lines with these two columns;
-    further columns are left out."""
-    for i, line in enumerate(lines_of(path), 1):
-        if line.text.strip():
-            # without blanks around them, because tokenizers join a blank and the TAB
-            columns = [column.strip() for column in line.text.split('\t')]
-            if len(columns) < 2:
-                refuse(path, f'line {i}', line.text.rstrip('\n'), 'source TAB target')
-            yield Document(f'{columns[0]}\t{columns[1]}', line.n_read)
-
-
-def parquet_documents(path):
-    """Yields the documents of a .parquet file: one column of its rows. A file of any size takes
-    little memory: with a buffer, and no pre_buffer, pages of a row group are read one by one."""
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise SystemExit(f'{str(path)!a} needs pyarrow: pip install pyarrow')
-    with ParquetFile(path, buffer_size=2 ** 20, pre_buffer=False) as file:
-        column = text_column(path, file.schema_arrow)
-        n_read = path.stat().st_size / max(1, file.metadata.num_rows)
-        for rows in file.iter_batches(64, columns=[column]):
-            for text in rows.column(0).to_pylist():
-                yield Document(unix(text or ''), n_read)        # None: an empty cell
-
-
-def text_column(path, schema):
-    """The name of a .parquet file's column of strings: `text`, or the only one"""
-    # string, large_string, string_view, dictionary<values=string, ...>; no list<item: string>
-    strings = [field.name for field in schema
-               if re.match(r'(dictionary<values=)?(large_)?string', str(field.type))]
-    if 'text' in schema.names:
-        strings = [name for name in strings if name == 'text']
-    if len(strings) != 1:
-        raise SystemExit(f'{str(path)!a}: the column of the text has to be named text, or be the '
-                         f'only one of strings; there are {strings}')
-    return strings[0]
-
-
-READERS = {'text': text_documents, 'json': json_documents, 'pairs': pair_documents,
-           'parquet': parquet_documents}
-
-
-def read_documents(path):
-    """Yields the Documents of a file. SystemExit if it cannot be read; raises UnicodeDecodeError if
-    it is not UTF-8"""
-    try:
-        yield from READERS[kind_of(path)](path)
-    except (UnicodeDecodeError, MemoryError):
-        raise
-    except Exception as error:                          # OSError; of gzip, zlib and pyarrow
-        raise SystemExit(f'{str(path)!a} cannot be read: {error!r:.200}')
-
-
-def wrong_byte(file):
-    """The first byte of a binary file that is not UTF-8: its position and its value"""
-    decoder = codecs.getincrementaldecoder('utf-8')()
-    blocks = iter(functools.partial(file.read, 2 ** 20), b'')
-    n_read = 0
-    for block in chain(blocks, [b'']):                  # the last one, empty, is the end of a text
-        n_read += len(block)
-        try:
-            decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            return n_read - len(error.object) + error.start, error.object[error.start]
-    return 0, 0                                         # it is UTF-8, with many zero bytes
-
-
-def why_not_utf8(path):
-    """For the screen: what a file that is not UTF-8 may be, with the command that converts it; and
-    which byte is wrong"""
-    if kind_of(path) == 'parquet':
-        return 'not UTF-8', 'a string'
-    with path.open('rb') as raw:
-        file = unpacked(path, raw)
-        head = file.read(1000)
-        file.seek(0)
-        position, value = wrong_byte(file)
-    reason = ('not UTF-8; Latin-1 (iconv -f latin1 -t utf-8), or UTF-8 with wrong bytes (iconv -c '
-              '-f utf-8 -t utf-8)')
-    if 0 in head:
-        reason = 'not UTF-8; binary, or UTF-16 (iconv -f utf-16le -t utf-8)'
-    for mark, encoding in BYTE_ORDER_MARKS.items():
-        if head.startswith(mark):
-            reason = f'not UTF-8; {encoding} (iconv -f {encoding} -t utf-8)'
-            break
-    return reason, f'byte {position:,} is 0x{value:02x}'
-
-
-# --------------------------------------------------------------------------------------------------
-# which document is in which split
+# train, val and test
 HELD_OUT = 5                # percent of a text for val, and as many for test
 CUT = 'cut'                 # in place of the split of a file whose parts are in several splits
 SPLIT_WORDS = {             # words in the path of a file that name its split
@@ -717,24 +1264,69 @@ class Plan(NamedTuple):
     limits: dict            # of what is CUT: {val, test: a limit}, see split_of_hash; else {}
 
 
-def hash64(content):
-    """A hash of bytes, 0 to 2^64 - 1"""
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], 'big')
+def plan_splits(sources, named, is_code):
+    """The Plan for sources. named: {name: split} of files whose names have one; if val is not among
+    them, it is taken from train. {}: all is divided, files by a hash of their names, or if that is
+    not usable, each file is cut."""
+    if is_code:
+        rule = f'{HELD_OUT}% val, {HELD_OUT}% test: packages by a hash of their names'
+        return Plan(split_code(sources), rule, {})
+    if 'val' in named.values():
+        return Plan(named, 'by the names of files', {})
+
+    # what is divided, into which splits
+    divided, held_out, why = sources, ('val', 'test'), ''
+    if named:
+        divided = [source for source in sources if named[source.name] == 'train']
+        held_out, why = ('val',), '; from train, because no file is named val'
+    percent = ', '.join(f'{HELD_OUT}% {split}' for split in held_out)
+
+    # whole files
+    split_of = split_by_names(divided, held_out)
+    if is_usable(split_of, divided):
+        return Plan(named | split_of, f'{percent}: files by a hash of their names{why}', {})
+
+    # parts of each
+    split_of = {source.name: CUT for source in divided}
+    lines = [source for source in divided if source.has_lines]
+    limits, how = usual_limits(held_out), 'the end of each file'
+    if lines:
+        limits = limits_of_lines(lines, held_out)
+        how = 'lines and rows by a hash of their text, of other files the end'
+    return Plan(named | split_of, f'{percent}: {how}{why}', limits)
 
 
-def examine(path):
-    """Reads a file -> hashes and sizes of its documents, see Source. Raises UnicodeDecodeError"""
-    documents = progress_bar(read_documents(path), f'{path.name}, bytes read', path.stat().st_size,
-                             size=lambda document: document.n_read)
-    hashes = array('Q')
-    sizes = array('q')
-    for document in documents:
-        utf8 = document.text.encode()
-        hashes.append(hash64(utf8))
-        sizes.append(len(utf8))
-    return np.array(hashes, np.uint64), np.array(sizes, int)
+def split_documents(source, plan):
+    """Yields (split, document) for all documents of a Source: lines and rows, articles, or all"""
+    split = plan.split_of[source.name]
+    if source.has_lines:
+        for document in read_documents(source.paths[0]):
+            of_document = split
+            if split == CUT:
+                n = hash64(document.text.encode())
+                of_document = split_of_hash(n, plan.limits)
+            yield of_document, document.text
+        return
+
+    text = joined_text(source.paths)
+    article = article_start(text)
+    parts = cut_text(text, plan.limits) if split == CUT else [(split, text)]
+    for split, part in parts:
+        for document in regex.split(article, part):
+            yield split, document
 
 
+def joined_text(paths):
+    """The text of files, one after the other; each begins a line."""
+    text = ''
+    for path in paths:
+        if text and not text.endswith('\n'):
+            text += '\n'
+        text += read_text(path)
+    return text
+
+
+# which files are in the text: each is read once before it is divided
 def examine_all(files, is_code):
     """Reads files {name: path} -> their Sources, and which are no text, {reason: [names]}"""
     sources, no_text = [], defaultdict(list)
@@ -750,6 +1342,19 @@ def examine_all(files, is_code):
     return sources, no_text
 
 
+def examine(path):
+    """Reads a file -> hashes and sizes of its documents, see Source. Raises UnicodeDecodeError"""
+    documents = progress_bar(read_documents(path), f'{path.name}, bytes read', path.stat().st_size,
+                             size=lambda document: document.n_read)
+    hashes = array('Q')
+    sizes = array('q')
+    for document in documents:
+        utf8 = document.text.encode()
+        hashes.append(hash64(utf8))
+        sizes.append(len(utf8))
+    return np.array(hashes, np.uint64), np.array(sizes, int)
+
+
 def packages_of(modules):
     """Sources of modules -> Sources of packages; the module a/b/c.py is in the package a"""
     parts = defaultdict(list)
@@ -762,6 +1367,17 @@ def packages_of(modules):
     return packages
 
 
+# splits that the names of files name
+def named_splits(names):
+    """{name: split} of the files whose names name one, if train and another split are among them;
+    else {}"""
+    split_of = {name: named_split(name) for name in names}
+    splits = set(split_of.values()) - {None}
+    if 'train' not in splits or len(splits) == 1:
+        return {}
+    return {name: split for name, split in split_of.items() if split}
+
+
 def named_split(name):
     """The split that the path of a file names by the last of its words that is in SPLIT_WORDS, or
     None
@@ -771,21 +1387,18 @@ def named_split(name):
     *parts, file = name.split('/')
     if file.lower().rpartition('.')[2] not in PROGRAMS:
         parts.append(file)
-    # TEST is one word; myTestSet is my, Test, Set
+    # a word: capital letters after which no small one comes, TEST; or small letters, before which
+    # there may be a capital one, myTestSet is my, Test, Set
     words = regex.findall(r'\p{Lu}+(?!\p{Ll})|\p{Lu}?\p{Ll}+', ' '.join(parts))
     for word in reversed(words):
         if word.lower() in SPLIT_WORDS:
             return SPLIT_WORDS[word.lower()]
 
 
-def named_splits(names):
-    """{name: split} of the files whose names name one, if train and another split are among them;
-    else {}"""
-    split_of = {name: named_split(name) for name in names}
-    splits = set(split_of.values()) - {None}
-    if 'train' not in splits or len(splits) == 1:
-        return {}
-    return {name: split for name, split in split_of.items() if split}
+# splits by hashes
+def hash64(content):
+    """A hash of bytes, 0 to 2^64 - 1"""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], 'big')
 
 
 def split_of_hash(n, limits):
@@ -799,6 +1412,19 @@ def split_of_hash(n, limits):
 def usual_limits(held_out):
     """{split: limit} with which each of the splits held_out has HELD_OUT percent of all hashes"""
     return {split: 2 ** 64 * HELD_OUT * i // 100 for i, split in enumerate(held_out, 1)}
+
+
+def split_code(sources):
+    """{name: split}: in the order of sha256(name), each goes to val, else to test, while that has
+    at most HELD_OUT percent of all bytes, else to train."""
+    total = sum(source.n_bytes for source in sources)
+    room = dict(val=total * HELD_OUT // 100, test=total * HELD_OUT // 100, train=total)
+    split_of = {}
+    for source in sorted(sources, key=lambda x: hashlib.sha256(os.fsencode(x.name)).digest()):
+        split = next(split for split in room if source.n_bytes <= room[split])
+        room[split] -= source.n_bytes
+        split_of[source.name] = split
+    return split_of
 
 
 def split_by_names(sources, held_out):
@@ -845,65 +1471,14 @@ def limits_of_lines(sources, held_out):
     return limits
 
 
-def split_code(sources):
-    """{name: split}: in the order of sha256(name), each goes to val, else to test, while that has
-    at most HELD_OUT percent of all bytes, else to train."""
-    total = sum(source.n_bytes for source in sources)
-    room = dict(val=total * HELD_OUT // 100, test=total * HELD_OUT // 100, train=total)
-    split_of = {}
-    for source in sorted(sources, key=lambda x: hashlib.sha256(os.fsencode(x.name)).digest()):
-        split = next(split for split in room if source.n_bytes <= room[split])
-        room[split] -= source.n_bytes
-        split_of[source.name] = split
-    return split_of
-
-
-def plan_splits(sources, named, is_code):
-    """The Plan for sources. named: {name: split} of files whose names have one; if val is not among
-    them, it is taken from train. {}: all is divided, files by a hash of their names, or if that is
-    not usable, each file is cut."""
-    if is_code:
-        rule = f'{HELD_OUT}% val, {HELD_OUT}% test: packages by a hash of their names'
-        return Plan(split_code(sources), rule, {})
-    if 'val' in named.values():
-        return Plan(named, 'by the names of files', {})
-
-    # what is divided, into which splits
-    divided, held_out, why = sources, ('val', 'test'), ''
-    if named:
-        divided = [source for source in sources if named[source.name] == 'train']
-        held_out, why = ('val',), '; from train, because no file is named val'
-    percent = ', '.join(f'{HELD_OUT}% {split}' for split in held_out)
-
-    # whole files
-    split_of = split_by_names(divided, held_out)
-    if is_usable(split_of, divided):
-        return Plan(named | split_of, f'{percent}: files by a hash of their names{why}', {})
-
-    # parts of each
-    split_of = {source.name: CUT for source in divided}
-    lines = [source for source in divided if source.has_lines]
-    limits, how = usual_limits(held_out), 'the end of each file'
-    if lines:
-        limits = limits_of_lines(lines, held_out)
-        how = 'lines and rows by a hash of their text, of other files the end'
-    return Plan(named | split_of, f'{percent}: {how}{why}', limits)
-
-
-def article_start(text):
-    """A regular expression that matches where an article of WikiText begins, after some text:
-    before ' = Title = ' between blank lines, but not before ' = = Part = = '. Where a text has no
-    such place, some blank lines are missing, or all, as in files of others.
-
-    >>> text = ' = A = \\n \\n = = Part = = \\n x \\n \\n = B = \\n \\n y'
-    >>> regex.split(article_start(text), text)
-    [' = A = \\n \\n = = Part = = \\n x \\n \\n', ' = B = \\n \\n y']"""
-    title = r' = (?!= ).*(?<! =) = ?'                   # ' = A = ' or ' = A =', not ' = = A = = '
-    article = rf'(?m)^(?={title}\n *$)(?<=\S\s*\n *\n)'       # a blank line before and after it
-    if regex.search(article, text):
-        return article
-    blank_line = r'\n *$' if re.search(r'\n *\n', text) else '$'
-    return rf'(?m)^(?={title}{blank_line})(?<=\S\s*)'
+# a text that is cut, and its articles
+def cut_text(text, limits):
+    """Yields (split, its part of a text): first train's, then HELD_OUT percent for each limit"""
+    first = 100 - HELD_OUT * len(limits)
+    yield 'train', text[:cut_position(text, first)]
+    for split in limits:
+        yield split, text[cut_position(text, first):cut_position(text, first + HELD_OUT)]
+        first += HELD_OUT
 
 
 def cut_position(text, percent):
@@ -914,103 +1489,165 @@ def cut_position(text, percent):
     return after_blanks.search(text, start, start + len(text) // 40).start()
 
 
-def cut_text(text, limits):
-    """Yields (split, its part of a text): first train's, then HELD_OUT percent for each limit"""
-    first = 100 - HELD_OUT * len(limits)
-    yield 'train', text[:cut_position(text, first)]
-    for split in limits:
-        yield split, text[cut_position(text, first):cut_position(text, first + HELD_OUT)]
-        first += HELD_OUT
+def article_start(text):
+    """A regular expression that matches where an article of WikiText begins, after some text:
+    before ' = Title = ' between blank lines, but not before ' = = Part = = '. Where a text has no
+    such place, some blank lines are missing, or all, as in files of others.
 
-
-def split_documents(source, plan):
-    """Yields (split, document) for all documents of a Source: lines and rows, articles, or all"""
-    split = plan.split_of[source.name]
-    if source.has_lines:
-        for document in read_documents(source.paths[0]):
-            if split == CUT:
-                n = hash64(document.text.encode())
-                yield split_of_hash(n, plan.limits), document.text
-            else:
-                yield split, document.text
-        return
-
-    # the text; each file of a package begins a line
-    text = ''
-    for path in source.paths:
-        if text and not text.endswith('\n'):
-            text += '\n'
-        text += read_text(path)
-
-    # its articles
-    article = article_start(text)
-    parts = cut_text(text, plan.limits) if split == CUT else [(split, text)]
-    for split, part in parts:
-        for document in regex.split(article, part):
-            yield split, document
+    >>> text = ' = A = \\n \\n = = Part = = \\n x \\n \\n = B = \\n \\n y'
+    >>> regex.split(article_start(text), text)
+    [' = A = \\n \\n = = Part = = \\n x \\n \\n', ' = B = \\n \\n y']"""
+    # ' = A = ' or ' = A =', not ' = = A = = ': no = follows the first one or precedes the last one
+    title = r' = (?!= ).*(?<! =) = ?'
+    # the begin of a line (?m)^ where a title and a blank line follow (?=), and which something that
+    # is not blank and a blank line precede (?<=)
+    article = rf'(?m)^(?={title}\n *$)(?<=\S\s*\n *\n)'
+    if regex.search(article, text):
+        return article
+    blank_line = r'\n *$' if re.search(r'\n *\n', text) else '$'
+    return rf'(?m)^(?={title}{blank_line})(?<=\S\s*)'
 
 
 # --------------------------------------------------------------------------------------------------
-# corpora on disk
-class Corpus:
-    """A folder that `prepare` made
-
-    train, val, test    Splits, or None
-    name                what --data names, without its folder
-    tokenizer           the Tokenizer of its ids
-    fingerprint         hashes of the text and of the tokenizer: it differs if either has changed
-    about               {title: line} for the screen
-    hops                1 or 2: batches are of Needles; else 0
-    tab                 the id of TAB if documents are pairs, "source TAB target", and batches are
-                        of Pairs; else -1
-    Raises an exception, of any type, if the folder is damaged."""
-    def __init__(self, folder, name, hops=0):
-        self.folder, self.name, self.hops = folder, name, hops
-        meta = json.loads((folder / 'meta.json').read_text())
-        self.tokenizer = Tokenizer(**meta['tokenizer'])
-        self.about = meta['about']
-        self.tab = -1
-        if meta['pairs'] and not hops:
-            self.tab = self.tokenizer.ids['\t']
-
-        # the files of each split, and whether they fit together
-        self.train = self.val = self.test = None
-        hashes = []
-        for split, counts in meta['splits'].items():
-            tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
-            offsets = np.fromfile(folder / f'{split}.idx', np.int64)
-            assert len(tokens) == offsets[-1] == counts['tokens']
-            assert offsets[0] == 0 and np.diff(offsets).min() > 0
-            # the maximum takes time: of the first 67M tokens only
-            assert tokens[:2 ** 26].max() < self.tokenizer.n_vocab
-            setattr(self, split, Split(split, tokens, offsets, counts['bytes'], counts['words']))
-            hashes.append(counts['sha256'])
-        self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
-
-    def tuning_split(self, scored):
-        """The split for tuning what is evaluated on the split named `scored`: val or test, another
-        one that has ENOUGH tokens. Prints a warning if there is none, and it is the same"""
-        for split in (self.val, self.test):
-            if split and split.name != scored and len(split.tokens) >= ENOUGH:
-                return split
-        print(f'warning: constants are tuned on {scored}, the text that is scored: no other split '
-              f'but train has {ENOUGH:,} tokens')
-        return getattr(self, scored)
-
-    def batches(self, split, kind, block_size, micro_batch, seed, chunk=32, grow=0,
-                same_document=True, consecutive=0, bm25=True):
-        """Batches of a split: Needles (chunk, grow), Pairs (bm25), or a Grid (same_document,
-        consecutive, bm25)"""
-        if self.hops:
-            return Needles(split, self.tokenizer, self.hops, block_size, micro_batch, seed, chunk,
-                           grow)
-        if grow:
-            raise SystemExit('--grow-context is for --data niah or niah2')
-        if self.tab >= 0:
-            return Pairs(split, self.tab, kind, block_size, micro_batch, seed, bm25)
-        return Grid(split, kind, block_size, micro_batch, seed, same_document, consecutive, bm25)
+# preparation
+VERSION = 4             # of the rules by which a corpus is prepared: others make another folder
+HOPS = {'niah': 1, 'niah2': 2}                  # --data: needles in a haystack, see Needles
+PIECE = 2 ** 14         # characters, about: a long document is encoded in pieces, in threads
 
 
+def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):
+    """The Corpus of `data`, prepared on first use. SystemExit with one line if that is impossible
+
+    data        code, random, the name of a download, a file or a folder; niah, niah2, niah:books/,
+                ...: needles with one or two hops in `code` or in books/
+    tokenizer   a name, or a Tokenizer, for example of a checkpoint
+    vocab_size  for bpe, the number of ids to learn; for random, the number of ids
+    root        the folder of all corpora
+    quiet       print nothing"""
+    root = Path(root)
+    remove_abandoned(root)
+
+    # the text; of needles, the text that they are in
+    data = str(data)
+    task, _, haystack = data.partition(':')
+    hops = HOPS.get(task, 0)
+    if hops:
+        data = haystack or 'code'
+    if data == 'random':
+        text = Text('random', 'random', {}, {})
+        if isinstance(tokenizer, str):
+            tokenizer = random_tokenizer(tokenizer, vocab_size)
+    else:
+        if tokenizer == 'bpe':
+            check_vocab_size(vocab_size)                # before a download, and hours of reading
+        text = find_text(data, root)
+
+    # its corpus, if it is on disk; else it is prepared
+    folders = corpus_folders(text, tokenizer, vocab_size, root)
+    corpora = (open_corpus(folder, tokenizer, text.name, hops, quiet) for folder in folders)
+    corpus = next(filter(None, corpora), None)
+    if corpus is None:
+        folder = folders[-1]
+        if data == 'random':
+            prepare_random(folder, tokenizer)
+        else:
+            prepare(folder, text, tokenizer, vocab_size)
+        corpus = Corpus(folder, text.name, hops, quiet)
+
+    # the first lines of a run
+    if not quiet:
+        python = sys.version.split()[0]
+        print(f'{corpus.folder}: fingerprint {corpus.fingerprint}, Python {python}')
+        for title, line in corpus.about.items():
+            print(f'{title}: {line}')
+    return corpus
+
+
+def corpus_folders(text, tokenizer, vocab_size, root):
+    """The folders in which the corpus of a Text can be: that with a tokenizer which is trained on
+    it; then, if the tokenizer is given, that with a Tokenizer which was trained on other text"""
+    stamp = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+             for path in text.files.values()]
+    hashes = [digest(VERSION, stamp)]
+    kind = tokenizer
+    if isinstance(tokenizer, Tokenizer):
+        kind, vocab_size = tokenizer.name, tokenizer.n_vocab
+        hashes.append(digest(VERSION, stamp, tokenizer.to_dict()))
+    if kind == 'bpe':
+        kind = f'bpe{vocab_size}'
+    return [root / f'{text.name}-{kind}-{sha256[:8]}' for sha256 in hashes]
+
+
+def open_corpus(folder, tokenizer, name, hops, quiet):
+    """The Corpus in a folder, if there is one with this tokenizer, a name or a Tokenizer; or None.
+    A damaged one gets another name."""
+    if not folder.exists():
+        return None
+    try:
+        corpus = Corpus(folder, name, hops, quiet)
+    except Exception as error:                          # see Corpus
+        print(f'{folder} is damaged ({error!r:.99}) and prepared again', file=sys.stderr)
+        folder.rename(f'{folder}-damaged-{time.time_ns()}')
+        return None
+    if isinstance(tokenizer, str) or tokenizer.to_dict() == corpus.tokenizer.to_dict():
+        return corpus
+    return None
+
+
+def prepare(folder, text, tokenizer, vocab_size):
+    """Makes the corpus of a Text. tokenizer: a name or a Tokenizer. SystemExit if the text cannot
+    be used. Files are read twice: for the plan of the splits, and to be encoded; a third time for a
+    tokenizer that is learned."""
+    # which files are used: all, or those whose names have splits
+    files, left_out = text.files, dict(text.left_out)
+    named = {} if text.is_code else named_splits(files)
+    if named:
+        files = {name: files[name] for name in named}
+        left_out['no split in the name'] = [name for name in text.files if name not in named]
+
+    # what is in them, and which of it is in which split
+    sources, no_text = examine_all(files, text.is_code)
+    plan = plan_splits(sources, named, text.is_code)
+    about = about_files(sources, plan, {**left_out, **no_text})
+    pairs = are_pairs(sources, text.data, getattr(tokenizer, 'name', tokenizer))
+
+    # its tokens
+    with new_folder(folder) as temporary:
+        if isinstance(tokenizer, str):
+            # the ids of `code` remain those of earlier versions
+            pattern = GPT2_PATTERN if text.is_code else BPE_PATTERN
+            tokenizer = train_tokenizer(tokenizer, sources, plan, vocab_size, pattern)
+        writers = {split: SplitWriter(temporary / split, tokenizer) for split in SPLITS}
+        write_documents(sources, plan, writers, tokenizer)
+        if writers['train'].n_tokens == 0:
+            lines = '; '.join(f'{title}: {line}' for title, line in about.items()
+                              if title == 'train' or title.startswith('not used'))
+            raise SystemExit(f'no text for training in {text.data!a}; {lines}')
+        write_meta(temporary, tokenizer, writers, about, pairs)
+
+
+def are_pairs(sources, data, tokenizer):
+    """Are the documents of all Sources pairs? SystemExit if only some are, or if the tokenizer, a
+    name, has no TAB"""
+    kinds = {kind_of(source.paths[0]) for source in sources}
+    if 'pairs' in kinds and (len(kinds) > 1 or tokenizer == 'word'):
+        raise SystemExit(f'--data {data!a}: .tsv files cannot be used with other files, or with '
+                         'the tokenizer word, which has no TAB')
+    return 'pairs' in kinds
+
+
+def train_tokenizer(name, sources, plan, vocab_size, pattern):
+    """The Tokenizer with this name, made from the train split"""
+    sources = [source for source in sources if plan.split_of[source.name] in ('train', CUT)]
+    texts = (piece.text for piece in pieces_of(sources, plan) if piece.split == 'train')
+    n_characters = sum(source.n_bytes for source in sources)            # or fewer
+    if name == 'bpe':
+        n_characters = min(n_characters, LEARN_FROM)
+    texts = progress_bar(texts, 'characters counted', n_characters, size=len)
+    return Tokenizer.train(name, texts, vocab_size, pattern)
+
+
+# documents are encoded in pieces
 class Piece(NamedTuple):
     """A part of a document, see in_pieces"""
     split: str
@@ -1018,6 +1655,58 @@ class Piece(NamedTuple):
     is_last: bool           # of its document
 
 
+def pieces_of(sources, plan):
+    """Yields the Pieces of all documents."""
+    for source in sources:
+        for split, document in split_documents(source, plan):
+            texts = in_pieces(document)                 # none of an empty document
+            for i, text in enumerate(texts, 1):
+                yield Piece(split, text, i == len(texts))
+
+
+def in_pieces(text):
+    """A text in pieces of about PIECE characters. They end where every tokenizer ends a token: at a
+    line feed between characters that are not blank, as in 'a\\nb'."""
+    # so many characters, then as few as possible up to such a line feed; or all of the rest
+    return re.findall(rf'(?s).{{{PIECE}}}.*?(?<=\S)\n(?=\S)|.+', text)
+
+
+def write_documents(sources, plan, writers, tokenizer):
+    """Encodes all documents and adds them to {split: SplitWriter}."""
+    n_bytes = sum(source.n_bytes for source in sources)
+    pieces = progress_bar(pieces_of(sources, plan), 'bytes encoded', n_bytes,
+                          size=lambda piece: len(piece.text.encode()))
+    for piece, ids in encoded(pieces, tokenizer):
+        writers[piece.split].add(ids, piece)
+
+
+def encoded(pieces, tokenizer):
+    """Yields (piece, ids (n,)) for Pieces, in their order; a document ends with <|endoftext|>.
+    Threads encode lists of 32 pieces, because tiktoken works outside Python's lock; 16 lists at a
+    time, because a text can be larger than the memory."""
+    def encode_list(piece_list):
+        id_list = []
+        for piece in piece_list:
+            ids = tokenizer.encode(piece.text)
+            if piece.is_last and tokenizer.eot is not None:
+                ids = np.append(ids, tokenizer.eot)
+            id_list.append(ids)
+        return id_list
+
+    with ThreadPoolExecutor() as pool:
+        for piece_lists in in_lists(in_lists(pieces, 32), 16):
+            id_lists = pool.map(encode_list, piece_lists)
+            for piece_list, id_list in zip(piece_lists, id_lists):
+                yield from zip(piece_list, id_list)
+
+
+def in_lists(items, n):
+    """Yields lists of n items, the last one can be shorter."""
+    items = iter(items)
+    return iter(lambda: list(islice(items, n)), [])
+
+
+# what is written
 class SplitWriter:
     """Writes the documents of a split to path.bin; `finish` writes path.idx."""
     def __init__(self, path, tokenizer):
@@ -1054,29 +1743,114 @@ class SplitWriter:
                     words=self.n_words, sha256=self.sha256.hexdigest())
 
 
-def is_abandoned(folder):
-    """Has the process ended that wrote this temporary folder? On this machine it holds a lock on
-    the file `lock`, which has the machine's name, until it ends. A folder of another machine, which
-    a lock may not reach, is abandoned if nothing in it has changed for a week."""
-    lock = folder / 'lock'
-    try:
-        if fcntl and lock.exists() and lock.read_text() == platform.node():
-            with open(lock, 'r+') as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-        changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-        return time.time() - changed > 7 * 86_400
-    except OSError:             # the lock is held, or the folder has just been renamed or removed
-        return False
+def write_meta(folder, tokenizer, writers, about, pairs=False):
+    """Finishes {split: SplitWriter} and writes meta.json. The lines of `about` get the counts of
+    each split, and how many documents of val and test are copies of documents of train."""
+    about, splits = dict(about), {}
+    in_train = np.array(writers['train'].hashes)
+    for split, writer in writers.items():
+        counts = writer.finish()
+        if counts['documents']:
+            splits[split] = counts
+            about[split] += f', {counts["documents"]:,} documents, {counts["tokens"]:,} tokens'
+        n_copies = np.isin(np.array(writer.hashes), in_train).sum()
+        if split != 'train' and n_copies:
+            about[split] += f', documents that are also in train: {n_copies:,}'
+    meta = dict(tokenizer=tokenizer.to_dict(), splits=splits, about=about, pairs=pairs)
+    (folder / 'meta.json').write_text(json.dumps(meta))
 
 
-def remove_abandoned(root):
-    """Removes the temporary folders of processes that were killed."""
-    for folder in root.glob('*.tmp'):
-        if is_abandoned(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+def about_files(sources, plan, left_out):
+    """{title: line} for the screen: how the files were divided, which are in each split, and what
+    is left out, {reason: [names]}"""
+    about = {'splits': plan.rule}
+    for split in SPLITS:
+        places = [split]
+        if split in ('train', *plan.limits):
+            places.append(CUT)
+        names = [source.name for source in sources if plan.split_of[source.name] in places]
+        about[split] = list_names(names)
+    for reason, names in left_out.items():
+        if names:
+            about[f'not used ({reason})'] = list_names(names)
+    return about
 
 
+def list_names(names):
+    """'5 files, [the first three names]', for the screen"""
+    return f'{len(names):,} files, {names[:3]!a}'
+
+
+# --------------------------------------------------------------------------------------------------
+# random tokens
+RANDOM_DOCUMENTS = dict(train=64, val=2, test=2)        # of RANDOM_LENGTH tokens
+RANDOM_LENGTH = 2 ** 16
+
+
+def random_tokenizer(name, vocab_size):
+    """A Tokenizer of words w2, w3, ..., with as many ids as the tokenizer with this name"""
+    n_vocab = dict(bytes=257, gpt2=50_257).get(name, vocab_size)
+    check_vocab_size(n_vocab, 2, '<unk> and <eos>')
+    return Tokenizer('word', ['<unk>', '<eos>', *(f'w{i}' for i in range(2, n_vocab))])
+
+
+def prepare_random(folder, tokenizer):
+    """Makes a corpus of independent, equally frequent ids: no model's loss falls below ln n_vocab
+    on its val, except by chance."""
+    with new_folder(folder) as temporary:
+        writers = {split: SplitWriter(temporary / split, tokenizer) for split in SPLITS}
+        for i, (split, n_documents) in enumerate(RANDOM_DOCUMENTS.items()):
+            rng = np.random.default_rng([tokenizer.n_vocab, i])
+            for _ in range(n_documents):
+                ids = rng.integers(tokenizer.n_vocab, size=RANDOM_LENGTH)
+                writers[split].add(ids, Piece(split, tokenizer.decode(ids), is_last=True))
+        write_meta(temporary, tokenizer, writers, dict.fromkeys(SPLITS, 'random tokens'))
+
+
+# --------------------------------------------------------------------------------------------------
+# files that are not UTF-8
+BYTE_ORDER_MARKS = {                            # the first bytes of other encodings; longer first
+    codecs.BOM_UTF32_LE: 'utf-32', codecs.BOM_UTF32_BE: 'utf-32',
+    codecs.BOM_UTF16_LE: 'utf-16', codecs.BOM_UTF16_BE: 'utf-16'}
+
+
+def why_not_utf8(path):
+    """For the screen: what a file that is not UTF-8 may be, with the command that converts it; and
+    which byte is wrong"""
+    if kind_of(path) == 'parquet':
+        return 'not UTF-8', 'a string'
+    with path.open('rb') as raw:
+        file = unpacked(path, raw)
+        head = file.read(1000)
+        file.seek(0)
+        position, value = wrong_byte(file)
+    reason = ('not UTF-8; Latin-1 (iconv -f latin1 -t utf-8), or UTF-8 with wrong bytes (iconv -c '
+              '-f utf-8 -t utf-8)')
+    if 0 in head:
+        reason = 'not UTF-8; binary, or UTF-16 (iconv -f utf-16le -t utf-8)'
+    for mark, encoding in BYTE_ORDER_MARKS.items():
+        if head.startswith(mark):
+            reason = f'not UTF-8; {encoding} (iconv -f {encoding} -t utf-8)'
+            break
+    return reason, f'byte {position:,} is 0x{value:02x}'
+
+
+def wrong_byte(file):
+    """The first byte of a binary file that is not UTF-8: its position and its value"""
+    decoder = codecs.getincrementaldecoder('utf-8')()
+    blocks = iter(functools.partial(file.read, 2 ** 20), b'')
+    n_read = 0
+    for block in chain(blocks, [b'']):                  # the last one, empty, is the end of a text
+        n_read += len(block)
+        try:
+            decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            return n_read - len(error.object) + error.start, error.object[error.start]
+    return 0, 0                                         # it is UTF-8, with many zero bytes
+
+
+# --------------------------------------------------------------------------------------------------
+# preparations that are killed
 @contextlib.contextmanager
 def new_folder(folder):
     """A temporary folder, which gets the name of `folder` at the end: an incomplete corpus is never
@@ -1101,584 +1875,76 @@ def new_folder(folder):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def pieces_of(sources, plan):
-    """Yields the Pieces of all documents."""
-    for source in sources:
-        for split, document in split_documents(source, plan):
-            texts = in_pieces(document)                 # none of an empty document
-            for i, text in enumerate(texts, 1):
-                yield Piece(split, text, i == len(texts))
+def remove_abandoned(root):
+    """Removes the temporary folders of processes that were killed."""
+    for folder in root.glob('*.tmp'):
+        if is_abandoned(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def train_tokenizer(name, sources, plan, vocab_size, pattern):
-    """The Tokenizer with this name, made from the train split"""
-    sources = [source for source in sources if plan.split_of[source.name] in ('train', CUT)]
-    texts = (piece.text for piece in pieces_of(sources, plan) if piece.split == 'train')
-    n_characters = sum(source.n_bytes for source in sources)            # or fewer
-    if name == 'bpe':
-        n_characters = min(n_characters, LEARN_FROM)
-    texts = progress_bar(texts, 'characters counted', n_characters, size=len)
-    return Tokenizer.train(name, texts, vocab_size, pattern)
-
-
-def in_lists(items, n):
-    """Yields lists of n items, the last one can be shorter."""
-    items = iter(items)
-    return iter(lambda: list(islice(items, n)), [])
-
-
-def write_pieces(sources, plan, writers, tokenizer):
-    """Encodes the Pieces of all documents and adds them to {split: SplitWriter}. Threads encode
-    lists of pieces, because tiktoken works outside Python's lock."""
-    def encode(pieces):
-        """-> the ids of each Piece; a document ends with <|endoftext|>"""
-        arrays = []
-        for piece in pieces:
-            ids = tokenizer.encode(piece.text)
-            if piece.is_last and tokenizer.eot is not None:
-                ids = np.append(ids, tokenizer.eot)
-            arrays.append(ids)
-        return arrays
-
-    n_bytes = sum(source.n_bytes for source in sources)
-    all_pieces = progress_bar(pieces_of(sources, plan), 'bytes encoded', n_bytes,
-                              size=lambda piece: len(piece.text.encode()))
-    with ThreadPoolExecutor() as pool:
-        for lists in in_lists(in_lists(all_pieces, 32), 16):
-            for pieces, arrays in zip(lists, pool.map(encode, lists)):
-                for piece, ids in zip(pieces, arrays):
-                    writers[piece.split].add(ids, piece)
-
-
-def write_meta(folder, tokenizer, writers, about, pairs=False):
-    """Finishes {split: SplitWriter} and writes meta.json. The lines of `about` get the counts of
-    each split, and how many documents of val and test are copies of documents of train."""
-    about, splits = dict(about), {}
-    in_train = np.array(writers['train'].hashes)
-    for split, writer in writers.items():
-        counts = writer.finish()
-        if counts['documents']:
-            splits[split] = counts
-            about[split] += f', {counts["documents"]:,} documents, {counts["tokens"]:,} tokens'
-        n_copies = np.isin(np.array(writer.hashes), in_train).sum()
-        if split != 'train' and n_copies:
-            about[split] += f', documents that are also in train: {n_copies:,}'
-    meta = dict(tokenizer=tokenizer.to_dict(), splits=splits, about=about, pairs=pairs)
-    (folder / 'meta.json').write_text(json.dumps(meta))
-
-
-def list_names(names):
-    """'5 files, [the first three names]', for the screen"""
-    return f'{len(names):,} files, {names[:3]!a}'
-
-
-def about_files(sources, plan, left_out):
-    """{title: line} for the screen: how the files were divided, which are in each split, and what
-    is left out, {reason: [names]}"""
-    about = {'splits': plan.rule}
-    for split in SPLITS:
-        places = [split]
-        if split in ('train', *plan.limits):
-            places.append(CUT)
-        names = [source.name for source in sources if plan.split_of[source.name] in places]
-        about[split] = list_names(names)
-    for reason, names in left_out.items():
-        if names:
-            about[f'not used ({reason})'] = list_names(names)
-    return about
-
-
-def prepare(folder, text, tokenizer, vocab_size):
-    """Makes the corpus of a Text. tokenizer: a name or a Tokenizer. SystemExit if the text cannot
-    be used"""
-    # which files are used: all, or those whose names have splits
-    files, left_out = text.files, dict(text.left_out)
-    named = {} if text.is_code else named_splits(files)
-    if named:
-        files = {name: files[name] for name in named}
-        left_out['no split in the name'] = [name for name in text.files if name not in named]
-
-    # what is in them, and which of it is in which split
-    sources, no_text = examine_all(files, text.is_code)
-    plan = plan_splits(sources, named, text.is_code)
-    about = about_files(sources, plan, {**left_out, **no_text})
-
-    # all documents are pairs, or none is
-    kinds = {kind_of(source.paths[0]) for source in sources}
-    name = getattr(tokenizer, 'name', tokenizer)
-    pairs = 'pairs' in kinds
-    if pairs and (len(kinds) > 1 or name == 'word'):
-        raise SystemExit(f'--data {text.data!a}: .tsv files cannot be used with other files, or '
-                         'with the tokenizer word, which has no TAB')
-
-    # its tokens
-    with new_folder(folder) as temporary:
-        if isinstance(tokenizer, str):
-            # the ids of `code` remain those of earlier versions
-            pattern = GPT2_PATTERN if text.is_code else BPE_PATTERN
-            tokenizer = train_tokenizer(name, sources, plan, vocab_size, pattern)
-        writers = {split: SplitWriter(temporary / split, tokenizer) for split in SPLITS}
-        write_pieces(sources, plan, writers, tokenizer)
-        if writers['train'].n_tokens == 0:
-            lines = '; '.join(f'{title}: {line}' for title, line in about.items()
-                              if title == 'train' or title.startswith('not used'))
-            raise SystemExit(f'no text for training in {text.data!a}; {lines}')
-        write_meta(temporary, tokenizer, writers, about, pairs)
-
-
-# --------------------------------------------------------------------------------------------------
-# random tokens
-RANDOM_DOCUMENTS = dict(train=64, val=2, test=2)        # of RANDOM_LENGTH tokens
-RANDOM_LENGTH = 2 ** 16
-
-
-def random_tokenizer(name, vocab_size):
-    """A Tokenizer of words w2, w3, ..., with as many ids as the tokenizer with this name"""
-    check_vocab_size(vocab_size)
-    n_vocab = dict(bytes=257, gpt2=50_257).get(name, vocab_size)
-    return Tokenizer('word', ['<unk>', '<eos>', *(f'w{i}' for i in range(2, n_vocab))])
-
-
-def prepare_random(folder, tokenizer):
-    """Makes a corpus of independent, equally frequent ids: no model's loss falls below ln n_vocab
-    on its val, except by chance."""
-    with new_folder(folder) as temporary:
-        writers = {split: SplitWriter(temporary / split, tokenizer) for split in SPLITS}
-        for i, (split, n_documents) in enumerate(RANDOM_DOCUMENTS.items()):
-            rng = np.random.default_rng([tokenizer.n_vocab, i])
-            for _ in range(n_documents):
-                ids = rng.integers(tokenizer.n_vocab, size=RANDOM_LENGTH)
-                writers[split].add(ids, Piece(split, tokenizer.decode(ids), is_last=True))
-        write_meta(temporary, tokenizer, writers, dict.fromkeys(SPLITS, 'random tokens'))
-
-
-# --------------------------------------------------------------------------------------------------
-# load
-HOPS = {'niah': 1, 'niah2': 2}                  # --data: needles in a haystack, see Needles
-
-
-def open_corpus(folder, tokenizer, name, hops):
-    """The Corpus in a folder, if there is one with this tokenizer, a name or a Tokenizer; or None.
-    A damaged one gets another name."""
-    if not folder.exists():
-        return None
+def is_abandoned(folder):
+    """Has the process ended that wrote this temporary folder? On this machine it holds a lock on
+    the file `lock`, which has the machine's name, until it ends. A folder of another machine, which
+    a lock may not reach, is abandoned if nothing in it has changed for a week."""
+    lock = folder / 'lock'
     try:
-        corpus = Corpus(folder, name, hops)
-    except Exception as error:                          # see Corpus
-        print(f'{folder} is damaged ({error!r:.99}) and prepared again', file=sys.stderr)
-        folder.rename(f'{folder}-damaged-{time.time_ns()}')
-        return None
-    if isinstance(tokenizer, str) or tokenizer.to_dict() == corpus.tokenizer.to_dict():
-        return corpus
-    return None
-
-
-def corpus_folders(text, tokenizer, vocab_size, root):
-    """The folders in which the corpus of a Text can be: that with a tokenizer which is trained on
-    it; then, if the tokenizer is given, that with a Tokenizer which was trained on other text"""
-    stamp = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
-             for path in text.files.values()]
-    hashes = [digest(VERSION, stamp)]
-    kind = tokenizer
-    if isinstance(tokenizer, Tokenizer):
-        kind, vocab_size = tokenizer.name, tokenizer.n_vocab
-        hashes.append(digest(VERSION, stamp, tokenizer.to_dict()))
-    if kind == 'bpe':
-        kind = f'bpe{vocab_size}'
-    return [root / f'{text.name}-{kind}-{sha256[:8]}' for sha256 in hashes]
-
-
-def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=False):
-    """The Corpus of `data`, prepared on first use. SystemExit with one line if that is impossible
-
-    data        code, random, the name of a download, a file or a folder; niah, niah2, niah:books/,
-                ...: needles with one or two hops in `code` or in books/
-    tokenizer   a name, or a Tokenizer, for example of a checkpoint
-    vocab_size  for bpe, the number of ids to learn; for random, the number of ids
-    root        the folder of all corpora"""
-    root = Path(root)
-    remove_abandoned(root)
-
-    # the text; of needles, the text that they are in
-    data = str(data)
-    task, _, haystack = data.partition(':')
-    hops = HOPS.get(task, 0)
-    if hops:
-        data = haystack or 'code'
-    if data == 'random':
-        text = Text('random', 'random', {}, {})
-        if isinstance(tokenizer, str):
-            tokenizer = random_tokenizer(tokenizer, vocab_size)
-    else:
-        text = find_text(data, root)
-
-    # its corpus, if it is on disk; else it is prepared
-    folders = corpus_folders(text, tokenizer, vocab_size, root)
-    corpora = (open_corpus(folder, tokenizer, text.name, hops) for folder in folders)
-    corpus = next(filter(None, corpora), None)
-    if corpus is None:
-        folder = folders[-1]
-        if data == 'random':
-            prepare_random(folder, tokenizer)
-        else:
-            prepare(folder, text, tokenizer, vocab_size)
-        corpus = Corpus(folder, text.name, hops)
-
-    # the first lines of a run
-    if not quiet:
-        python = sys.version.split()[0]
-        print(f'{corpus.folder}: fingerprint {corpus.fingerprint}, Python {python}')
-        for title, line in corpus.about.items():
-            print(f'{title}: {line}')
-    return corpus
+        if fcntl and lock.exists() and lock.read_text() == platform.node():
+            with open(lock, 'r+') as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+        changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+        return time.time() - changed > 7 * 86_400
+    except OSError:             # the lock is held, or the folder has just been renamed or removed
+        return False
 
 
 # --------------------------------------------------------------------------------------------------
-# batches
-@functools.lru_cache                            # an epoch is shuffled once, not for each batch
-def shuffled(n, *seed):
-    """A random permutation of 0 to n - 1, (n,), read-only. seed: some ints"""
-    order = np.random.default_rng(seed).permutation(n)
-    order.setflags(write=False)
-    return order
+# the command
+def print_batch(batch, text_of=chr):
+    """Prints a Batch: for each position the token, its target and the number of its document; _ is
+    padding, or no target. text_of: token id -> text"""
+    tokens = batch.tokens.masked_fill(batch.doc < 0, -1)
+    lines = dict(tokens=texts_of(tokens, text_of), targets=texts_of(batch.targets, text_of),
+                 doc=texts_of(batch.doc, str))                  # lists (B, T) of str
+    width = np.char.str_len([*lines.values()]).max(0)           # (B, T) of each column
+    for name, rows in lines.items():
+        rows = [' '.join(map(str.ljust, *row)) for row in zip(rows, width.tolist())]
+        print(f'{name:8}', ' | '.join(rows).rstrip())
 
 
-class Batches:
-    """The micro-batches of a split: batches[g], with len(batches) of them in an epoch. Each has B
-    rows of T tokens. What a row is, and how many there are, a subclass defines: Grid, Pairs or
-    Needles.
-
-    An epoch takes the rows in groups of neighbors, which are shuffled: group j is rows
-    order[j * group] to order[(j + 1) * group - 1]."""
-    def __init__(self, split, kind, block_size, micro_batch, seed):
-        if split is None:                       # load refuses a corpus without train
-            raise SystemExit('there is no text to validate on: give it more text, or a file named '
-                             'val')
-        self.split, self.kind, self.seed = split, kind, seed
-        self.T, self.B = block_size, micro_batch
-
-    def set_rows(self, n_rows, group=1, order=None):
-        """Sets the number of rows, and their order and groups."""
-        if self.B % group:
-            raise SystemExit(f'--micro-batch {self.B} is not a multiple of --n-consecutive {group}')
-        self.n_rows, self.group = n_rows, group
-        self.order = np.arange(n_rows) if order is None else order
-
-    def __len__(self):
-        return math.ceil(self.n_rows / self.B)
-
-    def rows(self, g):
-        """Numbers of the rows of micro-batch g: (B,), fewer at the end of an epoch"""
-        size = self.group                                       # rows of a group
-        n = self.B // size                                      # groups of a micro-batch
-        epoch, i = divmod(g, len(self))
-        groups = shuffled(math.ceil(self.n_rows / size), self.seed, epoch)
-        groups = groups[i * n:(i + 1) * n]
-        if size > 1:
-            # the last group, which can be incomplete, comes last: padding ends the micro-batch
-            groups = np.sort(groups)
-        return np.concatenate([self.order[j * size:(j + 1) * size] for j in groups])
-
-    def __getitem__(self, g):
-        """Micro-batch g, a Batch; from len(batches) on, of the next epoch"""
-        sha = hashlib.sha256(f'{self.seed} {g}'.encode()).digest()
-        seed = int.from_bytes(sha[:8], 'little') >> 1           # 63 bits, an int64
-        return self.take(self.rows(g), seed)
-
-    def in_order(self, i):
-        """Micro-batch i of an epoch in the order of the text, a Batch with the seed i: for
-        validation. Of documents, the rows are len(batches) apart, so that some of these
-        micro-batches are a sample of more documents."""
-        rows = range(self.n_rows)[i * self.B:(i + 1) * self.B]
-        if self.kind == 'documents':
-            rows = range(i, self.n_rows, len(self))
-        return self.take(rows, seed=i)
-
-    def take(self, rows, seed):
-        """The Batch of these rows, numbers (n,); with fewer than B, the other rows are padding"""
-        raise NotImplementedError
-
-    def gather(self, position, padding, predicted, seed):
-        """A Batch of the tokens at these positions in the split, (B, T), of which some are padding;
-        whether the next token is predicted, (B, T)"""
-        split = self.split
-        doc = split.doc_of(position)                            # (B, T)
-        tokens = split.tokens[position].astype(int)             # (B, T)
-        following = np.where(predicted, position + 1, 0)        # it may be beyond the split
-        targets = split.tokens[following].astype(int)           # (B, T)
-        doc[padding] = -1
-        tokens[padding] = 0
-        targets[~predicted] = -1
-        return Batch(*map(torch.from_numpy, (tokens, targets, doc)), seed)
+def texts_of(ids, text_of):
+    """Ids (B, T), or -1 -> their texts, a list of lists of str"""
+    return [[text_of(i) if i >= 0 else '_' for i in row] for row in ids.tolist()]
 
 
-def pack(segments, first_doc, last_doc, seed):
-    """An order of n segments in which similar ones follow each other (TRIME, Algorithm 1): after a
-    segment comes the most similar of its 20 neighbors that is not yet in the order, else a random
-    segment. Neighbors are of other documents (§4.3). SystemExit if no segment has one
+def main():
+    """Prepares the corpus of a text, prints what is in it, and some rows: tokens, targets and
+    documents, or a whole text with needles."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument('data', nargs='?', default='code', help='as --data of train.py')
+    parser.add_argument('tokenizer', nargs='?', default='bpe', choices=TOKENIZERS)
+    parser.add_argument('vocab_size', nargs='?', default=4096, type=int, help='of bpe')
+    corpus = load(**vars(parser.parse_args()))
+    tokenizer = corpus.tokenizer
 
-    segments             n arrays of token ids
-    first_doc, last_doc  (n,) the documents in which each segment begins and ends
-    returns              (n,) numbers of the segments"""
-    # segment i shares a document with segments low[i], ..., high[i] - 1 (i is one): they are
-    # excluded. The first and the last documents of segments ascend, so a binary search has them.
-    n = len(segments)
-    low = np.searchsorted(last_doc, first_doc)
-    high = np.searchsorted(first_doc, last_doc, 'right')
-    if n > 1 and (high - low).min() == n:
-        raise SystemExit('all segments are of one document: --no-same-document packs them')
+    # tokens of a row: a line on the screen; most of a pair; 8 chunks, the least for needles
+    T = 12
+    if corpus.tab >= 0:
+        T = 36
+    if corpus.hops:
+        T = 256
+    batch = corpus.batches(corpus.train, 'documents', T, micro_batch=4, seed=0)[0]
+    if corpus.hops:
+        print(tokenizer.decode(batch.tokens[0]))
+        return
 
-    # the 20 segments that are most similar to each segment by BM25, best first
-    neighbors = []
-    rows = progress_bar(BM25(segments).scores(segments), 'packing by BM25', n)      # n of (n,)
-    for i, scores in enumerate(rows):
-        scores[low[i]:high[i]] = 0
-        neighbors.append(best_documents(scores, 20).tolist())
-
-    # from a random segment on to the nearest that is left, until none of its neighbors is left
-    order = {}                                                  # its keys keep their order
-    for segment in shuffled(n, seed).tolist():
-        while segment not in order:
-            order[segment] = True
-            segment = next((i for i in neighbors[segment] if i not in order), segment)
-    return np.fromiter(order, int)
+    # row by row, 12 columns at a time
+    for r in range(4):
+        print(f'row {r}')
+        for start in range(0, T, 12):
+            part = [x[r:r + 1, start:start + 12] for x in batch[:3]]
+            print_batch(Batch(*part, batch.seed), lambda i: ascii(tokenizer.decode([i])))
 
 
-class Grid(Batches):
-    """Rows that divide a split. kind:
-
-    segments     segments of T tokens, in another order in every epoch
-    consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
-    packed       the same, but the segments of a micro-batch are similar (see pack), if bm25 is
-                 True; of different documents, if same_document is True
-    documents    T tokens of one document; the ends of documents, shorter than T, are joined
-
-    An epoch predicts each token of the split except the first; with `documents`, except the first
-    of each document. SystemExit if the split has no more than T tokens"""
-    def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
-                 consecutive=0, bm25=True):
-        super().__init__(split, kind, block_size, micro_batch, seed)
-        n_tokens = len(split.tokens)
-        if n_tokens <= block_size:
-            raise SystemExit(f'{split.name} has {n_tokens:,} tokens, --block-size {block_size} '
-                             f'needs more: give it more text, or files named {split.name}')
-
-        # A stream is some ranges of the split, one after the other; row r is its tokens r T to
-        # r T + T - 1. For documents, the ranges are first all whole rows of each document, then
-        # what is left at the end of each: only rows of such ends have tokens of several documents.
-        # T = 4, documents of 10 and 6 tokens: the ranges are tokens 0-7 and 10-13, which are three
-        # rows, then 8-9 and 14-15, which are joined in the fourth.
-        length = stop = np.array([n_tokens - 1])                # the last token predicts nothing
-        if kind == 'documents':
-            doc_length, doc_stop = np.diff(split.offsets), split.offsets[1:]
-            end = doc_length % block_size
-            length = np.append(doc_length - end, end)
-            stop = np.append(doc_stop - end, doc_stop)
-        self.range_stop = np.cumsum(length)                     # where ranges end in the stream
-        self.shift = stop - self.range_stop     # position in the split - position in the stream
-        n_rows = math.ceil(self.range_stop[-1] / block_size)
-
-        # groups of rows that stay together
-        if kind == 'consecutive':
-            self.set_rows(n_rows, consecutive or micro_batch)
-        elif kind == 'packed' and bm25:
-            self.set_rows(n_rows, micro_batch, self.packed(n_rows, same_document))
-        else:
-            self.set_rows(n_rows)
-
-    def packed(self, n_rows, same_document):
-        """The order in which similar segments follow each other"""
-        tokens, T = self.split.tokens[:-1], self.T
-        starts = np.arange(0, len(tokens), T)
-        first_doc = last_doc = np.arange(n_rows)                # as if each segment is a document
-        if same_document:
-            first_doc = self.split.doc_of(starts)
-            last_doc = self.split.doc_of(starts + T - 1)
-        return pack(np.split(tokens, starts[1:]), first_doc, last_doc, self.seed)
-
-    def take(self, rows, seed):
-        # rows of padding are beyond the end of the stream
-        rows = np.pad(rows, (0, self.B - len(rows)), constant_values=self.n_rows)   # (B,)
-        streamed = rows[:, None] * self.T + np.arange(self.T)   # (B, T) positions in the stream
-        padding = streamed >= self.range_stop[-1]
-        streamed[padding] = 0
-        ranges = np.searchsorted(self.range_stop, streamed, 'right')
-        position = streamed + self.shift[ranges]                # (B, T) positions in the split
-
-        # which tokens predict the next one: all, with `documents` except the last of a document
-        predicted = ~padding
-        if self.kind == 'documents':
-            split = self.split
-            predicted &= split.doc_of(position + 1) == split.doc_of(position)
-        return self.gather(position, padding, predicted, seed)
-
-
-# --------------------------------------------------------------------------------------------------
-# pairs
-class Pairs(Batches):
-    """A row is a document, "source TAB target <|endoftext|>": a decoder alone reads the source and
-    predicts what follows TAB, as far as it is within T tokens; other pairs have no row. A
-    micro-batch has random rows; if kind is packed and bm25 is True, those of similar targets
-    (TRIME, App. C). tab: the id of TAB. SystemExit if no pair has a row"""
-    def __init__(self, split, tab, kind, block_size, micro_batch, seed, bm25=True):
-        super().__init__(split, 'documents', block_size, micro_batch, seed)
-        tabs = np.flatnonzero(split.tokens == tab)              # positions, one in each document
-        start, stop = split.offsets[:-1], split.offsets[1:]
-        has_row = tabs < start + block_size
-        n_rows = int(has_row.sum())
-        if n_rows == 0:
-            raise SystemExit(f'no pair of {split.name} has a target within --block-size '
-                             f'{block_size}')
-
-        # where each row begins and ends, and its TAB; the last row, of padding, is empty
-        self.start, self.tabs, self.stop = (np.append(x[has_row], 0) for x in (start, tabs, stop))
-        if kind == 'packed' and bm25:
-            bounds = zip(self.tabs[:-1] + 1, self.stop[:-1])
-            targets = [split.tokens[first:last] for first, last in bounds]
-            rows = np.arange(n_rows)                            # each is a document
-            self.set_rows(n_rows, micro_batch, pack(targets, rows, rows, seed))
-        else:
-            self.set_rows(n_rows)
-
-    def take(self, rows, seed):
-        rows = np.pad(rows, (0, self.B - len(rows)), constant_values=self.n_rows)   # (B,)
-        start, tabs, stop = (x[rows, None] for x in (self.start, self.tabs, self.stop))     # (B, 1)
-        position = start + np.arange(self.T)                    # (B, T)
-        padding = position >= stop
-        predicted = (position >= tabs) & (position + 1 < stop)
-        position[padding] = 0
-        return self.gather(position, padding, predicted, seed)
-
-
-# --------------------------------------------------------------------------------------------------
-# needles in a haystack
-class Sentence(NamedTuple):
-    """The parts of the sentence "\\nKey A opens B.\\n", lists of token ids"""
-    question: list          # "\nKey A"
-    opens: list             # " opens"
-    answer: list            # " B", or " B, C"
-    end: list               # ".\n"
-
-
-class Needles(Batches):
-    """Needles are sentences "Key A opens B." in a text; questions "Key A" have an answer after them
-    (RULER, Hsieh et al. 2024; DRT, A.4). A and B are names of four random words; with 2 hops also B
-    opens C, and the answer is "B, C". A question stands at the end of a chunk, which then retrieves
-    for the answer; with 2 hops the chunk before ends with it too, and its retrieved chunks can help
-    this one. A tenth of all other tokens is predicted too.
-
-    chunk  tokens of a chunk, S
-    grow   a number of micro-batches: rows have T / 8 tokens in the first quarter of them, then
-           T / 4, T / 2 and T
-    SystemExit if T, chunk, or the words of the tokenizer are too few"""
-    def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32, grow=0):
-        super().__init__(split, 'segments', block_size, micro_batch, seed)
-        self.hops, self.chunk, self.grow = hops, chunk, grow
-        # an epoch, for validation, has as many rows as a Grid of the text
-        self.set_rows(math.ceil((len(split.tokens) - 1) / block_size))
-
-        # ids of a sentence's parts, and of the words of names. Words begin with a blank, as ' the';
-        # the tokenizer `word` has no blanks; of `bytes` the words are capital letters.
-        word, blank = ' [a-z]{3,}', ''
-        if tokenizer.name == 'bytes':
-            word, blank = '[A-Z]', ' '
-        if tokenizer.name == 'word':
-            word = '[a-z]{3,}'
-        self.parts = [tokenizer.encode(text).tolist()
-                      for text in (f'\nKey{blank}', f' opens{blank}', f',{blank}', '.\n')]
-        self.words = [i for i, token in enumerate(tokenizer.tokens) if re.fullmatch(word, token)]
-        self.check()
-
-    def check(self):
-        """SystemExit if a sentence, or a chain of sentences and its answer, has no place."""
-        T, S = self.T, self.chunk
-        longest = sum(map(len, self.sentence(np.zeros((self.hops + 1, 4)))))
-        # grow: the shortest rows have T / 8 tokens
-        T_least = 32 * self.hops * S if self.grow else 8 * S
-        if len(self.split.tokens) <= T:
-            raise SystemExit(f'niah: {self.split.name} has {len(self.split.tokens):,} tokens, '
-                             f'--block-size {T} needs more')
-        if len(self.words) < 16:
-            raise SystemExit(f'niah needs a tokenizer with 16 words for names, this one has '
-                             f'{len(self.words)}; bytes has enough')
-        if S < longest:
-            raise SystemExit(f'niah needs chunks of {longest} tokens or more, for a sentence; '
-                             f'these have {S}')
-        if T % S or T < T_least:
-            raise SystemExit(f'niah: --block-size {T} is not a multiple of {S}, the tokens of a '
-                             f'chunk, or less than {T_least}')
-
-    def rows(self, g):
-        """B rows; with grow, the first micro-batches have more and shorter rows, B T tokens too"""
-        n = self.B
-        if g < self.grow:
-            n *= 2 ** (3 - 4 * g // self.grow)                  # 8 B, 4 B, 2 B or B
-        return np.arange(g * n, (g + 1) * n)
-
-    def take(self, rows, seed):
-        """The Batch of these rows, numbers (n,): up to B rows of T tokens, or 2 B, 4 B or 8 B
-        shorter rows, with B T tokens in all"""
-        times = max(1, len(rows) // self.B)                     # 1, 2, 4 or 8
-        N = self.T // (times * self.chunk)
-        ids, targets = zip(*(self.row(r, N) for r in rows))
-        tokens = torch.from_numpy(np.stack(ids))                # (len(rows), N S)
-        targets = torch.from_numpy(np.stack(targets))           # (len(rows), N S)
-        doc = torch.tensor(rows)[:, None].expand_as(tokens)
-        return Batch(tokens, targets, doc, seed)
-
-    def row(self, r, N):
-        """Row r, of N chunks: half with needles, then half with questions -> ids, targets (N S,)"""
-        S, half, text = self.chunk, N // 2, self.split.tokens
-        # train and val have different numbers of tokens, so their draws differ
-        rng = np.random.default_rng([self.seed, r, N, len(text)])
-
-        # a text of the split, one token longer: the last one is a target only
-        start = rng.integers(len(text) - N * S)
-        ids = text[start:start + N * S + 1].astype(int)
-        scored = rng.random(len(ids)) < 0.1                     # tokens that are predicted
-
-        # needles, each in its chunk of the first half
-        n_chains = rng.integers(1, half // self.hops + 1)
-        chains = self.chains(rng, n_chains, ids)
-        pairs = [pair for names in chains for pair in pairwise(names)]
-        self.hide(rng, ids, zip(rng.permutation(half), pairs))
-
-        # an answer begins a chunk; its question ends the chunk before it, with 2 hops the 2 before
-        answers = rng.permutation(np.arange(half + self.hops, N, self.hops))
-        for chunk, names in zip(answers, chains):
-            sentence = self.sentence(names)
-            start = chunk * S
-            for hop in range(self.hops):
-                stop = start - hop * S
-                ids[stop - len(sentence.question):stop] = sentence.question
-            after = sentence.opens + sentence.answer + sentence.end
-            ids[start:start + len(after)] = after
-            start += len(sentence.opens)
-            scored[start:start + len(sentence.answer)] = True
-        targets = np.where(scored, ids, -1)
-        return ids[:-1], targets[1:]
-
-    def chains(self, rng, n, ids):
-        """n chains of names, as A opens B opens C: (n, hops + 1, 4) ids of words. All names differ,
-        and none is in the text ids."""
-        names, text = {}, ids.tobytes()                         # bytes are compared fast
-        while len(names) < n * (self.hops + 1):
-            name = rng.choice(self.words, 4, replace=False).tobytes()
-            if name not in text:
-                names[name] = True
-        return np.frombuffer(b''.join(names), ids.dtype).reshape(n, -1, 4)
-
-    def hide(self, rng, ids, needles):
-        """Writes needles (chunk, names A and B) over the text ids, anywhere within their chunks."""
-        for chunk, names in needles:
-            needle = np.concatenate(self.sentence(names))
-            start = chunk * self.chunk + rng.integers(self.chunk - len(needle) + 1)
-            ids[start:start + len(needle)] = needle
-
-    def sentence(self, names):
-        """The Sentence of a chain of names, (hops + 1, 4) or, of a needle, (2, 4)"""
-        key, opens, comma, end = self.parts
-        answer = [*names[1]]
-        for name in names[2:]:
-            answer += [*comma, *name]
-        return Sentence([*key, *names[0]], opens, answer, end)
+if __name__ == '__main__':
+    main()

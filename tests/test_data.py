@@ -898,13 +898,35 @@ def test_packed_without_bm25_is_segments():
 
 def test_what_cannot_be_batched():
     split = make_split()
-    assert '162' in one_line(Grid, split, 'segments', 162, 2, seed=0)
+    assert 'use --block-size 161' in one_line(Grid, split, 'segments', 162, 2, seed=0)
+    Grid(split, 'segments', 161, 2, seed=0)
     assert 'named val' in one_line(Grid, None, 'segments', 4, 2, seed=0)
     assert 'consecutive 4' in one_line(Grid, split, 'consecutive', 4, 6, seed=0, consecutive=4)
     assert 'document' in one_line(Grid, make_split([99]), 'packed', 9, 2, seed=0)
     Grid(make_split([99, 99]), 'packed', 98, 2, seed=0)      # one segment is of both documents
-    for T, chunk in ((256, 8), (300, 32), (224, 32)):
-        one_line(Needles, make_split([999]), Tokenizer('bytes'), 1, T, 2, 0, chunk)
+
+
+@mark.parametrize('kind', KINDS)
+def test_val_is_shorter_than_a_row(src, kind):
+    """The message names the largest --block-size that works, if there is one."""
+    corpus = prepared(src(train_txt='a b ' * 99, val_txt='abcdef'))
+    message = one_line(corpus.batches, corpus.val, kind, 7, 2, 0)
+    assert message.startswith('val has 7 tokens')
+    assert 'use --block-size 6, or add text, or files named val' in message
+    assert corpus.batches(corpus.val, 'segments', 6, 2, 0)[0].tokens.shape == (2, 6)
+    one_token = make_split([1])
+    assert '7: add text, or files named train' in one_line(Grid, one_token, kind, 7, 2, 0)
+
+
+@mark.parametrize('n_tokens, T, chunk, hint', [
+    (999, 256, 8, 'chunks of'),                                 # the sentence is longer
+    (999, 300, 32, 'use 288'), (999, 224, 32, 'use 256'),
+    (300, 320, 32, 'use --block-size 288'), (200, 256, 32, '256: add text')])
+def test_what_has_no_room_for_needles(n_tokens, T, chunk, hint):
+    arguments = make_split([n_tokens]), Tokenizer('bytes'), 1
+    assert hint in one_line(Needles, *arguments, T, 2, 0, chunk)
+    if hint.startswith('use'):
+        Needles(*arguments, int(hint.split()[-1]), 2, 0, chunk)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -946,13 +968,23 @@ def test_random_tokens_of_a_tokenizer(tmp_path, monkeypatch):
     assert np.array_equal(corpus.train.tokens, again.train.tokens)
 
 
-@mark.parametrize('name, tokenizer', [('random', 'bpe'), ('random', 'word'), ('x', 'bpe')])
-def test_a_vocabulary_that_is_too_large(tmp_path, name, tokenizer):
+@mark.parametrize('name, tokenizer, smallest', [
+    ('random', 'bpe', 2), ('random', 'word', 2), ('x', 'bpe', 257), ('enwik8', 'bpe', 257)])
+def test_a_vocabulary_that_is_too_small_or_too_large(tmp_path, name, tokenizer, smallest):
+    """The message names the limit. Nothing is downloaded or written before."""
     path = name
     if name == 'x':
         path = write_splits(tmp_path / 'x', ['a'], ['b'])
-    assert '2,000,000' in one_line(load, path, tokenizer, 2_000_000, tmp_path / 'corpora')
-    assert list(tmp_path.glob('corpora/*')) == []
+    root = tmp_path / 'corpora'
+    assert f'at least {smallest}' in one_line(load, path, tokenizer, smallest - 1, root)
+    assert 'at most 1,048,576' in one_line(load, path, tokenizer, 2_000_000, root)
+    assert not root.exists()
+
+
+def test_the_smallest_vocabulary(tmp_path, src):
+    """The tokens of bpe without any merge are those of bytes."""
+    corpus = prepared(src(train_txt='a b ' * 9, val_txt='a'), 'bpe', 257)
+    assert corpus.tokenizer.tokens == Tokenizer('bytes').tokens
 
 
 # --------------------------------------------------------------------------------------------------
@@ -972,8 +1004,27 @@ def test_rows_of_pairs(src):
     assert shown(targets) == ['..cdĀ...', 'abcdefgh', *2 * [8 * '.']]
     assert shown(doc) == ['\0\0\0\0\0\0..', 8 * '\2', *2 * [8 * '.']]
     assert sorted(batches.rows(0)) == [0, 1]
-    message = one_line(Pairs, corpus.train, 9, 'documents', block_size=0, micro_batch=1, seed=0)
-    assert 'within --block-size 0' in message
+    assert 'within --block-size 0' in one_line(Pairs, corpus.train, 9, 'documents', 0, 1, 0)
+
+
+def test_pairs_that_are_left_out_are_counted(src, capsys):
+    """Source and TAB of one of three pairs in train have more than 8 tokens, and of none in val."""
+    path = src(train_tsv='ab\tcd\nabcdefgh\ti\nabcdefg\tx\n', val_tsv='x\tx')
+    corpus = prepared(path)
+    capsys.readouterr()
+    sizes = dict(kind='documents', block_size=8, micro_batch=4, seed=0)
+    batches = corpus.batches(corpus.train, **sizes)
+    assert (batches.n_rows, batches.n_left_out) == (2, 1)
+    assert capsys.readouterr().out == ('train: 1 of 3 pairs are left out: their source and TAB '
+                                       'have more than --block-size 8 tokens\n')
+    corpus.batches(corpus.val, **sizes)
+    quiet = load(path, 'bytes', root=path.parent / 'corpora', quiet=True)
+    assert quiet.batches(quiet.train, **sizes).n_left_out == 1
+    assert capsys.readouterr().out == ''
+
+    message = one_line(corpus.batches, corpus.train, **sizes | dict(block_size=2))
+    assert 'use 3 or more' in message
+    assert corpus.batches(corpus.train, **sizes | dict(block_size=3)).n_rows == 1
 
 
 def test_pairs_are_packed_by_their_targets():
