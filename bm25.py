@@ -17,7 +17,7 @@ for BLAS. All other rows are mostly 0; they are stored as postings, a list of (d
 
 Letters used in the shape comments
     N documents    Q queries    V terms    F frequent terms
-    P pairs of a text, which is a document or a query, and a term that occurs in it
+    P pairs of a text, which is a document or a query, and a term that occurs in it: see TermCounts
 
     $ pip install bm25s
     $ OMP_NUM_THREADS=1 python bm25.py      compares it with bm25s, on one thread
@@ -39,19 +39,19 @@ def idf_lucene(N, df):
 
 # --------------------------------------------------------------------------------------------------
 # texts
-class Pairs(NamedTuple):
-    """The terms of texts, sorted by text, then by term"""
+class TermCounts(NamedTuple):
+    """How often each term occurs in each text that has it, sorted by text, then by term"""
     text: np.ndarray                                                # (P,) number of the text
     term: np.ndarray                                                # (P,) token id
     tf: np.ndarray                                                  # (P,) how often it occurs there
 
     def select(self, part):
-        """The pairs of a mask (P,) or of a slice"""
-        return Pairs(self.text[part], self.term[part], self.tf[part])
+        """Some of the P pairs, by a mask (P,) or a slice"""
+        return TermCounts(self.text[part], self.term[part], self.tf[part])
 
 
 def count(texts):
-    """Counts the terms of texts, arrays of token ids. -> Pairs
+    """Counts the terms of texts, arrays of token ids -> TermCounts
     Raises ValueError for an id below 0 or from LIMIT on, TypeError for one that is no integer.
 
     >>> [x.tolist() for x in count([[7, 5, 7], [], [5]])]
@@ -73,7 +73,7 @@ def count(texts):
     is_new_token = np.diff(tokens, prepend=-1) != 0
     begin = np.flatnonzero(is_new_text | is_new_token)              # (P,)
     tf = np.diff(begin, append=len(tokens))
-    return Pairs(text[begin], tokens[begin], tf)
+    return TermCounts(text[begin], tokens[begin], tf)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class BM25:
 
         # frequent terms: a dense matrix
         self.is_frequent = df > FREQUENT * N                        # (V,)
-        self.row = self.is_frequent.cumsum() - 1                    # (V,) of each frequent term
+        self.row = self.is_frequent.cumsum() - 1                    # (V,) of frequent terms only
         self.dense = np.zeros((self.is_frequent.sum(), N))          # (F, N)
         in_matrix = self.is_frequent[term]                          # (P,)
         row = self.row[term[in_matrix]]
@@ -165,29 +165,32 @@ class BM25:
         frequent_scores = np.empty((BLOCK, self.N))                 # allocated once for all blocks
         for start in range(0, len(queries), BLOCK):
             block = queries[start:start + BLOCK]                    # Q queries
-            pairs = count(block)
-            pairs = pairs.select(pairs.term < len(self.df))         # of known terms
-            is_frequent = self.is_frequent[pairs.term]              # (P,)
+            counts = count(block)
+            counts = counts.select(counts.term < len(self.df))      # of terms in the index
+            is_frequent = self.is_frequent[counts.term]             # (P,)
 
             # frequent terms of the block: a product of matrices
-            query, term, tf = pairs.select(is_frequent)
-            counts = np.zeros((len(block), len(self.dense)))        # (Q, F)
-            counts[query, self.row[term]] = tf
-            np.matmul(counts, self.dense, out=frequent_scores[:len(block)])
+            query, term, tf = counts.select(is_frequent)
+            matrix = np.zeros((len(block), len(self.dense)))        # (Q, F)
+            matrix[query, self.row[term]] = tf
+            np.matmul(matrix, self.dense, out=frequent_scores[:len(block)])
 
-            # rare terms: those of query i are pairs bounds[i] to bounds[i + 1] - 1
-            rare = pairs.select(~is_frequent)
+            # rare terms, by postings: those of query i are pairs bounds[i] to bounds[i + 1] - 1
+            rare = counts.select(~is_frequent)
             bounds = np.searchsorted(rare.text, np.arange(len(block) + 1))
             for i in range(len(block)):
                 of_query = rare.select(slice(bounds[i], bounds[i + 1]))
                 scores = frequent_scores[i] + self.rare_scores(of_query)
                 yield scores.astype(np.float32)
 
-    def rare_scores(self, pairs):
-        """The part (N,) of a query's scores that its rare terms contribute, by their postings"""
-        df = self.df[pairs.term]
-        postings = join_ranges(self.first[pairs.term], df)          # their numbers
-        weight = self.weight[postings] * np.repeat(pairs.tf, df)
+    def rare_scores(self, counts):
+        """The part (N,) of a query's scores that its rare terms contribute. counts: TermCounts of
+        these terms"""
+        df = self.df[counts.term]
+        postings = join_ranges(self.first[counts.term], df)         # numbers of all their postings
+
+        # a term's weights count once for each of its occurrences in the query
+        weight = self.weight[postings] * np.repeat(counts.tf, df)
         return np.bincount(self.doc[postings], weight, self.N)
 
 

@@ -12,16 +12,17 @@ helps is scored higher. There is no other supervision of the scores.
 Where the paper is in this file
     §3.1           landmarks in the text                    DRT.insert
     §3.1           the chunk encoder, C_k and l_k           ChunkEncoder, DRT.encode_chunks
-    Eq. 1          the scores r                             DRT.query, DRT.scores
+    Eq. 1          h_t, the query of a landmark             DRT.query
+    Eq. 1          the scores r                             DRT.scores
     Eq. 1          the top K chunks                         DRT.choose
     Eq. 2          w_k, the softmax of the scores           DRT.choose
     Eq. 2          g(l), the group of a layer               DRT.upper_layers
     Eq. 2, Eq. 3   O = Σ_k w_k O_k, O_k by attention        GroupedCrossAttention, gca_kernel.py
     Eq. 2          H + O                                    Block
     §3.2           Gumbel top-k                             DRT.choose
-    §3.2           MLM of the encoder                       DRT.forward
+    §3.2           MLM of the encoder                       DRT.masked_for_mlm, DRT.forward
     §3.3           inference from a bounded state           DRT.stream, DRT.read
-    §3.3           memory offloading                        DRT.store
+    §3.3           memory offloading                        DRT.store, gather_chunks
     §4.1.2         a sliding window, ALiBi                  SelfAttention
     Table 1 to 3   Landmark Attention                       compared/landmark.py
     §4.4, Table 4  retrieval from a corpus                  prepare_eval
@@ -32,10 +33,18 @@ Letters in the shape comments
     H heads        D width of a head           V vocabulary         W window
     N chunks       S positions of a chunk: S - 1 tokens and a landmark (the paper's S are tokens)
     K chunks retrieved for one                 M chunks to retrieve from
-    C_k            the states of chunk k, (S, C), as in the paper
+
+Vectors and indices, as in the paper
+    t, k           a chunk that retrieves, a chunk that can be retrieved; both are numbered from 0
+    g              a group of upper layers, numbered from 0
+    C_k            the encoder's states of chunk k, (S, C); l_k, its vector for Eq. 1, (C,)
+    h_t, r_k, w_k  the query of chunk t, its score of chunk k, the softmax of its scores
+    x, f           states of positions: between layers; after the last, where f predicts
+    idx            the numbers k of the chunks that are retrieved, the paper's set C_t
 
 Where we differ from the paper, and why
-    By default, fields marked (ours) differ from the paper's, which --preset 124m has.
+    The last fields of DRTConfig, marked (ours), change the method; --preset 124m has the paper's
+    values.
     As in the official code, cross-attention has a sink in place of the landmark's key, a norm and a
     projection; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the residual (official
     code: only the MLP's input).
@@ -51,7 +60,6 @@ Where we differ from the paper, and why
     $ python train.py --model drt
 """
 import math, tempfile, zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -61,9 +69,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gca_kernel import FLOPS, gca      # noqa: F401   FLOPS: for eval.py --task speed
+from gca_kernel import FLOPS, gca, gca_plan     # noqa: F401   FLOPS: for eval.py --task speed
 
 MASKED = -1e30      # score of a chunk that may not be retrieved: finite, so no row gives nan
+NO_CHUNK = -1       # in place of a chunk's number, where fewer than K chunks are retrieved
+NO_TARGET = -1      # in place of a target, where nothing is predicted
 
 
 def check_positive(config, names):
@@ -75,6 +85,7 @@ def check_positive(config, names):
 
 @dataclass
 class DRTConfig:
+    # sizes
     vocab_size: int = 4096      # ids of the tokenizer; for bpe, how many to learn (ours)
     block_size: int = 992       # tokens of a training sequence, landmarks not counted (paper: 16K)
     micro_batch: int = 2        # sequences of a micro-batch, B (official code: 4)
@@ -84,38 +95,57 @@ class DRTConfig:
     n_inner: int = 0            # width inside the MLP; 0: 8/3 C, rounded up (paper: 2,048)
     window: int = 128           # positions that a query attends to, itself included, W (paper: 512)
     chunk_size: int = 32        # positions of a chunk, its landmark included, S (official: 64)
-    slope: float = 4.0          # ALiBi's first slope, the last is 2^-8 (ours; official: 2^(-8/H))
     n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)
-    next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
     groups: int = 1             # groups of upper layers, each retrieves; 0: base LM (paper: 1, 2)
-    encoder: Literal['lower', 'tokens'] = 'lower'   # encodes lower layers' output, or embeddings
     n_encoder: int = 1          # layers of the chunk encoder; 0: none, w/o enc (official code: 2)
+
+    # the paper's variants
+    encoder: Literal['lower', 'tokens'] = 'lower'   # encodes lower layers' output, or embeddings
+    mlm: float = 0.15           # --encoder tokens: share masked in first half (official code: 0.15)
+    retriever: Literal['learned', 'random', 'none'] = 'learned'     # random: App. A.5
+    sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
+
+    # what we change of the method; --preset 124m has the paper's values
+    gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
+    slope: float = 4.0          # ALiBi's first slope, the last is 2^-8 (ours; official: 2^(-8/H))
+    next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
     compare_means: bool = True  # l_k: mean of C_k; the query compares means, see query (ours)
     shift_values: bool = True   # in cross-attention a token has the next one's value (ours)
     copy_start: bool = True     # at first W_Q = W_K and W_O = W_Vᵀ in cross-attention (ours)
-    gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
-    mlm: float = 0.15           # --encoder tokens: share masked in first half (official code: 0.15)
-    retriever: Literal['learned', 'random', 'none'] = 'learned'     # random: App. A.5
     p_off: float = 0.0          # share of the training sequences that retrieve nothing (ours)
-    sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
 
     def __post_init__(self):
         check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd window '
                              'n_neighbors')
-        n_upper = self.n_layer // 2
+
+        # rotary embeddings rotate pairs of the n_embd / n_head numbers of a head
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} is not a multiple of 2 x n_head {self.n_head}')
-        if self.chunk_size < 2 or self.slope < 2 ** -8 or max(self.mlm, self.p_off) > 1:
-            raise ValueError('chunk_size must be 2 or more, slope 2^-8 or more, mlm and p_off at '
-                             'most 1')
-        if self.groups == 0:                                    # the base LM retrieves nothing
+        if self.chunk_size < 2:
+            raise ValueError(f'chunk_size {self.chunk_size} is below 2, a token and a landmark')
+        if self.slope < 2 ** -8:
+            raise ValueError(f'slope {self.slope} is below 2^-8, the last slope')
+        if self.mlm > 1:
+            raise ValueError(f'mlm {self.mlm} is a share, at most 1')
+        if self.p_off > 1:
+            raise ValueError(f'p_off {self.p_off} is a share, at most 1')
+
+        # of models that retrieve; the base LM does not
+        if self.groups == 0:
             return
-        if n_upper == 0 or n_upper % self.groups:
-            raise ValueError(f'n_layer // 2 = {n_upper} is not a multiple of groups {self.groups}')
+        if self.n_upper == 0 or self.n_upper % self.groups:
+            raise ValueError(f'n_layer // 2 = {self.n_upper} is not a multiple of groups '
+                             f'{self.groups}')
         if self.block_size <= 2 * (self.chunk_size - 1):
             raise ValueError(f'block_size {self.block_size} must be above 2 (chunk_size - 1)')
         if self.encoder == 'tokens' and self.n_encoder == 0 and not self.compare_means:
-            raise ValueError('encoder tokens: landmarks are equal without n_encoder, compare_means')
+            raise ValueError('encoder tokens: all landmarks are equal, '
+                             'without n_encoder or compare_means')
+
+    @property
+    def n_upper(self):
+        """Layers of the upper half"""
+        return self.n_layer // 2
 
 
 # 124m: App. A.1, but the learning rate ends at a tenth of its peak (paper: at a fifth). The paper's
@@ -142,9 +172,10 @@ def batches(config):
 
 
 def setup(model, run):
-    """Prints a warning if no document has two chunks and a token, which reads one. run: see
-    train.py"""
-    needed = 2 * model.config.chunk_size - 1
+    """Prints a warning if no document is long enough for retrieval: it needs two chunks and then a
+    token, which reads the first of them. run: see train.py"""
+    n_tokens = model.config.chunk_size - 1                              # of a chunk
+    needed = 2 * n_tokens + 1
     longest = np.diff(run.corpus.train.offsets).max()
     if longest < needed and 'on' in model.ways() and not run.corpus.hops:
         print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
@@ -313,7 +344,11 @@ class MLP(nn.Module):
 
 
 def cross_entropy_reference(f, E, targets):
-    """The definition of `cross_entropy`, for autograd."""
+    """The definition of `cross_entropy`, for autograd: the mean over the targets w >= 0 of
+
+        -log P(w),   P(w) = exp(f · E_w) / Σ_v exp(f · E_v)
+
+    f (B, T, C), E (V, C) with rows E_w, targets (B, T), -1 is not scored -> ()"""
     log_p = product(f, E.T).log_softmax(2)                              # (B, T, V)
     scored = targets >= 0
     log_p = log_p.gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0]  # (B, T)
@@ -329,7 +364,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, f, E, targets):
         V = len(E)
-        E = aligned(E)
+        E = aligned(E)                                  # (V', C), V' is a multiple of 64
         block = 1024
         if f.is_cuda:                                   # a GPU needs large products: 0.5 GiB
             block = 2 ** 27 // len(E)
@@ -342,7 +377,7 @@ class CrossEntropy(torch.autograd.Function):
             i = torch.arange(len(w), device=w.device)
             logits = output_product(f[rows], E.T)
             logits[:, V:] = -math.inf                                   # rows of zeros: no words
-            log_p = logits.log_softmax(1)                               # (block, V)
+            log_p = logits.log_softmax(1)                               # (block, V')
             nats -= log_p[i, w].sum()
             if f.requires_grad:
                 dlogits = log_p.exp_()
@@ -382,7 +417,7 @@ class SelfAttention(nn.Module):
         self.proj = Linear(C, C)
 
     def slopes(self, device):
-        """ALiBi's slopes, a geometric series -> (1, H, 1, 1)"""
+        """ALiBi's slopes of the heads, a geometric series from `slope` to 2^-8 -> (1, H, 1, 1)"""
         exponents = torch.linspace(
             math.log2(self.config.slope), -8, self.config.n_head, device=device)
         return exponents.exp2().view(1, -1, 1, 1)
@@ -422,7 +457,8 @@ class EncoderBlock(nn.Module):
 
 
 class ChunkEncoder(nn.Module):
-    """§3.1: C_k of a chunk, by attention within it; its keys and values for cross-attention"""
+    """§3.1: the states C_k of a chunk, by attention within it. Eq. 3: its keys and values, by W_K
+    and W_V, which all upper layers share"""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
@@ -434,21 +470,39 @@ class ChunkEncoder(nn.Module):
 
     def forward(self, x):
         """x (B, N, S, C) -> C_k (B, N, S, C), its keys and values (2, B, N, S, H, D)"""
-        y = self.blocks(self.norm_in(x).flatten(0, 1))                  # (B N, S, C)
-        y = self.norm(y).view(x.shape)                                  # C_k
-        k, v = self.kv(y).unflatten(-1, (2, self.config.n_head, -1)).unbind(3)
+        encoded = self.blocks(self.norm_in(x).flatten(0, 1))            # (B N, S, C)
+        encoded = self.norm(encoded).view(x.shape)                      # C_k of each chunk
+        kv = self.kv(encoded).unflatten(-1, (2, self.config.n_head, -1))
+        k, v = kv.unbind(3)                                             # 2 x (B, N, S, H, D)
         if self.config.shift_values:
-            v = v.roll(-1, 2)          # of the next token; the last token has the landmark's
-        return y, torch.stack([k, v])
+            # ours: of the next position. The last token has the landmark's value; the landmark has
+            # that of position 0, but its key and value are not used
+            v = v.roll(-1, 2)
+        return encoded, torch.stack([k, v])
 
 
 class Retrieved(NamedTuple):
-    """What the L positions of a piece cross-attend to (Eq. 2): each of its n chunks, whole or in
-    part, to what the landmark before it has retrieved"""
+    """What the positions of a piece cross-attend to in a group of layers (Eq. 2). All positions of
+    a chunk attend to what the landmark before the chunk has retrieved: row i of w and idx is for
+    the i-th chunk of the piece.
+
+    A piece is a whole sequence in training, in a stream any part of a text. So its first and its
+    last chunk can be incomplete. An example, S = 4: positions 6 to 17 of a text (L = 12, n = 4)
+
+        position                  6  7 | 8  9 10 11 | 12 13 14 15 | 16 17
+        row of w and idx           0   |     1      |      2      |   3
+        retrieved by landmark at   3   |     7      |     11      |  15
+
+    Its start is 2: two positions of its first chunk, 4 and 5, were in the piece before. So was
+    landmark 3: State keeps what it retrieved. A piece that begins in the first chunk of a text has
+    no chunks in row 0. If a piece ends with a landmark, the last row is for the chunk that follows.
+
+    With next_chunk, K is 2 n_neighbors."""
     kv: torch.Tensor            # (2, B, M, S, H, D) keys and values of chunks
-    w: torch.Tensor             # (B, n, K) fp32, their weights
-    idx: torch.Tensor           # (B, n, K) int32, their numbers among the M; -1: none
-    start: int                  # positions of the first chunk before the piece
+    w: torch.Tensor             # (B, n, K) fp32, w_k of Eq. 2; 0 where there is no chunk
+    idx: torch.Tensor           # (B, n, K) integers, which of the M chunks; or NO_CHUNK
+    plan: tuple | None          # gca_plan of idx, for the kernels; None: not on a GPU
+    start: int                  # positions of the first chunk that come before the piece
     mask: torch.Tensor | None   # (B, L), False: a position attends to nothing; None: all attend
 
 
@@ -464,18 +518,24 @@ class GroupedCrossAttention(nn.Module):
 
     def forward(self, x, retrieved, kernel):
         """x (B, L, C), Retrieved, kernel of gca -> (B, L, C)"""
-        kv, w, idx, start, mask = retrieved
+        kv, w, idx, plan, start, mask = retrieved
         S = self.config.chunk_size
         L = x.size(1)
-        q = self.query(self.norm(x)).unflatten(-1, (self.config.n_head, -1))    # (B, L, H, D)
+        n = w.size(1)
 
-        # gca takes whole chunks of queries: n for the rows of w, one for each whole chunk and one
-        # for the unfinished one. Of a chunk it takes S - 1 keys, without the landmark's
-        after = w.size(1) * S - start - L
-        q = F.pad(q, (0, 0, 0, 0, start, after))                        # (B, n S, H, D)
+        # gca takes whole chunks of queries: zeros complete the first and the last of the n chunks
+        q = self.query(self.norm(x)).unflatten(-1, (self.config.n_head, -1))    # (B, L, H, D)
+        missing = n * S - start - L                                     # after the piece
+        q = F.pad(q, (0, 0, 0, 0, start, missing))                      # (B, n S, H, D)
+
+        # the keys of a chunk are those of its S - 1 tokens
         k, v = kv.type_as(q).flatten(2, 3)                              # 2 x (B, M S, H, D)
-        o = gca(q, k, v, w, idx, S, n_keys=S - 1, sink=self.config.sink, kernel=kernel)
-        o = o[:, start:start + L]
+        o = gca(
+            q, k, v, w, idx, S,
+            n_keys=S - 1, sink=self.config.sink, plan=plan, kernel=kernel)
+
+        # of the positions of the piece
+        o = o[:, start:start + L]                                       # (B, L, H, D)
         if mask is not None:
             o = o.where(mask[..., None, None], 0)
         return self.proj(o.flatten(2))
@@ -501,6 +561,40 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x)), past
 
 
+class Candidates(NamedTuple):
+    """The M chunks that the N landmarks of a piece can retrieve from. There are two kinds:
+
+    in training     a piece is a whole sequence, its N = M chunks are the candidates, and kv is one
+                    tensor, through which gradients reach the encoder
+    in a stream     the candidates are all chunks of the text up to the end of the piece, of which
+                    the last N are the landmarks' own, and kv is a list, which grows with the text
+                    (§3.3); most of its chunks are not retrieved, and can be in a file"""
+    l_k: torch.Tensor           # (B, M, C)
+    kv: torch.Tensor | list     # (2, B, M, S, H, D), or M tensors (B, 2, S, H, D): see DRT.store
+    permitted: torch.Tensor     # (B, N, M) bool: may the landmark of chunk t retrieve chunk k?
+    start: int                  # see Retrieved
+    mask: torch.Tensor | None   # see Retrieved
+
+
+def gather_chunks(kv, idx):
+    """The keys and values that gca needs for idx (B, n, K). In training, those of all chunks: gca
+    reads each chunk where it is. In a stream, only the m chunks that are retrieved are copied from
+    the list. kv: see Candidates -> kv (2, B, m, S, H, D), the numbers of the chunks in it (B, n, K)
+
+    >>> kv = [torch.full((1, 2, 1, 1, 1), k) for k in range(9)]
+    >>> copied, numbers = gather_chunks(kv, torch.tensor([[[7, 2], [7, 3]]]))
+    >>> copied.flatten().tolist(), numbers.tolist()
+    ([2, 3, 7, 2, 3, 7], [[[2, 0], [2, 1]]])"""
+    if torch.is_tensor(kv):
+        return kv, idx
+    retrieved, numbers = idx.unique(return_inverse=True)                # (m,), (B, n, K)
+
+    # for NO_CHUNK, -1, this copies the last chunk, which is not read
+    copied = torch.stack([kv[k] for k in retrieved.tolist()], 2)        # (B, 2, m, S, H, D)
+    copied = copied.transpose(0, 1).to(idx.device)
+    return copied, numbers.masked_fill(idx == NO_CHUNK, NO_CHUNK)
+
+
 # --------------------------------------------------------------------------------------------------
 # the model
 class Traced(NamedTuple):
@@ -512,23 +606,21 @@ class Traced(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a stream keeps of a text (§3.3); only landmarks and kv grow, once a chunk. They are
-    lists, because a list is extended without a copy of what it has."""
+    """What a stream keeps of a text (§3.3). Only l_k and kv grow, once a chunk: they are lists,
+    because a list is extended without a copy of what it has."""
     past: list                  # of each layer, keys and values of the last W positions
     unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the unfinished chunk
-    landmarks: list             # of pieces of the text, l_k of their chunks, (B, n, C)
-    kv: list                    # of each chunk, (B, 2, S, H, D) in 16 bits
-    chosen: list                # of each group, w and idx (B, n, K); the last row is for the
-                                # unfinished chunk
+    l_k: list                   # (B, n, C) of the n chunks that end in a piece, for each piece
+    kv: list                    # (B, 2, S, H, D) of each chunk, 16 bits
+    chosen: list                # of each group, w and idx (B, n, K) of the last piece, of which the
+                                # last row, that of the unfinished chunk, is needed
 
 
-class Candidates(NamedTuple):
-    """The M chunks that the N landmarks of a piece can retrieve from"""
-    l_k: torch.Tensor           # (B, M, C)
-    permitted: torch.Tensor     # (B, N, M) bool
-    take: Callable              # idx (B, n, K) -> kv (2, B, m, S, H, D) of chunks, idx among the m
-    start: int                  # see Retrieved
-    mask: torch.Tensor | None   # see Retrieved
+class RetrievalCorpus(NamedTuple):
+    """A text from which all others can retrieve (§4.4)"""
+    tokens: torch.Tensor        # (n,)
+    l_k: list                   # as in State, with B = 1
+    kv: list
 
 
 COMPILED = (Block, EncoderBlock)        # layers that train.py compiles
@@ -546,13 +638,13 @@ def init_weights(model, seed):
                 std /= math.sqrt(2 * config.n_layer)
             nn.init.normal_(p, std=std)
 
-    # h begins at 0, so at first similar chunks retrieve each other, see DRT.query
+    # norm_g(x) is 0 at first, so similar chunks retrieve each other, see DRT.query
     if config.compare_means:
         for norm in model.landmark_norms:
             nn.init.zeros_(norm.weight)
 
     # GCA begins by copying what followed a similar token
-    if config.groups and config.copy_start:
+    if config.groups > 0 and config.copy_start:
         k, v = model.encoder.kv.weight.data.chunk(2)
         for block in model.upper:
             block.gca.query.weight.data.copy_(k)                        # W_Q = W_K
@@ -560,8 +652,14 @@ def init_weights(model, seed):
 
 
 class DRT(nn.Module):
-    """A sliding-window language model whose upper layers attend to chunks that it retrieves. By
-    default it has the fields marked (ours); --preset 124m has the paper's."""
+    """A sliding-window language model whose upper layers attend to chunks that it retrieves. Its
+    steps, for whole sequences (encode_batch) and for the next piece of a text (encode), are
+
+        insert              landmarks between the tokens
+        lower_layers        states x of all positions
+        encode_chunks       C_k, l_k, keys and values of the whole chunks
+        upper_layers        for each group of layers: the landmarks retrieve, then all positions
+                            cross-attend in each of its layers"""
     PIECE = 2048                # positions of a long text that are processed at once
 
     def __init__(self, config):
@@ -580,57 +678,75 @@ class DRT(nn.Module):
         self.lower, self.upper = self.make_layers(config)
 
         # retrieval
-        self.landmark_norms = nn.ModuleList(RMSNorm(C) for _ in range(config.groups))
-        self.encoder = ChunkEncoder(config) if config.groups else None
+        self.landmark_norms = nn.ModuleList(RMSNorm(C) for _ in range(config.groups))   # norm_g
+        self.encoder = ChunkEncoder(config) if config.groups > 0 else None
         self.norm = RMSNorm(C)                                          # of the output
         init_weights(self, seed)
 
-        # for evaluation; prepare_eval sets them
-        self.corpus = None      # to retrieve from: its tokens (n,), landmarks and kv as in State
-        self.offload = ''       # folder for kv
+        # for evaluation, set by prepare_eval
+        self.corpus = None                                              # RetrievalCorpus
+        self.offload = ''                                               # folder for kv
 
     @property
     def has_landmarks(self):
         """The base LM has none."""
         return self.config.groups > 0
 
+    @property
+    def retrieves(self):
+        """Whether the upper layers retrieve: not in a base LM, not with --retriever none, and not
+        while `way` is 'off'"""
+        return self.encoder is not None and self.way != 'off' and self.config.retriever != 'none'
+
     def make_layers(self, config):
         """The lower and the upper half of the layers; the upper ones retrieve."""
-        n_upper = config.n_layer // 2
-        n_lower = config.n_layer - n_upper
+        n_lower = config.n_layer - config.n_upper
         lower = nn.ModuleList(Block(config) for _ in range(n_lower))
-        upper = nn.ModuleList(Block(config, config.groups > 0) for _ in range(n_upper))
+        upper = nn.ModuleList(Block(config, config.groups > 0) for _ in range(config.n_upper))
         return lower, upper
 
     def insert(self, x, value, state=None):
-        """§3.1: inserts `value` after every S - 1 tokens, at positions S - 1, 2S - 1, ... of a
-        text; None: repeats the number before. x (B, T) continues the text of state -> (B, L)"""
+        """§3.1: inserts a landmark after every S - 1 tokens, at positions S - 1, 2 S - 1, ... of a
+        text. x (B, T), which continues the text of state: ids or other numbers of tokens; value: of
+        the landmarks, None: of each as of the token before -> (B, L)
+
+            S = 4, value 0         1 2 3 4 5 6 7 8  ->  1 2 3 0 4 5 6 0 7 8
+            the text continues     9 10 11 12       ->  9 0 10 11 12 0
+            S = 4, value None      1 2 3 4 5 6 7 8  ->  1 2 3 3 4 5 6 6 7 8"""
         if not self.has_landmarks:
             return x
-        S = self.config.chunk_size
-        s = state.unfinished.size(1) if state else 0                    # positions before x
-        end = s + x.size(1)
-        position = torch.arange(s, end + end // (S - 1), device=x.device)
+        n_tokens = self.config.chunk_size - 1                           # of a chunk
 
-        # up to position p, itself included, there are (p + 1) // S landmarks
-        x = x[:, position - (position + 1) // S - s]                    # (B, L)
-        if value is None:
-            return x
-        return x.where(position % S < S - 1, value)
+        # where x begins and ends, in tokens from the beginning of its first chunk
+        start = state.unfinished.size(1) if state else 0
+        end = start + x.size(1)
+
+        # chunks of tokens, of which zeros complete the first and the last; a landmark after each
+        x = F.pad(x, (start, -end % n_tokens))
+        x = x.unflatten(1, (-1, n_tokens))                              # (B, N, S - 1)
+        landmarks = x[:, :, -1:]                                        # (B, N, 1)
+        if value is not None:
+            landmarks = torch.full_like(landmarks, value)
+        x = torch.cat([x, landmarks], 2).flatten(1)                     # (B, N S)
+        return x[:, start:end + end // n_tokens]
 
     # lower layers, retrieval, upper layers
+    def run_layers(self, layers, x, past, retrieved=None):
+        """x (B, L, C) and Retrieved, through some layers; past: of each of them
+        -> (B, L, C), the past of the next piece"""
+        new_past = []
+        for layer, layer_past in zip(layers, past, strict=True):
+            x, layer_past = layer(x, layer_past, retrieved, self.kernel)
+            new_past.append(layer_past)
+        return x, new_past
+
     def lower_layers(self, ids, past):
         """ids (B, L), past of these layers -> states x (B, L, C), the past of the next piece"""
-        x = self.embedding(ids)
-        new_past = []
-        for block, block_past in zip(self.lower, past, strict=True):
-            x, block_past = block(x, block_past)
-            new_past.append(block_past)
-        return x, new_past
+        return self.run_layers(self.lower, self.embedding(ids), past)
 
     def encoder_input(self, x, ids):
         """What the chunk encoder gets of a piece: x (B, L, C) of the lower layers, or embeddings of
-        ids (B, L) -> (B, L, C)"""
+        ids (B, L), in the encoder-decoder variant (§3.1) -> (B, L, C)"""
         if self.config.encoder == 'lower':
             return x
         return self.embedding(ids)
@@ -638,17 +754,18 @@ class DRT(nn.Module):
     def encode_chunks(self, x):
         """§3.1, of N whole chunks: x (B, N S, C) of encoder_input -> C_k (B, N, S, C), l_k
         (B, N, C), keys and values (2, B, N, S, H, D)"""
-        chunks, kv = self.encoder(x.unflatten(1, (-1, self.config.chunk_size)))
-        l_k = chunks[:, :, -1]                                          # of the landmarks
+        encoded, kv = self.encoder(x.unflatten(1, (-1, self.config.chunk_size)))
+        l_k = encoded[:, :, -1]                                         # the landmark's state
         if self.config.compare_means:
-            l_k = chunks.mean(2)
-        return chunks, l_k, kv
+            l_k = encoded.mean(2)
+        return encoded, l_k, kv
 
     def query(self, g, x, l_k, permitted):
-        """h of Eq. 1, for group g of the upper layers: a norm of x at the landmark.
+        """Eq. 1: h_t of group g, a norm of the state x_t of landmark t before the group's layers
+
+            h_t = norm_g(x_t)
 
         compare_means (ours): l_k is the mean of chunk k's states C_k, not its landmark's state, and
-        the query of chunk t is
 
             h_t = norm_g(x_t) + RMSNorm(l_t - mean of l_k over the chunks that t may retrieve)
 
@@ -660,45 +777,56 @@ class DRT(nn.Module):
         N, M = permitted.shape[1:]
         n_permitted = permitted.sum(2, keepdim=True).clamp(min=1)
         mean = product(permitted.type_as(l_k), l_k) / n_permitted       # (B, N, C)
-        return h + F.rms_norm(l_k[:, M - N:] - mean, mean.shape[2:], eps=1e-6)
+        l_t = l_k[:, M - N:]                                            # (B, N, C)
+        return h + F.rms_norm(l_t - mean, (l_t.size(2),), eps=1e-6)
 
     def random_query(self, g, x, M):
-        """App. A.5: random numbers in place of h, for x (B, N, C) at the last N of M landmarks: row
-        k is the query of landmark k, in every text -> (N, C)"""
+        """App. A.5: random vectors in place of h, for x (B, N, C) at the last N of M landmarks.
+        Landmark t has the same vector in every text. -> (N, C)"""
         _, N, C = x.shape
         generator = torch.Generator().manual_seed(g)
-        table = torch.rand(M, C, generator=generator)[M - N:]
+        uniform = torch.rand(M, C, generator=generator)[M - N:]         # (N, C) from 0 to 1
 
-        # uniform, with mean 0 and standard deviation 1: that of numbers from 0 to 1 is 1 / sqrt(12)
-        return (table * 12 ** 0.5 - 3 ** 0.5).to(fp32(x))
+        # uniform between -limit and limit: mean 0, standard deviation limit / sqrt(3) = 1
+        limit = 3 ** 0.5
+        return (2 * limit * uniform - limit).to(fp32(x))
 
     def scores(self, h, l_k):
         """Eq. 1: r_k = h · l_k / sqrt(C). h (B, N, C) or (N, C), l_k (B, M, C) -> (B, N, M)"""
         return product(h, l_k.mT) / h.size(-1) ** 0.5
 
     def choose(self, r, permitted):
-        """Eq. 1 and 2: the K permitted chunks of largest r (§3.2: + noise), weighted by the softmax
-        of r. r, permitted (B, N, M) -> w (B, N, K) fp32, idx (B, N, K) int32; 0 and -1 where there
-        are fewer"""
+        """Eq. 1: the permitted chunks k of the K largest scores r_k; in training, Gumbel noise can
+        change which these are (§3.2). Eq. 2: their weights, from scores without noise,
+
+            w_k = exp(r_k) / Σ_k' exp(r_k')
+
+        r, permitted (B, N, M) -> w (B, N, K) fp32, idx (B, N, K) int32. Where fewer than K chunks
+        are permitted, w is 0 and idx is NO_CHUNK."""
         K = self.config.n_neighbors
-        r = F.pad(r.masked_fill(~permitted, MASKED), (0, K), value=MASKED)      # K or more columns
-        order = r
+        r = r.masked_fill(~permitted, MASKED)
+        r = F.pad(r, (0, K), value=MASKED)                              # (B, N, M + K), K or more
+
+        # what the chunks are sorted by
+        sort_by = r
         if not self.training:
             # the scores of a chunk that recurs differ by errors of rounding, which depend on the
             # pieces in which a text is read. Rounded to 1 / 256 they are ties: the first is chosen
-            order = (256 * r).round()
-        elif self.config.gumbel:                                        # noise: -log Exp(1)
-            order = r - torch.empty_like(r).exponential_().log()
+            sort_by = (256 * r).round()
+        elif self.config.gumbel:
+            exponential = torch.empty_like(r).exponential_()
+            noise = -exponential.log()                                  # of Gumbel's distribution
+            sort_by = r + noise
 
-        # not by topk, whose ties depend on M
-        idx = order.argsort(descending=True, stable=True)[..., :K]      # (B, N, K)
+        # a stable sort, because among equal scores the choice of topk depends on M
+        idx = sort_by.argsort(descending=True, stable=True)[..., :K]    # (B, N, K)
         w = r.gather(2, idx)
         valid = w > MASKED
-        return w.softmax(2) * valid, idx.masked_fill(~valid, -1).int()
+        return w.softmax(2) * valid, idx.masked_fill(~valid, NO_CHUNK).int()
 
     def retrieve(self, g, x, candidates):
-        """What the landmarks retrieve for group g: query, scores, choice. x (B, N, C) at the N
-        landmarks of a piece -> w, idx (B, N, K)"""
+        """What the landmarks of a piece retrieve for group g: query, scores, choice. x (B, N, C) at
+        the N landmarks -> w, idx (B, N, K)"""
         l_k, permitted = candidates.l_k, candidates.permitted
         if self.way == 'shuffled' or self.config.retriever == 'random':
             h = self.random_query(g, x, l_k.size(1))
@@ -707,86 +835,107 @@ class DRT(nn.Module):
         r = self.scores(h, l_k)                                         # (B, N, M)
         return self.choose(r, permitted)
 
-    def for_positions(self, w, idx, candidates):
-        """What is retrieved by landmarks is read at the positions after each: w, idx (B, n, K) of
-        the n chunks of a piece -> Retrieved"""
-        if self.config.next_chunk:                                      # (B, n, 2 K); -1 remains -1
+    def make_retrieved(self, w, idx, candidates):
+        """w, idx (B, n, K): which of the candidates the n chunks of a piece read -> Retrieved"""
+        if self.config.next_chunk:
+            # ours: chunks 5, 2 with weights 0.6, 0.4 become 5, 6, 2, 3 with 0.3, 0.3, 0.2, 0.2
+            following = idx + (idx != NO_CHUNK)
+            idx = torch.stack([idx, following], 3).flatten(2)           # (B, n, 2 K)
             w = w.repeat_interleave(2, 2) / 2
-            idx = torch.stack([idx, idx + (idx >= 0)], 3).flatten(2)
-        kv, idx = candidates.take(idx)
-        return Retrieved(kv, w, idx, candidates.start, candidates.mask)
+        kv, idx = gather_chunks(candidates.kv, idx)
+
+        # once for all layers of the group
+        plan = None
+        if idx.is_cuda:
+            plan = gca_plan(idx, kv.size(2))
+        return Retrieved(kv, w, idx, plan, candidates.start, candidates.mask)
 
     def upper_layers(self, x, past, chosen, candidates):
         """x (B, L, C); past of these layers; chosen: see State; candidates: Candidates, or None if
         nothing is retrieved -> (B, L, C), the past of the next piece, the new chosen"""
+        if candidates is None:
+            x, new_past = self.run_layers(self.upper, x, past)
+            return x, new_past, chosen
+
+        S = self.config.chunk_size
+        n_layers = len(self.upper) // self.config.groups                # of a group
         new_past = []
         new_chosen = []
-        retrieved = None
-        for layer, (block, block_past) in enumerate(zip(self.upper, past, strict=True)):
-            # where a group of layers begins, its landmarks retrieve
-            if candidates is not None and layer % (len(self.upper) // self.config.groups) == 0:
-                g = len(new_chosen)                                     # g(l) of Eq. 2
-                S = self.config.chunk_size
-                at_landmarks = x[:, S - 1 - candidates.start::S]        # (B, N, C)
-                w, idx = self.retrieve(g, at_landmarks, candidates)
+        for g in range(self.config.groups):
+            # Eq. 1: the landmarks of the piece retrieve for the chunks after them
+            x_t = x[:, S - 1 - candidates.start::S]                     # (B, N, C) at landmarks
+            w, idx = self.retrieve(g, x_t, candidates)                  # (B, N, K)
 
-                # the first chunk of these positions reads what the landmark before it retrieved
-                last_w, last_idx = chosen[g]
-                w = torch.cat([last_w[:, -1:], w], 1)                   # (B, N + 1, K)
-                idx = torch.cat([last_idx[:, -1:], idx], 1)
-                new_chosen.append((w, idx))
-                retrieved = self.for_positions(w, idx, candidates)
-            x, block_past = block(x, block_past, retrieved, self.kernel)
-            new_past.append(block_past)
-        return x, new_past, new_chosen or chosen
+            # the first chunk of the piece reads what the last landmark before it retrieved
+            last_w, last_idx = chosen[g]
+            w = torch.cat([last_w[:, -1:], w], 1)                       # (B, N + 1, K)
+            idx = torch.cat([last_idx[:, -1:], idx], 1)
+            new_chosen.append((w, idx))
 
-    @property
-    def retrieves(self):
-        """Whether it retrieves now"""
-        return self.encoder is not None and self.way != 'off' and self.config.retriever != 'none'
+            # Eq. 2: its layers, all l with g(l) = g, attend to these chunks
+            retrieved = self.make_retrieved(w, idx, candidates)
+            layers = slice(g * n_layers, (g + 1) * n_layers)
+            x, group_past = self.run_layers(self.upper[layers], x, past[layers], retrieved)
+            new_past += group_past
+        return x, new_past, new_chosen
 
     def nothing_chosen(self, B):
-        """w and idx of each group, for the chunk at the beginning of B texts: no chunks"""
+        """For chunk 0 of B texts, w and idx (B, 1, K) of each group: no chunks"""
         w = self.embedding.weight.new_zeros(B, 1, self.config.n_neighbors)
-        return [(w, w.int() - 1)] * self.config.groups
+        idx = torch.full_like(w, NO_CHUNK, dtype=torch.int32)
+        return [(w, idx)] * self.config.groups
 
     # training
     def training_candidates(self, l_k, kv, docs):
-        """Of sequences from their beginning: landmarks retrieve chunks before their own, of their
-        document. l_k (B, N, C), kv (2, B, N, S, H, D), docs (B, L) of positions -> Candidates"""
+        """Of whole sequences: a landmark can retrieve chunks before its own, of its document. l_k
+        (B, N, C), kv (2, B, N, S, H, D), docs (B, L): the document of each position; -1: padding
+        -> Candidates"""
         S = self.config.chunk_size
         N = l_k.size(1)
-        earlier = torch.ones(N, N, dtype=torch.bool, device=docs.device).tril(-1)
 
-        # documents are contiguous: if chunk k begins in the document in which landmark n > k is,
-        # all of chunk k is in it
-        first = docs[:, None, :N * S:S]                                 # (B, 1, N) of chunks
-        last = docs[:, S - 1::S, None]                                  # (B, N, 1)
-        permitted = earlier & (first == last) & (first >= 0)            # not of padding
+        # documents are contiguous: if chunk k begins in the document of the landmark of a later
+        # chunk t, all of chunk k is in it
+        chunk = torch.arange(N, device=docs.device)
+        earlier = chunk < chunk[:, None]                                # (N, N) k < t
+        doc_of_t = docs[:, S - 1::S, None]                              # (B, N, 1), landmark
+        doc_of_k = docs[:, None, :N * S:S]                              # (B, 1, N), first token
+        permitted = earlier & (doc_of_k == doc_of_t) & (doc_of_k >= 0)
         if self.training and self.config.p_off:
             off = torch.rand(len(docs), 1, 1, device=docs.device) < self.config.p_off
             permitted = permitted & ~off
 
-        # a landmark retrieves for positions of its document; chunk 0 reads nothing
+        # a position reads what the landmark before its chunk retrieved, if that landmark is of its
+        # document. Chunk 0 has no landmark before it: its weights are 0, with any mask
         position = torch.arange(docs.size(1), device=docs.device)
-        mask = docs == docs[:, position // S * S - 1]                   # (B, L)
-        return Candidates(l_k, permitted, lambda idx: (kv, idx), 0, mask)
+        landmark = (position // S * S - 1).clamp(min=0)                 # (L,)
+        mask = docs == docs[:, landmark]                                # (B, L)
+        return Candidates(l_k, kv, permitted, 0, mask)
 
     def encode_batch(self, ids, docs, encoder_ids):
         """Whole sequences from their beginning, with gradients. ids, docs (B, L) of tokens and
         landmarks; encoder_ids (B, L): ids that the encoder sees, some of which can be masked
-        -> f (B, L, C), C_k (B, N, S, C) or None, chosen of each group"""
+        -> f (B, L, C), C_k (B, N, S, C) or None, w and idx of each group"""
         B, L = ids.shape
+        S = self.config.chunk_size
         x, _ = self.lower_layers(ids, [None] * len(self.lower))
-        chunks = candidates = None
+
+        # the whole chunks, and what can be retrieved of them
+        encoded = candidates = None
         if self.encoder is not None:
-            end = L // self.config.chunk_size * self.config.chunk_size
-            chunks, l_k, kv = self.encode_chunks(self.encoder_input(x, encoder_ids)[:, :end])
+            whole = self.encoder_input(x, encoder_ids)[:, :L // S * S]  # (B, N S, C)
+            encoded, l_k, kv = self.encode_chunks(whole)
         if self.retrieves:
             candidates = self.training_candidates(l_k, kv, docs)
+
         x, _, chosen = self.upper_layers(
             x, [None] * len(self.upper), self.nothing_chosen(B), candidates)
-        return self.norm(x), chunks, chosen
+        return self.norm(x), encoded, chosen
+
+    def masked_for_mlm(self, ids, docs):
+        """§3.2: the tokens that are hidden from the encoder: a random share, without landmarks and
+        padding. ids, docs (B, L) -> (B, L) bool"""
+        masked = torch.rand(ids.shape, device=ids.device) < self.config.mlm
+        return masked & (ids < self.config.vocab_size) & (docs >= 0)
 
     def forward(self, batch, progress):
         """batch: data.Batch; progress: step / max_steps; in eval mode without Gumbel noise and MLM
@@ -798,108 +947,111 @@ class DRT(nn.Module):
 
         # landmarks are inserted after the shift of targets: they predict nothing
         ids = self.insert(batch.tokens, V)                              # (B, L)
-        targets = self.insert(batch.targets, -1)
+        targets = self.insert(batch.targets, NO_TARGET)
         docs = self.insert(batch.doc, None)                             # a landmark's: of its chunk
 
-        # §3.2: in the first half of training MLM hides tokens from the encoder, no landmarks
-        with_mlm = self.encoder is not None and config.encoder == 'tokens'
+        # §3.2: MLM, in the first half of training; the decoder sees all tokens
+        with_mlm = config.encoder == 'tokens' and self.encoder is not None
         with_mlm = with_mlm and self.training and progress < 0.5
-        masked = torch.zeros_like(ids, dtype=torch.bool)
+        encoder_ids = ids
         if with_mlm:
-            masked = torch.rand(ids.shape, device=ids.device) < config.mlm
-            masked &= (ids < V) & (docs >= 0)
+            masked = self.masked_for_mlm(ids, docs)                     # (B, L)
+            encoder_ids = ids.masked_fill(masked, V + 1)
 
-        # the loss
+        # the loss of the language model
         E = self.embedding.weight[:V]
-        f, chunks, chosen = self.encode_batch(ids, docs, ids.masked_fill(masked, V + 1))
+        f, encoded, chosen = self.encode_batch(ids, docs, encoder_ids)
         loss = cross_entropy(f, E, targets, self.kernel)
         log = {}
         if config.groups > 0:
+            # of the whole chunks, except those that retrieve nothing
             w, _ = chosen[-1]
             largest = w[:, :-1].amax(2)                                 # (B, N)
             log['top_weight'] = largest.sum() / (largest > 0).sum().clamp(min=1)
         if not with_mlm:
             return loss, log
 
-        # the encoder predicts the masked tokens
-        encoded = chunks.flatten(1, 2)                                  # (B, N S, C)
-        hidden = ids.masked_fill(~masked, -1)[:, :encoded.size(1)]
-        mlm_loss = cross_entropy(encoded, E, hidden, self.kernel)
+        # the loss of MLM: the encoder predicts the masked tokens of whole chunks
+        encoded = encoded.flatten(1, 2)                                 # (B, N S, C)
+        mlm_targets = ids.masked_fill(~masked, NO_TARGET)[:, :encoded.size(1)]
+        mlm_loss = cross_entropy(encoded, E, mlm_targets, self.kernel)
         log.update(lm_loss=loss, mlm_loss=mlm_loss)
         return loss + mlm_loss, log
 
     # inference
-    def empty_state(self, B):
-        """The state before B texts. A corpus to retrieve from comes first: its chunks."""
-        nothing = self.embedding.weight.new_zeros(B, 0, self.config.n_embd)
-        landmarks, kv = [nothing], []
-        if self.reads_corpus:
-            _, landmarks, kv = self.corpus
-            landmarks = [x.expand(B, -1, -1) for x in landmarks]
-            kv = [x.expand(B, -1, -1, -1, -1) for x in kv]
-        return State([None] * self.config.n_layer, nothing, landmarks, kv, self.nothing_chosen(B))
-
     @property
-    def reads_corpus(self):
-        return self.way in ('corpus', 'both')
+    def n_corpus(self):
+        """The number of chunks of a corpus that come before those of a text"""
+        if self.way in ('corpus', 'both'):
+            return len(self.corpus.kv)
+        return 0
+
+    def empty_state(self, B):
+        """The state before B texts. The chunks of a corpus to retrieve from are in it already."""
+        nothing = self.embedding.weight.new_zeros(B, 0, self.config.n_embd)
+        l_k = [nothing]
+        kv = []
+        if self.n_corpus > 0:
+            l_k = [x.expand(B, -1, -1) for x in self.corpus.l_k]
+            kv = [x.expand(B, -1, -1, -1, -1) for x in self.corpus.kv]
+        past = [None] * self.config.n_layer
+        return State(past, nothing, l_k, kv, self.nothing_chosen(B))
 
     def store(self, kv):
-        """kv (2, B, N, S, H, D) -> a list of N chunks (B, 2, S, H, D), 16 bits, with --offload in a
-        mapped file"""
+        """kv (2, B, N, S, H, D) -> a list of N chunks (B, 2, S, H, D), 16 bits; with --offload they
+        are in a file that is mapped to memory (§3.3: memory offloading)"""
         if kv.dtype == torch.float32:                                   # fp64 is for the tests
             kv = kv.half()
         if self.offload:
             # the file is unlinked at once: the system frees it together with the tensor
             with tempfile.NamedTemporaryFile(dir=self.offload) as file:
                 kv.cpu().numpy().tofile(file)
-                kv = torch.from_file(file.name, True, kv.numel(),
-                                     dtype=kv.dtype).view_as(kv)
+                stored = torch.from_file(file.name, shared=True, size=kv.numel(), dtype=kv.dtype)
+                kv = stored.view_as(kv)
         return list(kv.transpose(0, 1).unbind(2))
 
     def encode_lower(self, ids, state):
         """ids (B, L), which continue the text of state, through the lower layers and the chunk
-        encoder -> x (B, L, C), a state whose upper past and chosen are still the former ones"""
+        encoder -> x (B, L, C), the new state, except for the past of the upper layers and chosen,
+        which encode_upper replaces"""
         S = self.config.chunk_size
         n_lower = len(self.lower)
         x, lower_past = self.lower_layers(ids, state.past[:n_lower])
         past = lower_past + state.past[n_lower:]
 
-        # the chunks that end here
+        # the chunks that end here, and the next one, which is unfinished
         unfinished = torch.cat([state.unfinished, self.encoder_input(x, ids)], 1)
         N = unfinished.size(1) // S
         whole, unfinished = unfinished.tensor_split([N * S], 1)
-        landmarks, kv = state.landmarks, state.kv
+
+        # new lists: the former state remains as it is
+        l_k, kv = state.l_k, state.kv
         if N > 0 and self.encoder is not None:
-            _, l_k, new_kv = self.encode_chunks(whole)
-            landmarks = [*landmarks, l_k]
-            kv = kv + self.store(new_kv)
-        return x, State(past, unfinished, landmarks, kv, state.chosen)
+            _, new_l_k, new_kv = self.encode_chunks(whole)
+            l_k = [*l_k, new_l_k]
+            kv = [*kv, *self.store(new_kv)]
+        return x, State(past, unfinished, l_k, kv, state.chosen)
 
     def stream_candidates(self, l_k, kv, N, start):
-        """Of a stream: the last N of M landmarks retrieve chunks before their own. With a corpus,
-        its chunks come first. l_k (B, M, C), kv: see State -> Candidates"""
+        """Of a text so far, whose last N chunks end in this piece: their landmarks can retrieve
+        chunks before their own. With a corpus, its chunks come first. l_k (B, M, C), kv: a list of
+        M chunks, start: see Retrieved -> Candidates"""
         B, M, _ = l_k.shape
-        permitted = torch.ones(N, M, dtype=torch.bool, device=l_k.device).tril(M - N - 1)
-        if self.reads_corpus:
-            n_corpus = len(self.corpus[2])
-            if self.config.next_chunk:
-                permitted[:, n_corpus - 1] = False                      # no chunk comes after it
-            if self.way == 'corpus':
-                permitted[:, n_corpus:] = False
-
-        def take(idx):
-            # each chunk that is retrieved is copied once; for -1 the last one, which is not read
-            numbers, copies = idx.unique(return_inverse=True)
-            copied = torch.stack([kv[k] for k in numbers.tolist()], 2)  # (B, 2, m, S, H, D)
-            return copied.transpose(0, 1).to(idx.device), copies.masked_fill(idx < 0, -1)
-
-        return Candidates(l_k, permitted.expand(B, N, M), take, start, None)
+        chunk = torch.arange(M, device=l_k.device)
+        permitted = chunk < chunk[M - N:, None]                         # (N, M) k < t
+        n_corpus = self.n_corpus
+        if n_corpus > 0 and self.config.next_chunk:
+            # the next chunk after the corpus's last one would be the first of the text
+            permitted[:, n_corpus - 1] = False
+        if n_corpus > 0 and self.way == 'corpus':
+            permitted[:, n_corpus:] = False
+        return Candidates(l_k, kv, permitted.expand(B, N, M), start, None)
 
     def encode_upper(self, x, start, state):
-        """x and the state of encode_lower, through the upper layers; start: positions of the first
-        chunk before x -> f (B, L, C), the new state"""
+        """x and the state of encode_lower, through the upper layers; start: see Retrieved
+        -> f (B, L, C), the new state"""
         n_lower = len(self.lower)
-        l_k = torch.cat(state.landmarks, 1)                             # (B, M, C)
+        l_k = torch.cat(state.l_k, 1)                                   # (B, M, C)
         candidates = None
         if self.retrieves and l_k.size(1) > 0:
             N = (start + x.size(1)) // self.config.chunk_size           # landmarks in x
@@ -924,7 +1076,7 @@ class DRT(nn.Module):
         return self.stream(tokens)[0]
 
     def logits(self, f):
-        """f (..., C) -> (..., V) fp32; ids beyond the text's have none"""
+        """f (..., C) -> (..., V) fp32; landmark and mask have no logits"""
         return product(f, self.embedding.weight[:self.config.vocab_size].T)
 
     @torch.no_grad()
@@ -934,7 +1086,7 @@ class DRT(nn.Module):
         V = self.config.vocab_size
         ids = self.insert(tokens, V, state)
         f, state = self.encode(ids, state)
-        return f[:, ids[0] < V], state                                      # not of landmarks
+        return f[:, ids[0] < V], state                                  # not of landmarks
 
     @torch.no_grad()
     def stream(self, tokens, state=None):
@@ -983,17 +1135,19 @@ class DRT(nn.Module):
             state = self.read(tokens[None, :t])
         n_tokens = self.config.chunk_size - 1                           # of a chunk
         n_read = 2 * n_tokens if self.config.next_chunk else n_tokens
-        n_corpus = len(self.corpus[2]) if self.reads_corpus else 0
         rows = []
         for g, (w, idx) in enumerate(state.chosen):
             if group not in (None, g):
                 continue
             for weight, k in zip(w[0, -1].tolist(), idx[0, -1].tolist()):
-                if k < 0:
+                if k == NO_CHUNK:
                     continue
-                ids, start = tokens, (k - n_corpus) * n_tokens
-                if k < n_corpus:
-                    ids, start = self.corpus[0], k * n_tokens
+                if k < self.n_corpus:
+                    ids = self.corpus.tokens
+                    start = k * n_tokens
+                else:
+                    ids = tokens
+                    start = (k - self.n_corpus) * n_tokens
                 rows.append(Traced(weight, ids, start, start + n_read))
         return sorted(rows, key=lambda row: -row.weight)
 
@@ -1013,10 +1167,12 @@ def prepare_eval(model, corpus, external, args, path):
                              device=model.embedding.weight.device)
     if len(tokens) < 2 * (model.config.chunk_size - 1):
         raise SystemExit('--retrieve-from: its text is shorter than two chunks')
+
+    # all of it is one text, of which l_k and kv are needed
     state = model.empty_state(1)
     for piece in args.progress_bar(tokens.split(16 * model.PIECE), 'reading the corpus'):
         state = model.read(piece[None], state)
-    model.corpus = tokens, state.landmarks, state.kv
+    model.corpus = RetrievalCorpus(tokens, state.l_k, state.kv)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1033,15 +1189,15 @@ def demo():
 
     # position 31, 63, ... is a landmark
     ids = model.insert(tokens[:, :-1], 256)                                 # (1, L)
-    targets = model.insert(tokens[:, 1:], -1)
+    targets = model.insert(tokens[:, 1:], NO_TARGET)
     docs = torch.zeros_like(ids)
     for step in range(20):
-        f, chunks, chosen = model.encode_batch(ids, docs, ids)
+        f, encoded, chosen = model.encode_batch(ids, docs, ids)
         loss = cross_entropy(f, model.embedding.weight[:256], targets)
         if step == 0:
             print(f"""DRTConfig()                {n_parameters:,} parameters
 992 tokens and landmarks   (B, L)        {tuple(ids.shape)}
-chunks, encoded            (B, N, S, C)  {tuple(chunks.shape)}
+chunks, encoded            (B, N, S, C)  {tuple(encoded.shape)}
 weights of the retrieved   (B, N + 1, K) {tuple(chosen[-1][0].shape)}
 states that predict        (B, L, C)     {tuple(f.shape)}
 loss at first              {loss:.3f}, ln 256 = {math.log(256):.3f}""")

@@ -32,14 +32,27 @@ Indices
     entry    n K + slot, the number of a slot among all slots of a sequence
 
 Matrices in the formulas, of one chunk of queries in one head
-    Q, O, dO (S, D)    K_k, V_k (S, D): keys and values of the chunk in slot k
-    P_k, dP_k, dS_k (S, S): softmax and gradients; D and L of Algorithm 2 are δ and lse here
+    Q, O, dO       (S, D)
+    K_k, V_k       (S, D)    keys and values of the chunk in slot k
+    S_k, P_k       (S, S)    scores Q K_kᵀ · scale; their softmax in each row
+    dS_k, dP_k     (S, S)    gradients
+    L_k            (S,)      log-sum-exp of each row of S_k
+    δ_k            (S,)      rowsum(dO ∘ O_k), the paper's D
+
+The same in the kernels. A GPU computes 2^x, not e^x, so scores are multiplied by log2(e)
+    s              S_k log2(e): 2^s is exp(S_k)
+    exp_s          2^(s - largest), largest the maximum of a row: at most 1, not yet normalized (the
+                   paper's P with a tilde)
+    total          sums of the rows of exp_s, and exp of the sink's score
+    p, wp          P_k = exp_s / total; w_k P_k
+    lse2           L_k log2(e) = largest + log2(total), log-sum-exp in base 2: P_k = 2^(s - lse2)
+    delta          δ_k
 
 Where we differ from the paper, and why
     Algorithm 1 loops over blocks of a chunk's keys; here a whole chunk fits on the chip. The
     forward pass saves neither O_k nor L; dq_kernel computes L again and stores it for dkdv_kernel.
-    Algorithm 2's rowsum(dO ∘ O_k) equals rowsum(P_k ∘ dP_k). Its dK, dV are those of a slot; here
-    dkdv_kernel sums them over all slots that hold a chunk.
+    δ_k is computed as rowsum(P_k ∘ dP_k), which is equal. Algorithm 2's dK, dV are those of a slot;
+    here dkdv_kernel sums them over all slots that hold a chunk.
 
     $ python gca_kernel.py           errors against fp64; on a GPU also times
 """
@@ -81,25 +94,28 @@ def gca_reference(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None):
 
         O = Σ_k w_k softmax(Q K_kᵀ · scale) V_k    for each chunk of queries   (DRT, Eq. 2 and 3)"""
     B, N, K = idx.shape
-    scale = scale or q.size(3) ** -0.5
+    if scale is None:
+        scale = q.size(3) ** -0.5
 
-    # einsum has the letters of the shapes in lower case; h is Hkv, and t is n_keys
     with torch.autocast(q.device.type, enabled=False):          # under bf16, scores remain fp32
         k = retrieved_chunks(k, idx, chunk, n_keys)             # (B, N, K, n_keys, Hkv, D)
         v = retrieved_chunks(v, idx, chunk, n_keys)
         n_keys, Hkv = k.shape[3:5]
+
+        # Eq. 3, P_k: a softmax for each query and slot, over the keys of one chunk. einsum has the
+        # letters of the shapes in lower case; h is Hkv, and t is n_keys
         grouped = q.unflatten(1, (N, chunk))                    # (B, N, S, H, D)
         grouped = grouped.unflatten(3, (Hkv, -1))               # (B, N, S, Hkv, R, D)
         s = torch.einsum('bnshrd, bnkthd -> bnhrskt', fp32(grouped), fp32(k))
         s = s * scale                                           # (B, N, Hkv, R, S, K, n_keys)
         if sink:
             s = F.pad(s, (0, 1))                                # one more key, with score 0
-        p = s.softmax(-1)[..., :n_keys]                         # Eq. 3
+        p = s.softmax(-1)[..., :n_keys]                         # without the sink: its value is 0
 
-        # w_k of Eq. 2, 0 for an unused slot; broadcast over Hkv, R, S, n_keys
+        # Eq. 2, Σ_k w_k P_k V_k: w_k is 0 for an unused slot, equal for all Hkv, R, S, n_keys
         w = w.masked_fill(idx < 0, 0)                           # (B, N, K)
-        p = p * w.view(B, N, 1, 1, 1, K, 1)
-        o = torch.einsum('bnhrskt, bnkthd -> bnshrd', p.to(v.dtype), v)
+        wp = p * w.view(B, N, 1, 1, 1, K, 1)
+        o = torch.einsum('bnhrskt, bnkthd -> bnshrd', wp.to(v.dtype), v)
     return o.reshape(q.shape).to(q.dtype)
 
 
@@ -135,7 +151,8 @@ def gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale):
 #
 #     ptr + offset + tile         offset () of the head of the chunk, tile (S, D) within it
 #
-# The next chunk begins S H D numbers later. Offsets need 64 bits, a tile 32.
+# The next chunk begins S H D numbers later. An offset can need 64 bits, so b is an int64; a tile
+# needs 32.
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
@@ -156,7 +173,7 @@ def load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot,
     Hkv = H // R
     tile = tile_offsets(rows, Hkv, D)                           # (S, D)
     offset = ((b * M + c) * S * Hkv + h // R) * D               # in k and v
-    n_rows = tl.where(c >= 0, S, 0)
+    n_rows = tl.where(c >= 0, S, 0)                             # none of an unused slot
     mask = rows[:, None] < n_rows
     k = tl.load(k_ptr + offset + tile, mask=mask, other=0.0)
     v = tl.load(v_ptr + offset + tile, mask=mask, other=0.0)
@@ -174,24 +191,26 @@ def add_product(acc, a, b):
 
 
 def scores_log2(a, b, scale):
-    """a bᵀ · scale · log2(e), because e^s is computed as 2^(s log2(e))"""
-    return product_t(a, b) * (scale * 1.4426950408889634)
+    """Scores a bᵀ · scale, multiplied by log2(e): 2 to this power is exp of the score."""
+    log2_e = 1.4426950408889634
+    return product_t(a, b) * (scale * log2_e)
 
 
 def chunk_softmax(q, k, scale, S: tl.constexpr,
                   N_KEYS: tl.constexpr, SINK: tl.constexpr):
-    """The softmax P_k (S, S) over the keys of a chunk (Eq. 3) is 2^(s - largest) / total.
+    """The softmax P_k (S, S) over the keys of a chunk (Eq. 3), in parts: P_k = exp_s / total
 
-    -> 2^(s - largest) (S, S), largest = rowmax(s) (S,), total (S,)"""
+    -> exp_s = 2^(s - largest) (S, S), largest = rowmax(s) (S,), total (S,), the sum of each row of
+    exp_s and of the sink"""
     s = scores_log2(q, k, scale)
     is_key = tl.arange(0, S) < N_KEYS
     s = tl.where(is_key[None, :], s, float('-inf'))
     largest = tl.max(s, axis=1)
-    p = tl.exp2(s - largest[:, None])
-    total = tl.sum(p, axis=1)
+    exp_s = tl.exp2(s - largest[:, None])                       # at most 1: no overflow
+    total = tl.sum(exp_s, axis=1)
     if SINK:                                                    # one more key, with score 0
-        total += tl.exp2(-largest)                              # if inf, p / total is 0
-    return p, largest, total
+        total += tl.exp2(-largest)                              # if inf, exp_s / total is 0
+    return exp_s, largest, total
 
 
 def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
@@ -220,19 +239,20 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
     w_row = w_ptr + n * K
     idx_row = idx_ptr + n * K
 
+    # one slot after the other
     acc = tl.zeros([S, D], tl.float32)
     for slot in range(K):
         w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, R)
 
-        # w_k P_k V_k
-        p, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
-        p = p * (w / total)[:, None]                            # (S, S)
-        acc = add_product(acc, p, v)
+        # O += w_k P_k V_k
+        exp_s, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
+        wp = exp_s * (w / total)[:, None]                       # (S, S) w_k P_k
+        acc = add_product(acc, wp, v)
     tl.store(o_ptr + q_offset + q_tile, acc)                    # rounds to the dtype of o
 
 
 def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
-              dq_ptr, dw_ptr, lse_ptr, delta_ptr,
+              dq_ptr, dw_ptr, lse2_ptr, delta_ptr,
               H, N, M, K, scale,
               S: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
               N_KEYS: tl.constexpr, SINK: tl.constexpr):
@@ -240,8 +260,8 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
     dS_k = w_k P_k ∘ (dP_k - δ_k),  dP_k = dO V_kᵀ,  δ_k = rowsum(P_k ∘ dP_k),  P_k the softmax
 
     Grid, q, k, v, w, idx as in forward_kernel; do and dq like q
-    dw          (B, N, K, H)     fp32, dw of one head
-    lse, delta  (B, N, K, H, S)  fp32, for dkdv_kernel: log2 of the softmax's denominator; δ"""
+    dw           (B, N, K, H)     fp32, dw of one head
+    lse2, delta  (B, N, K, H, S)  fp32, log-sum-exp of scores in base 2 and δ, for dkdv_kernel"""
     # the head and the chunk of queries of this program, as in forward_kernel
     b = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
@@ -256,32 +276,35 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
     w_row = w_ptr + n * K
     idx_row = idx_ptr + n * K
 
+    # one slot after the other
     dq = tl.zeros([S, D], tl.float32)
     for slot in range(K):
         w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, R)
 
         # P_k, dP_k, δ_k, dS_k
-        p, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
-        p = p / total[:, None]                                  # (S, S)
+        exp_s, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
+        p = exp_s / total[:, None]                              # (S, S)
         dp = product_t(do, v)                                   # (S, S)
-        delta = tl.sum(p * dp, axis=1)                          # (S,) zeros if c is -1
+        delta = tl.sum(p * dp, axis=1)                          # (S,), 0 for an unused slot
         ds = p * (dp - delta[:, None]) * w                      # (S, S)
-        dq = add_product(dq, ds, k)
+        dq = add_product(dq, ds, k)                             # dQ += dS_k K_k
 
-        # what dkdv_kernel needs of this softmax
+        # what dkdv_kernel needs of this softmax; dw_k
         saved = (n * K + slot) * H + h                          # in (B, N, K, H)
-        tl.store(lse_ptr + saved * S + rows, largest + tl.log2(total))
+        lse2 = largest + tl.log2(total)                         # (S,)
+        tl.store(lse2_ptr + saved * S + rows, lse2)
         tl.store(delta_ptr + saved * S + rows, delta)
         tl.store(dw_ptr + saved, tl.sum(delta, axis=0))
     tl.store(dq_ptr + q_offset + q_tile, dq * scale)
 
 
 def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
-                lse_ptr, delta_ptr, entries_ptr, start_ptr, order_ptr,
+                lse2_ptr, delta_ptr, entries_ptr, start_ptr, order_ptr,
                 H, N, M, K, scale,
                 S: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                 N_KEYS: tl.constexpr, BLOCK: tl.constexpr):
     """dV = Σ w_k P_kᵀ dO,   dK = scale Σ dS_kᵀ Q,   over slots that hold the chunk    (Algorithm 2)
+    P_k = 2^(s - lse2),  dS_k = w_k P_k ∘ (dP_k - δ_k),  dP_k = dO V_kᵀ
 
     Grid      (M, Hkv, B): one program for one chunk in one head of keys, most retrieved first
     dk, dv    (B, M S, Hkv, D)   zeros for keys that no query attends to
@@ -329,16 +352,16 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
             do = tl.load(do_ptr + q_offset + q_tile)
             w = tl.load(w_ptr + entry)
             saved = entry * H + h                               # in (B, N, K, H)
-            lse = tl.load(lse_ptr + saved * S + rows)           # (BLOCK,)
+            lse2 = tl.load(lse2_ptr + saved * S + rows)         # (BLOCK,)
             delta = tl.load(delta_ptr + saved * S + rows)
 
-            # (w P)ᵀ, dPᵀ and dSᵀ
+            # transposed, a row for each key: w_k P_kᵀ, dP_kᵀ and dS_kᵀ
             s = scores_log2(k, q, scale)                        # (S, BLOCK)
-            p = tl.exp2(s - lse[None, :]) * w
-            dv = add_product(dv, p, do)
+            wp = tl.exp2(s - lse2[None, :]) * w
+            dv = add_product(dv, wp, do)                        # dV += w_k P_kᵀ dO
             dp = product_t(v, do)                               # (S, BLOCK)
-            ds = p * (dp - delta[None, :])
-            dk = add_product(dk, ds, q)
+            ds = wp * (dp - delta[None, :])
+            dk = add_product(dk, ds, q)                         # dK += dS_kᵀ Q
 
     # keys from N_KEYS on have no part in the softmax
     is_key = keys[:, None] < N_KEYS
@@ -366,25 +389,28 @@ def is_hopper_or_later(device):
     return device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def options(q, k, chunk, n_keys):
-    """What is compiled into all kernels, with launch options; and BLOCK of dkdv_kernel.
+def kernel_options(q, k, chunk, n_keys):
+    """A dict of the constants that are compiled into all kernels, and of launch options.
 
     The numbers were chosen by compiling for sm_80 and sm_90: for S = 64 in 16 bits no register is
     spilled, and loads overlap products. They change no result beyond rounding."""
     H, D = q.shape[2:]
-    sizes = dict(S=chunk, D=D, R=H // k.size(2), N_KEYS=n_keys)
+    options = dict(S=chunk, D=D, R=H // k.size(2), N_KEYS=n_keys)
 
     # 4 warps would spill registers for tiles larger than 64 x 64
     is_small = chunk <= 64 and chunk * D <= 64 * 64
-    sizes['num_warps'] = 4 if is_small else 8
+    options['num_warps'] = 4 if is_small else 8
 
     # a stage holds a k and v: the next are loaded while this one is multiplied
     tile_bytes = chunk * D * q.element_size()
-    sizes['num_stages'] = 3 if tile_bytes <= 12 * 1024 else 2
+    options['num_stages'] = 3 if tile_bytes <= 12 * 1024 else 2
+    return options
 
-    # on an H100, 64 queries at a time take less time than 32
-    block = 64 if is_hopper_or_later(q.device) else 32
-    return sizes, min(block, chunk)
+
+def dkdv_options(q, k, chunk, n_keys):
+    """The same for dkdv_kernel, with BLOCK, the number of queries at a time"""
+    block = 64 if is_hopper_or_later(q.device) else 32          # on an H100, 64 take less time
+    return dict(kernel_options(q, k, chunk, n_keys), BLOCK=min(block, chunk))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -398,12 +424,11 @@ def gca_forward(q: Tensor, k: Tensor, v: Tensor, w: Tensor,
     B, N, K = idx.shape
     H = q.size(2)
     M = k.size(1) // chunk
-    sizes, _ = options(q, k, chunk, n_keys)
     o = torch.empty_like(q)
     with torch.cuda.device_of(q):
         forward_kernel[N, H, B](
             q, k, v, w, idx, o,
-            H, N, M, K, scale, SINK=sink, **sizes)
+            H, N, M, K, scale, SINK=sink, **kernel_options(q, k, chunk, n_keys))
     return o
 
 
@@ -417,23 +442,22 @@ def gca_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor,
     B, N, K = idx.shape
     H = q.size(2)
     M = order.size(1)
-    sizes, block = options(q, k, chunk, n_keys)
     do = do.contiguous()
 
     # what the kernels write
     dq, dk, dv = map(torch.empty_like, (q, k, v))
     dw = w.new_empty(B, N, K, H)                                # of each head, summed below
-    lse = w.new_empty(B, N, K, H, chunk)
-    delta = torch.empty_like(lse)
+    lse2 = w.new_empty(B, N, K, H, chunk)
+    delta = torch.empty_like(lse2)
 
     # one program for each chunk of queries and head, then for each chunk of keys and head of keys
     with torch.cuda.device_of(q):
         dq_kernel[N, H, B](
-            q, k, v, w, idx, do, dq, dw, lse, delta,
-            H, N, M, K, scale, SINK=sink, **sizes)
+            q, k, v, w, idx, do, dq, dw, lse2, delta,
+            H, N, M, K, scale, SINK=sink, **kernel_options(q, k, chunk, n_keys))
         dkdv_kernel[M, k.size(2), B](
-            q, k, v, w, do, dk, dv, lse, delta, entries, start, order,
-            H, N, M, K, scale, BLOCK=block, **sizes)
+            q, k, v, w, do, dk, dv, lse2, delta, entries, start, order,
+            H, N, M, K, scale, **dkdv_options(q, k, chunk, n_keys))
     return dq, dk, dv, dw.sum(3)
 
 
@@ -505,11 +529,16 @@ def gca_plan(idx, n_chunks):
 
     >>> [x.tolist() for x in gca_plan(torch.tensor([[[2, 0], [2, -1]]]), n_chunks=3)]
     [[[1, 0, 2, 3]], [[0, 1, 1, 3]], [[2, 0, 1]]]"""
+    # the chunk of each entry, M for an unused slot; entries sorted by it
     c = idx.masked_fill(idx < 0, n_chunks).flatten(1)           # (B, N K)
     c, entries = c.sort(stable=True)
+
+    # where each chunk, and M, first occurs among the sorted ones
     every_c = torch.arange(n_chunks + 1, device=idx.device, dtype=idx.dtype)
     every_c = every_c.repeat(len(idx), 1)                       # (B, M + 1)
-    start = torch.searchsorted(c, every_c, out_int32=True)      # where c first occurs
+    start = torch.searchsorted(c, every_c, out_int32=True)
+
+    # chunks by how many entries each has
     count = start.diff()                                        # (B, M)
     order = count.argsort(descending=True, stable=True)
     return entries.int(), start, order.int()
@@ -539,7 +568,7 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
         idx      (B, N, K) integers     chunk numbers in 0 ... M - 1, -1 for an unused slot
         n_keys   only the first n_keys keys of each chunk are used (default: all)
         sink     adds a key with score 0 and value 0 to each softmax
-        scale    of the scores, not 0 (default: 1 / sqrt(D))
+        scale    of the scores (default: 1 / sqrt(D))
         plan     gca_plan(idx, M); made here if None
         kernel   'triton', 'torch', or 'auto': Triton on a GPU where it can run, else PyTorch
 
@@ -566,9 +595,14 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     if M == 0 or idx.numel() == 0:
         return torch.zeros_like(q)
 
+    # defaults
+    if n_keys is None:
+        n_keys = chunk
+    if scale is None:
+        scale = D ** -0.5
+    assert 1 <= n_keys <= chunk
+
     # PyTorch: the definition
-    n_keys = n_keys or chunk
-    scale = scale or D ** -0.5
     if kernel == 'torch':
         return gca_blocks(q, k, v, w, idx, chunk, n_keys, sink, scale)
 
@@ -576,7 +610,8 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     width = 2 ** (D - 1).bit_length()
     if width > D:
         q, k, v = (F.pad(x, (0, width - D)) for x in (q, k, v))
-    plan = plan or gca_plan(idx, M)
+    if plan is None:
+        plan = gca_plan(idx, M)
     tensors = [x.contiguous() for x in (q, k, v, w.float(), idx.int())]
     o = gca_forward(*tensors, *plan, chunk, n_keys, sink, scale)
     return o[..., :D]

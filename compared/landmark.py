@@ -45,8 +45,12 @@ class LandmarkConfig(DRTConfig):
             raise ValueError('landmark attention has no window')
 
 
-PRESETS = {'tiny': drt.PRESETS['tiny'],
-           '124m': dict(drt.PRESETS['124m'], groups=0, window=UNLIMITED, encoder='lower')}
+# DRT, Table 1 and App. A.1: K = 4; a sequence has 768 positions, here 12 chunks of 63 tokens and a
+# landmark. A step has 704 sequences (paper: 2^19 tokens), which up to 32 GPUs can share
+PRESETS = {
+    'tiny': drt.PRESETS['tiny'],
+    '124m': dict(drt.PRESETS['124m'], groups=0, window=UNLIMITED, n_neighbors=4, block_size=756,
+                 micro_batch=22, tokens_per_step=532_224)}
 
 
 class LandmarkAttention(SelfAttention):
@@ -84,7 +88,7 @@ class LandmarkAttention(SelfAttention):
         landmarks = k[:, S - 1::S].transpose(1, 2)
         landmarks = F.pad(landmarks, (0, 0, 0, 1))                      # (B, H, M, D)
         chunk = positions[:landmarks.size(2)]                           # (M,)
-        age = (i - S * chunk - S + 1).clamp(max=self.config.block_size)
+        age = (i - (S * chunk + S - 1)).clamp(max=self.config.block_size)
         r = product(q, landmarks.mT) - self.slopes(q.device) * age      # (B, H, L, M)
         r = r.masked_fill(chunk > i // S, MASKED)
         if docs is not None:
@@ -115,12 +119,15 @@ class LandmarkAttention(SelfAttention):
         positions = torch.arange(k.size(1), device=q.device)
         i = positions[-q.size(2):, None]                                # (L, 1)
 
-        # the tokens j of these chunks; fewer than S - 1 are there in a text that is shorter
+        # the tokens j of these chunks. The last chunk can have fewer than S - 1: the rest are of
+        # later positions than i, and masked
         j = S * chunk[..., None] + positions[:S - 1]                    # (..., n, S - 1)
         age = i[..., None] - j
-        b = torch.arange(len(q), device=q.device)[:, None, None, None, None]
-        h = torch.arange(q.size(1), device=q.device)[:, None, None, None]
-        k, v = (x[b, j.clamp(max=x.size(1) - 1), h] for x in (k, v))    # (..., n, S - 1, D)
+        b = torch.arange(len(q), device=q.device)[:, None, None, None, None]    # (B, 1, 1, 1, 1)
+        h = torch.arange(q.size(1), device=q.device)[:, None, None, None]       # (H, 1, 1, 1)
+        existing = j.clamp(max=k.size(1) - 1)
+        k = k[b, existing, h]                                           # (..., n, S - 1, D)
+        v = v[b, existing, h]
 
         # their scores z (B, H, L, n, S - 1)
         z = torch.einsum('bhid, bhinjd -> bhinj', q, k)
@@ -151,9 +158,9 @@ class Landmark(DRT):
     has_landmarks = True
 
     def make_layers(self, config):
-        n_upper = config.n_layer // 2
-        lower = nn.ModuleList(LandmarkBlock(config) for _ in range(config.n_layer - n_upper))
-        upper = nn.ModuleList(LandmarkBlock(config) for _ in range(n_upper))
+        n_lower = config.n_layer - config.n_upper
+        lower = nn.ModuleList(LandmarkBlock(config) for _ in range(n_lower))
+        upper = nn.ModuleList(LandmarkBlock(config) for _ in range(config.n_upper))
         return lower, upper
 
     def encode_batch(self, ids, docs, encoder_ids):

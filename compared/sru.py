@@ -9,8 +9,8 @@ A layer attends to the tokens of the segment without positions, then a recurrenc
 takes in what was attended to.
 
 Where this differs from the paper
-    A segment begins with the state 0 and without the keys of the one before (TRIME, App. E: they
-    go on), because segments of a micro-batch are encoded side by side. So its long memory is that
+    A segment begins with the state 0 and without the keys of the one before (TRIME, App. E: with
+    both), because all segments of a micro-batch are encoded in parallel. So its long memory is that
     of a Transformer, too: m segments, with gradients (App. E: the segment before, without).
     Attention has one head. b of u, v = 0 at first, and g = norm(y) are ours.
     The loop over tokens is in plain PyTorch, so it is slow (official code: a CUDA kernel).
@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import trime
 from trime import TRIME, Linear, RMSNorm, TRIMEConfig, append, fp32
 
 
@@ -40,8 +39,17 @@ class SRUConfig(TRIMEConfig):
             raise ValueError('the attention of SRU++ has one head here')
 
 
-# TRIME's Table 4: enwik8, its sizes from App. E
-PRESETS = {'tiny': {}, 'enwik8': dict(trime.PRESETS['enwik8'], n_head=1)}
+# From TRIME: L = 512 (Table 4, also 2,048), 400K steps (App. E). From SRU++'s official code for
+# enwik8: n_layer, dropout, the size of a batch, lr, warmup, weight_decay and beta2. Its optimizer
+# is RAdam, its base model has 108M parameters. n_embd is ours: it makes 42M parameters as in TRIME,
+# Table 4. The long memory of App. E has two segments: --memory long --n-consecutive 2
+PRESETS = {
+    'tiny': {},
+    'enwik8': dict(
+        data='enwik8', tokenizer='bytes', vocab_size=257, block_size=512, micro_batch=4,
+        n_layer=10, n_head=1, n_embd=1920, dropout=0.22, same_document=False,
+        tokens_per_step=16_384, max_steps=400_000, optimizer='adamw', lr=3e-4, warmup=0.04,
+        weight_decay=0.1, beta2=0.999, eval_every=2000)}
 COMPILED = ()               # its loop over tokens would be unrolled
 
 
@@ -57,7 +65,7 @@ class SRUBlock(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        d = max(1, C // 4)                                          # of attention; paper: 768
+        d = max(1, C // 4)                          # width of attention (paper: C 3,072, d 768)
         self.query = Linear(C, d)                                   # W_q
         self.kv = Linear(d, 2 * d)                                  # W_k, W_v
         self.alpha = nn.Parameter(torch.zeros(1))

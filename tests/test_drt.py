@@ -1,5 +1,5 @@
 """drt.py against the paper's equations by loops (by_definition), and what must always hold."""
-import io, math
+import doctest, io, math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from pytest import approx, mark
 
+import drt
 from drt import DRT, Candidates, DRTConfig, prepare_eval, setup
 from helpers import (assert_causal, assert_ties, batch_of, close, learn, one_line, random_tokens,
                      rope, streamed)
@@ -357,10 +358,25 @@ def test_retrieval_from_a_corpus(settings, way, monkeypatch):
         assert model.trace(text, t) == sorted(of_groups, key=lambda row: -row[0])
 
 
+def test_the_examples_in_docstrings():
+    results = doctest.testmod(drt)
+    assert results.attempted == 3
+    assert results.failed == 0
+
+    model = small()                                             # S = 4, as in DRT.insert
+    tokens = torch.arange(1, 13)[None]
+    state = model.read(tokens[:, :8])
+    first, later = tokens.split([8, 4], 1)
+    for inserted, expected in [(model.insert(first, 0), '1 2 3 0 4 5 6 0 7 8'),
+                               (model.insert(later, 0, state), '9 0 10 11 12 0'),
+                               (model.insert(first, None), '1 2 3 3 4 5 6 6 7 8')]:
+        assert ' '.join(map(str, inserted[0].tolist())) == expected
+
+
 # --------------------------------------------------------------------------------------------------
 # training
 def retrieve(model, x, l_k, permitted):
-    return model.retrieve(0, x, Candidates(l_k, permitted, None, 0, None))
+    return model.retrieve(0, x, Candidates(l_k, None, permitted, 0, None))
 
 
 def test_gumbel_top_k_samples_from_the_softmax(n=6000):

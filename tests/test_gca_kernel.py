@@ -284,13 +284,13 @@ major = int(sys.argv[1])
 gca_kernel.is_hopper_or_later = lambda device: major >= 9
 q = torch.empty(1, 64, 1, 64, dtype=torch.bfloat16, device='meta')         # S = D = 64
 types = dict.fromkeys(['H', 'N', 'M', 'K'], 'i32') | dict(scale='fp32')
-types |= dict.fromkeys(['w_ptr', 'dw_ptr', 'lse_ptr', 'delta_ptr'], '*fp32')
+types |= dict.fromkeys(['w_ptr', 'dw_ptr', 'lse2_ptr', 'delta_ptr'], '*fp32')
 types |= dict.fromkeys(['idx_ptr', 'entries_ptr', 'start_ptr', 'order_ptr'], '*i32')
 
 for kernel in (gca_kernel.forward_kernel, gca_kernel.dq_kernel, gca_kernel.dkdv_kernel):
-    constants, block = gca_kernel.options(q, q, 64, 63)
+    constants = gca_kernel.dkdv_options(q, q, 64, 63)
     launch = {name: constants.pop(name) for name in ('num_warps', 'num_stages')}
-    constants |= dict(SINK=True, BLOCK=block)
+    constants['SINK'] = True
     signature, values, alignment = {}, {}, {}
     for i, name in enumerate(inspect.signature(kernel.fn).parameters):
         if name in constants:

@@ -504,6 +504,11 @@ def test_every_preset_is_a_command_line(model):
         micro_batch = settings['micro_batch'] * settings['block_size']
         assert settings['tokens_per_step'] % micro_batch == 0
 
+        # a sequence has whole chunks
+        Model, model_config, _ = train.parse(['--model', model, '--preset', preset])
+        chunk = train.part_of(Model, 'batches')(model_config).get('chunk', 1)
+        assert settings['block_size'] % chunk == 0
+
 
 @mark.parametrize('model', train.MODELS)
 def test_help_has_every_field_its_comment_and_default(capsys, model):
@@ -701,6 +706,7 @@ PAPERS = [
     ('trime --preset 150m --memory long', 148.44, 'consecutive'),
     ('trime --preset 247m --memory ext', 245.71, 'packed'),
     ('trime --preset enwik8 --memory long', 37.89, 'consecutive'),
+    ('sru --preset enwik8 --memory long --n-consecutive 2', 42.09, 'consecutive'),
     ('rpt --preset paper --vocab-size 50277', 242.37, 'documents'),
     ('rpt --preset paper --vocab-size 50277 --retriever bm25', 236.07, 'documents'),
     ('rpt --preset paper --vocab-size 50277 --retriever none', 202.50, 'documents'),
@@ -715,10 +721,10 @@ PAPERS = [
 
 @mark.parametrize('command, millions, kind', PAPERS)
 def test_models_have_the_papers_sizes(command, millions, kind):
-    """TRIME, Table 9: 7M, 150M, 247M, 38M (with biases). RPT, Table 2: RPT 242M, RETRO 236M,
-    Transformer-XL 202M, with two more layers 228M, Griffin 240M, Block-Recurrent 212M. DRT, Table
-    1: DRT 133M and its encoder 14M, base LM 124M, with two more layers 138M, and its landmarks.
-    Then the kind of batches"""
+    """TRIME, Table 9: 7M, 150M, 247M, 38M (with biases); Table 4: SRU++ 42M. RPT, Table 2: RPT
+    242M, RETRO 236M, Transformer-XL 202M, with two more layers 228M, Griffin 240M, Block-Recurrent
+    212M. DRT, Table 1: DRT 133M and its encoder 14M, base LM 124M, with two more layers 138M, and
+    its landmarks. Then the kind of batches"""
     with torch.device('meta'):
         model = make(['--model', *command.split()])
     n_weights = sum(p.numel() for p in model.parameters())
