@@ -1,24 +1,49 @@
 """
 Evaluates trained models: any mixture of them in one table, on the same text.
 
-    $ python eval.py out/trime out/rpt out/drt      the table, examples, samples, loss.png
-    $ python eval.py out/pairs                      after --data x.tsv: translations, BLEU, ROUGE
-    $ python eval.py out/drt --task examples        what is retrieved where it helps most
-    $ python eval.py out/drt --task examples --html out/page.html       the same in a browser
+    $ python eval.py RUN [RUN ...] [--task TASK] [flags]
     $ python eval.py out/mine --model mine.py       a run of your own model file
     $ python eval.py out/trime --help               all tasks and flags, those of its model too
 
-A run is a folder, of which best.pt is used, else ckpt.pt, or it is a .pt file. Each token of a
-document except the first is scored once, in fp32; the document is read from its beginning. A model
-is evaluated in several ways, values of its attribute `way`:
+A run is a folder, of which best.pt is used, else ckpt.pt, or it is a .pt file. Tasks:
+
+    report      the table, examples, samples of text and loss.png; for pairs, the task `pairs`
+                $ python eval.py out/trime out/rpt out/drt
+    table       losses, perplexities, bits per byte, and what retrieval gains
+                $ python eval.py out/trime out/drt --task table --split test --json table.json
+    frequency   perplexities of rare and of frequent tokens (TRIME, Table 14)
+                $ python eval.py out/none out/local --task frequency
+    repeats     losses of tokens that occur earlier in their document, and of new ones
+                $ python eval.py out/none out/local --task repeats
+    examples    what is retrieved where it helps most, or at the end of a prompt; a page of it
+                $ python eval.py out/drt --task examples --html out/page.html
+    generate    text that continues a prompt
+                $ python eval.py out/drt --task generate --prompt 'def main' --temperature 0.5
+    pairs       BLEU, chrF and ROUGE of translations or summaries, after --data x.tsv
+                $ python eval.py out/mt --memory ext --split test --task pairs
+    translate   translations of the lines of a file
+                $ python eval.py out/mt --task translate --prompt-file de.txt --output en.txt
+    speed       time and memory of reading, generating and training
+                $ python eval.py out/base out/drt --task speed --lengths 16k,64k
+    niah        needles in a haystack: answers by length and depth (DRT, Table 2)
+                $ python eval.py out/niah --task niah --lengths 1k,64k,1m
+    datastore   of TRIME alone: is the next token among the most similar entries? (Table 13)
+                $ python eval.py out/none --memory ext --task datastore
+    ranks       of RPT alone: are the chunks that help ranked first? (Tables 2 and 3)
+                $ python eval.py out/rpt out/rpt-reference --task ranks
+
+Each token of a document except the first is scored once, in fp32; the document is read from its
+beginning. A model is evaluated in several ways, values of its attribute `way`:
 
     on              the model retrieves, as in training
     shuffled        it retrieves random chunks, or memories with exchanged values
     off             it retrieves nothing
     corpus, both    with --retrieve-from: it retrieves from that corpus; from corpus and text
+    on+cache, ...   with --cache: the same with a continuous cache (compared/cache.py)
 """
 import train    # before torch: it sets how torch's idle threads wait
-import argparse, itertools, json, os, re, sys, time
+import argparse, heapq, importlib.util, itertools, json, os, re, sys, time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -32,22 +57,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 import data
 from data import progress_bar
 
-# columns of the table: losses of tokens up to these positions in their document
-POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': sys.maxsize}
-# columns of Table 14 of TRIME: tokens that occur at most so often, but not in the column before
-FREQUENCIES = {'<=10': 10, '10-100': 100, '100-1k': 1000, '1k-10k': 10_000, '>10k': sys.maxsize}
-UNITS = {'k': 1024, 'm': 1024 ** 2}
-PAGE_TOKENS = 8192              # tokens of a document that a page shows, at most
-LINES_AT_ONCE = 64              # sources of pairs that are continued together, at most
-
 
 # --------------------------------------------------------------------------------------------------
-# flags
+# flags: what they are, and which task uses them
+UNITS = {'k': 2 ** 10, 'm': 2 ** 20}
+
+
 def numbers(text):
     """The type of a flag: '1k,16k,2m' -> {'1k': 1024, '16k': 16384, '2m': 2097152}"""
     if not re.fullmatch('[0-9]{1,9}[km]?(,[0-9]{1,9}[km]?)*', text):
         raise argparse.ArgumentTypeError(f'{text!r} is not like 0,16,1k,2m')
-    return {x: int(x.rstrip('km')) * UNITS.get(x[-1], 1) for x in text.split(',')}
+    values = {}
+    for name in text.split(','):
+        unit = UNITS.get(name[-1], 1)
+        values[name] = int(name.rstrip('km')) * unit
+    return values
 
 
 def new_file(text):
@@ -66,14 +90,16 @@ def new_file(text):
 
 @dataclass
 class EvalConfig:
+    """Each field is a flag, and the comment after it is its help. Where the comment begins with
+    names of tasks and a colon, other tasks refuse the flag; a report accepts what its parts do."""
     task: str = 'report'        # what is done; the last lines of --help have all
     model: str = ''             # your model file, as for train.py; several: a.py,b.py
     data: train.source = ''     # another corpus than the one of training
     retrieve_from: train.source = ''    # trime, drt: retrieve from the train split of this corpus
     cache: int = 0              # adds a continuous cache of up to so many tokens to every model
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
-    prompt: str = ''            # examples, generate: a text in place of the split's
-    prompt_file: train.expanded_path = ''   # the same from a file; -: from standard input
+    prompt: str = None          # examples, generate, translate: a text in place of the split's
+    prompt_file: train.expanded_path = None     # examples, generate, translate: its file; -: stdin
     html: new_file = None       # examples: a file for a page, a document and what is retrieved
     max_tokens: int = 200       # generate, pairs, translate: new tokens, at most
     temperature: float = 0.8    # generate: 0 takes the likeliest token
@@ -90,158 +116,230 @@ class EvalConfig:
 
 
 # --------------------------------------------------------------------------------------------------
-# runs
-def weights_of(name):
+# runs: a trained model, the text that it is evaluated on, and log P of its tokens
+def file_of_weights(name):
     """The file of a run, which is a folder or a .pt file. SystemExit if there is none"""
     for path in Path(name, 'best.pt'), Path(name, 'ckpt.pt'), Path(name):
         if path.is_file():
             return path
-    raise SystemExit(f'no such run: {name} (train.py makes runs)')
+    reason = 'there is no such file or folder'
+    if os.path.isdir(name):
+        reason = 'the folder has neither best.pt nor ckpt.pt'
+    raise SystemExit(f'{name}: {reason}; train.py makes runs')
+
+
+class Trained(NamedTuple):
+    """A run as train.py left it"""
+    name: str                   # on the command line
+    path: Path                  # the file of its weights
+    checkpoint: dict            # what this file holds
+    model: torch.nn.Module      # in eval mode
+    tokenizer: data.Tokenizer
 
 
 def read_run(name, model_files=''):
-    """The weights of a run. model_files: those of --model, of which one can be that of the run
-    -> path, what the checkpoint holds, the model in eval mode, the Tokenizer"""
-    path = weights_of(name)
+    """The Trained of a run. model_files: those of --model, of which one can be that of the run"""
+    path = file_of_weights(name)
     Models = [train.find_model(file) for file in model_files.split(',') if file]
     checkpoint, model, tokenizer = train.read_checkpoint(path, Models)
-    return path, checkpoint, model.eval(), tokenizer
+    return Trained(name, path, checkpoint, model.eval(), tokenizer)
 
 
 def load(name, model_file=''):
     """For a notebook: a run's folder or .pt file -> (model in eval mode, tokenizer). model_file: of
     your own model"""
-    _, _, model, tokenizer = read_run(name, model_file)
-    return model, tokenizer
+    trained = read_run(name, model_file)
+    return trained.model, trained.tokenizer
+
+
+def load_text(source, tokenizer, named_by):
+    """The data.Corpus of a text. SystemExit if there is none; named_by: begins the message"""
+    try:
+        return data.load(source, tokenizer, quiet=True)
+    except SystemExit as error:         # its message can begin with --data, whatever the flag is
+        reason = str(error).removeprefix(f'--data {source!a}: ')
+        raise SystemExit(f'{named_by} {source}: {reason}')
 
 
 def bytes_of_first_tokens(split, tokenizer):
     """The UTF-8 bytes of the first tokens of all documents; unknown words count as none, because
     their lengths are not known"""
-    ids = split.tokens[split.offsets[:-1]]
-    text = ''.join(tokenizer.tokens[i] for i in ids)
+    first_ids = split.tokens[split.offsets[:-1]]
+    text = ''.join(tokenizer.tokens[i] for i in first_ids)
     if tokenizer.name == 'word':
-        text = text.replace('<eos>', '\n').replace('<unk>', '').encode()
-    return len(text)                            # of others, a character is a byte
+        text = text.replace('<eos>', '\n').replace('<unk>', '')
+        return len(text.encode())
+    return len(text)                    # tokens of the others have a character for each byte
 
 
-class Run:
-    """A trained model, and the text that it is evaluated on
+class EvalRun:
+    """A trained model, the text that it is evaluated on, and log P of the tokens of this text
 
-    name, path          as on the command line; the file of the weights
-    model, tokenizer
-    checkpoint          what the file of the weights holds
-    chunk               tokens that are retrieved together; 1: single ones, TRIME's memories
-    corpus
-    source              the name or path of the text
-    about_text          fingerprint, size, ... of the text: runs of one table have the same
-    split               n_bytes does not count the first tokens, which are not scored
-    documents           of the split, each (n,) int64
-    ways                names of the ways of evaluation; the way `off` retrieves nothing
-    on                  the way that retrieves most
-    scores              way -> log_p of each document, (n - 1,) fp64; set by `score`"""
-    def __init__(self, name, weights, args):
-        """Reads the text, and what the model needs for it. weights: see read_run"""
+    name            of the run, as on the command line
+    path            the file of its weights
+    checkpoint      what this file holds, a dict
+    Model           the class of the model
+    model           in eval mode; with --cache, a Cache around it
+    tokenizer       a data.Tokenizer
+    chunk           tokens that are retrieved together; 1: single ones, TRIME's memories
+    source          the name or path of the text
+    corpus          its data.Corpus
+    external        the Corpus of --retrieve-from; without the flag the same as corpus
+    split           the data.Split that is evaluated; its n_bytes are those of the scored tokens:
+                    all but the first of each document
+    documents       the documents of the split that have a scored token, each (n,) int64
+    about_text      name, fingerprint and sizes of the text: equal for all runs of a table
+    log_p_of        {way: log P of the scored tokens of each document, (n - 1,) fp64}; `evaluate`
+                    adds a way"""
+    def __init__(self, trained, args):
+        """Reads the text. args: the values of all flags; device is a torch.device"""
+        # the model
+        name = trained.name
         self.name = name
-        self.path, self.checkpoint, model, self.tokenizer = weights
-        self.model = model.to(args.device)
-        self.chunk = train.part_of(type(model), 'batches')(model.config).get('chunk', 1)
-        self.load_text(args)
+        self.path = trained.path
+        self.checkpoint = trained.checkpoint
+        self.tokenizer = trained.tokenizer
+        self.Model = type(trained.model)
+        self.model = trained.model.to(args.device)
+        batches = train.part_of(self.Model, 'batches')
+        self.chunk = batches(self.model.config).get('chunk', 1)
+        self.log_p_of = {}
 
-        # what the model retrieves from; TRIME tunes its temperatures, too
-        prepare_eval = train.part_of(type(model), 'prepare_eval')
-        if prepare_eval:
-            external = data.load(args.retrieve_from or self.source, self.tokenizer, quiet=True)
-            prepare_eval(model, self.corpus, external, args, self.path)
-        elif args.retrieve_from:
-            raise SystemExit(f'{name} retrieves from its text alone: no --retrieve-from')
-        if args.cache:
-            self.model = cached(self, args)
-        self.ways = self.model.ways()
-        self.on = 'both' if 'both' in self.ways else self.ways[0]
-        self.scores = {}
-
-    def load_text(self, args):
-        """Sets corpus, about_text, split and documents."""
-        name = self.source = args.data or self.checkpoint['data']
-        corpus = self.corpus = data.load(name, self.tokenizer, quiet=True)
-        split = getattr(corpus, args.split)
-        if split is None:
-            raise SystemExit(f'{name} has no split {args.split}')
-        if not args.data and corpus.fingerprint != self.checkpoint['corpus']:
-            print(f'{self.name} was trained on another version of {name}: what is now in val and '
+        # the text, and that of --retrieve-from
+        self.source = args.data or self.checkpoint['data']
+        named_by = '--data' if args.data else f'--data: {name} was trained on'
+        self.corpus = load_text(self.source, self.tokenizer, named_by)
+        if not args.data and self.corpus.fingerprint != self.checkpoint['corpus']:
+            print(f'{name} was trained on another version of {self.source}: what is now in val and '
                   'test can have been in its training', file=sys.stderr)
-        self.about_text = dict(data=corpus.name, text=corpus.fingerprint[:8],
+        self.external = self.corpus
+        if args.retrieve_from:
+            if not train.part_of(self.Model, 'prepare_eval'):
+                raise SystemExit(f'{name} retrieves from its text alone: evaluate it without '
+                                 '--retrieve-from')
+            self.external = load_text(args.retrieve_from, self.tokenizer, '--retrieve-from')
+
+        # the split, and what is scored of it
+        split = getattr(self.corpus, args.split)
+        if split is None:
+            raise SystemExit(f'{self.source} has no split {args.split}: choose another --split')
+        self.about_text = dict(data=self.corpus.name, text=self.corpus.fingerprint[:8],
                                split=args.split, bytes=split.n_bytes, words=split.n_words)
-
-        # the bytes of what is scored
-        self.split = split._replace(
-            n_bytes=split.n_bytes - bytes_of_first_tokens(split, self.tokenizer))
-
-        # the documents in which there is a token to predict
+        n_bytes = split.n_bytes - bytes_of_first_tokens(split, self.tokenizer)
+        self.split = split._replace(n_bytes=n_bytes)
         tokens = torch.tensor(split.tokens.astype(int), device=args.device)
         documents = tokens.tensor_split(split.offsets[1:-1].tolist())
-        self.documents = [tokens for tokens in documents if len(tokens) > 1]
+        self.documents = [document for document in documents if len(document) > 1]
         if not self.documents:
-            raise SystemExit(f'{name}: no {args.split} document has two tokens')
+            raise SystemExit(f'{self.source}: no {args.split} document has two tokens; another '
+                             '--split or --data may have some')
+
+    def prepare(self, args):
+        """Prepares the model for the text: what it retrieves from and, for TRIME and a cache, the
+        constants that are tuned on another split. This can take minutes."""
+        prepare_eval = train.part_of(self.Model, 'prepare_eval')
+        if prepare_eval:
+            prepare_eval(self.model, self.corpus, self.external, args, self.path)
+        if args.cache:
+            self.model = cached_model(self, args)
+
+    @property
+    def of_pairs(self):
+        """Has the text pairs, "source TAB target"?"""
+        return self.corpus.tab >= 0
+
+    @property
+    def ways(self):
+        """Names of the ways of evaluation; the way `off`, the last one, retrieves nothing"""
+        return self.model.ways()
+
+    @property
+    def on(self):
+        """The way that retrieves most"""
+        return 'both' if 'both' in self.ways else self.ways[0]
 
     def log_p(self, way, tokens):
         """log P of every token of a document except the first: tokens (n,) -> (n - 1,) fp64"""
         self.model.way = way
         parts, state = [], None
-        for pairs in tokens.unfold(0, 2, 1).split(self.model.PIECE):    # (t, 2): token, next one
-            log_probs, state = self.model.stream(pairs[None, :, 0], state)
-            parts.append(log_probs[0].gather(1, pairs[:, 1:]))
+        inputs = tokens[:-1].split(self.model.PIECE)
+        targets = tokens[1:].split(self.model.PIECE)
+        for x, y in zip(inputs, targets):                                   # (t,), (t,)
+            log_probs, state = self.model.stream(x[None], state)            # (1, t, V)
+            parts.append(log_probs[0].gather(1, y[:, None]))                # (t, 1)
         return torch.cat(parts).flatten().cpu().double().numpy()
 
-    def score(self, way, part=''):
-        """Sets scores[way], once. part: for the line of progress, as `, 2 of 9`"""
-        if way not in self.scores:
-            desc = f'{self.name}, {way}{part}: tokens scored'
-            documents = progress_bar(self.documents, desc, size=len)
-            self.scores[way] = [self.log_p(way, tokens) for tokens in documents]
+    def evaluate(self, way, number):
+        """Sets log_p_of of a way, and that of `off`, with which all are compared; each once.
+        number: for the line of progress, as `2 of 9`"""
+        for each in ('off', way):
+            if each not in self.log_p_of:
+                desc = f'{self.name}, {each}, {number}: tokens scored'
+                documents = progress_bar(self.documents, desc, size=len)
+                self.log_p_of[each] = [self.log_p(each, tokens) for tokens in documents]
 
     def gains(self):
-        """What retrieval gains, in nats, for each token of a document except the first, (n - 1,)"""
-        return [on - off for on, off in zip(self.scores[self.on], self.scores['off'])]
+        """What retrieval gains for each scored token of each document, in nats, (n - 1,)"""
+        return [on - off for on, off in zip(self.log_p_of[self.on], self.log_p_of['off'])]
 
 
-def cached(run, args):
+def check_cache(run, args):
+    """SystemExit if --cache is for a model that has memories of single tokens. It is known before
+    the model is prepared."""
+    if not args.cache or run.chunk > 1:
+        return
+    has_memories = run.ways != ('off',)
+    advice = 'no --cache'
+    if hasattr(run.model.config, 'memory'):             # TRIME, in which prepare sets the ways
+        memory = args.memory or run.model.config.memory
+        has_memories = memory != 'none' or args.retrieve_from
+        advice += ', or also --memory none'
+    if has_memories:
+        raise SystemExit(f'eval.py: {run.name} has memories of single tokens itself: {advice}')
+
+
+def cached_model(run, args):
     """The model of a run with a continuous cache (compared/cache.py), tuned on another split"""
     from compared.cache import Cache
-    if run.model.ways() != ('off',) and run.chunk == 1:
-        raise SystemExit(f'{run.name}: TRIME has memories of single tokens: no --cache')
     model = Cache(run.model, args.cache).eval()
     split = run.corpus.tuning_split(args.split)
-    model.tune(split, args.progress_bar)
-    print(f'{run.path}: {model.constants}, tuned on {split.name}')
+    n_tokens = model.tune(split, args.progress_bar)
+    for way, constants in model.constants.items():
+        print(f'{run.path}, way {way}+cache: {constants}, tuned on the first {n_tokens:,} tokens '
+              f'of {split.name}')
     return model
 
 
-def score(runs, all_ways=True):
-    """Scores the documents in all ways of each run, or in `off` and run.on alone. Yields each pair
-    (run, way) when it is known; `off` is scored first, because all are compared with it."""
-    pairs = [(run, way) for run in runs for way in run.ways
-             if all_ways or way in ('off', run.on)]
-    for number, (run, way) in enumerate(pairs, 1):
-        run.score('off', f', {number} of {len(pairs)}')
-        run.score(way, f', {number} of {len(pairs)}')
-        yield run, way
+def ways_of(runs):
+    """All pairs of a run and one of its ways, each with its number, as `2 of 9`"""
+    pairs = [(run, way) for run in runs for way in run.ways]
+    for i, (run, way) in enumerate(pairs, 1):
+        yield run, way, f'{i} of {len(pairs)}'
 
 
 # --------------------------------------------------------------------------------------------------
-# the table
+# the table of losses, and what else is computed from log P of all tokens
+
+# columns of the table: losses of tokens up to these positions in their document
+POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': sys.maxsize}
+# columns of Table 14 of TRIME: tokens that occur at most so often, but not in the column before
+FREQUENCIES = {'<=10': 10, '10-100': 100, '100-1k': 1000, '1k-10k': 10_000, '>10k': sys.maxsize}
+
+
 def by_position(log_p, edges):
-    """Mean losses of tokens edges[i] to edges[i + 1] - 1 of a document; None where there is none"""
+    """Mean losses of tokens edges[i] to edges[i + 1] - 1 of a document; None where there is none.
+    log_p: [(n - 1,)] of the scored tokens of each document, which begin with token 1"""
     losses = []
     for first, stop in itertools.pairwise(edges):
-        part = np.concatenate([x[first - 1:stop - 1] for x in log_p])       # x[0] is of token 1
+        part = np.concatenate([x[first - 1:stop - 1] for x in log_p])
         losses.append(-part.mean() if len(part) else None)
     return losses
 
 
 def metrics(log_p, log_p_off, split):
-    """The columns of a row. split: its bytes are of the tokens of log_p, its words all the text's.
+    """The columns of a row. split: its bytes are those of the scored tokens, its words all words
+    log_p, log_p_off    log P in this way and in the way off, [(n_d,)] of each document d
+
     Tokens of a document depend on each other, so N documents are the sample. D_d: sum of log_p -
     log_p_off over the n_d tokens of d
         gain = Σ D_d / Σ n_d        error = sqrt(N) std(D_d - gain n_d) / Σ n_d
@@ -252,6 +350,7 @@ def metrics(log_p, log_p_off, split):
     total = n.sum()
     nats = -np.concatenate(log_p).sum()
     loss = nats / total
+    nats_per_word = nats / max(1, split.n_words)
     bits_per_byte = None
     if split.n_bytes:                           # 0: each document has a single byte
         bits_per_byte = nats / np.log(2) / split.n_bytes
@@ -267,7 +366,7 @@ def metrics(log_p, log_p_off, split):
     return {'loss': loss,
             'ppl': np.exp(loss),
             'bits/byte': bits_per_byte,
-            'word ppl': np.exp(min(700, nats / max(1, split.n_words))),     # e^710 is infinite
+            'word ppl': np.exp(min(700, nats_per_word)),                    # e^710 is infinite
             **dict(zip(POSITIONS, losses)),
             'gain over off': gain,
             '±': error}
@@ -285,62 +384,79 @@ def cell(x):
 
 
 class Table:
-    """A table that is printed row by row. Columns are as wide as the first row and this one need,
-    those for names of runs at least 15."""
+    """A table that is printed row by row. A row is a dict; all have the same keys, the columns. A
+    column is as wide as its name and its first value need, that of names of runs at least 15."""
     def __init__(self):
         self.rows = []
+        self.formats = []                   # of the columns: text is aligned left
 
     def add(self, row):
-        """Prints and keeps a row, a dict with the same keys as the first, which has a header."""
+        """Prints a row, and keeps it in rows; before the first one, the names of the columns."""
         self.rows.append(row)
-        columns = []                                            # formats: text is aligned left
-        for name, x in self.rows[0].items():
-            width = max(15 if name == 'run' else 8, len(name), len(cell(x)))
-            columns.append(f'<{width}' if isinstance(x, str) else f'>{width}')
+        cells = [cell(x) for x in row.values()]
         if len(self.rows) == 1:
+            for (name, x), shown in zip(row.items(), cells):
+                least = 15 if name == 'run' else 8
+                width = max(least, len(name), len(shown))
+                alignment = '<' if isinstance(x, str) else '>'
+                self.formats.append(f'{alignment}{width}')
             print()
-            print(*map(format, row, columns))
-        print(*map(format, map(cell, row.values()), columns))
+            print(*map(format, row, self.formats))
+        print(*map(format, cells, self.formats))
 
 
-def score_table(runs, args):
+def loss_table(runs, args):
     """Losses and gains of each run and way, on the same tokens -> all numbers"""
     documents = runs[0].documents
     N = len(documents)
-    about = dict(runs[0].about_text, documents=N, scored=sum(map(len, documents)) - N)
+    n_scored = sum(map(len, documents)) - N
+    about = dict(runs[0].about_text, documents=N, scored=n_scored)
     Table().add(about)
     print('\non: as in training; shuffled: wrong memory; off: none; corpus, both: --retrieve-from\n'
           'word ppl: per word between blanks, first words included, as is usual for WikiText\n'
           f'±: standard error of the gain, from {N} documents (below 5 it means little)')
     table = Table()
-    for run, way in score(runs):
+    for run, way, number in ways_of(runs):
+        run.evaluate(way, number)
         table.add({
             'run': run.name,
             'way': way,
             'params': sum(map(torch.numel, run.model.parameters())),
             'trained on': run.checkpoint['tokens'],
-            **metrics(run.scores[way], run.scores['off'], run.split)})
+            **metrics(run.log_p_of[way], run.log_p_of['off'], run.split)})
     return dict(about, rows=table.rows)
+
+
+def report(runs, args):
+    """The table, examples, samples and loss.png; of pairs, the task `pairs`"""
+    if runs[0].of_pairs:
+        return evaluate_pairs(runs, args)
+    result = dict(table=loss_table(runs, args),
+                  examples=examples(runs, args, n=1),
+                  samples=samples(runs, args))
+    save_picture(runs, 'loss.png', plot_losses, runs)
+    return result
 
 
 def frequency(runs, args):
     """Perplexities of rare and of frequent tokens (TRIME, Table 14): a token is in the column of
     the number of times that it occurs in the split; n is how many are scored there -> the rows"""
     table = Table()
-    for run, way in score(runs):
+    for run, way, number in ways_of(runs):
         # of each scored token: its frequency, its loss
-        split = run.split
-        count = np.bincount(split.tokens)                                   # (V,)
-        n = count[np.delete(split.tokens, split.offsets[:-1])]              # not of first tokens
-        losses = -np.concatenate(run.scores[way])
+        run.evaluate(way, number)
+        losses = -np.concatenate(run.log_p_of[way])
+        occurrences = np.bincount(run.split.tokens)                         # (V,)
+        scored = np.delete(run.split.tokens, run.split.offsets[:-1])        # not the first tokens
+        n = occurrences[scored]
 
         # the perplexities
         row = {'run': run.name, 'way': way, 'all': np.exp(losses.mean())}
         low = 0
         for name, high in FREQUENCIES.items():
-            part = losses[(n > low) & (n <= high)]
-            row[name] = np.exp(part.mean()) if len(part) else None
-            row[f'n {name}'] = len(part)
+            chosen = losses[(n > low) & (n <= high)]
+            row[name] = np.exp(chosen.mean()) if len(chosen) else None
+            row[f'n {name}'] = len(chosen)
             low = high
         table.add(row)
     return table.rows
@@ -348,66 +464,65 @@ def frequency(runs, args):
 
 def is_repeated(ids):
     """Which tokens of a document (n,) but the first occur earlier in it -> (n - 1,) bool"""
-    first = np.zeros(len(ids), bool)
-    first[np.unique(ids, return_index=True)[1]] = True
-    return ~first[1:]
+    _, first_places = np.unique(ids, return_index=True)
+    repeated = np.ones(len(ids), bool)
+    repeated[first_places] = False
+    return repeated[1:]
 
 
 def repeats(runs, args):
     """Losses of tokens that occur earlier in their document, and of new ones -> the rows"""
     table = Table()
-    for run, way in score(runs):
+    for run, way, number in ways_of(runs):
+        run.evaluate(way, number)
+        losses = -np.concatenate(run.log_p_of[way])
+        gains = np.concatenate(run.log_p_of[way]) - np.concatenate(run.log_p_of['off'])
         repeated = np.concatenate([is_repeated(ids.cpu().numpy()) for ids in run.documents])
-        losses = -np.concatenate(run.scores[way])
-        off = -np.concatenate(run.scores['off'])
         row = {'run': run.name, 'way': way, 'loss': losses.mean()}
         for name, chosen in ('repeated', repeated), ('new', ~repeated):
             row[name] = losses[chosen].mean()
-            row[f'gain, {name}'] = (off - losses)[chosen].mean()
+            row[f'gain, {name}'] = gains[chosen].mean()
             row[f'n {name}'] = int(chosen.sum())
         table.add(row)
     return table.rows
 
 
 # --------------------------------------------------------------------------------------------------
-# examples of retrieval
-def prompt_of(args):
-    """The text of --prompt, --prompt-file or standard input; '' if there is none"""
-    if args.prompt_file == '-':
-        return data.unix(sys.stdin.read())
-    if not args.prompt_file:
-        return args.prompt
-    path = Path(args.prompt_file)
-    try:
-        return data.read_text(path)
-    except UnicodeDecodeError:
-        reason, where = data.why_not_utf8(path)
-        raise SystemExit(f'eval.py: --prompt-file {path}: {reason}; {where}')
+# examples of retrieval: what is read to predict a token
+def check_prompt(runs, args):
+    """SystemExit if the prompt is too short for an example"""
+    for run in runs:
+        if args.prompt is not None and len(run.tokenizer.encode(args.prompt)) < 2:
+            raise SystemExit(f'eval.py: --prompt has fewer than two tokens of {run.name}: examples '
+                             'need more, --task generate does not')
 
 
 def show_example(run, tokens, t, **facts):
-    """Prints what is retrieved to predict token t + 1, 4 at most. -> the same as a dict"""
-    # where it is
+    """Prints what is retrieved to predict token t + 1 of tokens (n,), 4 chunks or memories at most.
+    facts: {name: value}, printed too -> all of it as a dict"""
+    # the place
     decode = run.tokenizer.decode
-    print(f'\n{run.name} retrieves this to predict the token after `before`:')
     facts['before'] = decode(tokens[:t + 1][-32:])
     facts['next'] = decode(tokens[t + 1:][:16])
+    print(f'\n{run.name} retrieves this to predict the token after `before`:')
     for key, value in facts.items():
         if value != '':
             print(f'{key:9} {value!r}')
 
-    # the chunks or memories of largest weight
+    # the chunks or memories of largest weight; of chunks, 32 tokens around the end of the first one
     run.model.way = run.on
+    first = max(0, run.chunk - 16)
     retrieved = []
     table = Table()
     for weight, ids, start, end in run.model.trace(tokens, t)[:4]:
-        ago = t + 2 - end if ids is tokens else None            # None: in another text
-        read = ids[start:end]
-        first = max(0, run.chunk - 16)          # 32 tokens around the end of the first chunk
-        text = decode(read[first:first + 32])
-        shown = f'{text!r}'
-        if run.chunk == 1:                                      # a memory
-            shown = f'{decode(read[:-1])!r} -> {decode(read[-1:])!r}'
+        ids_read = ids[start:end]
+        text = decode(ids_read[first:first + 32])
+        shown = repr(text)
+        if run.chunk == 1:                                      # a memory: context -> value
+            shown = f'{decode(ids_read[:-1])!r} -> {decode(ids_read[-1:])!r}'
+        ago = None                                              # of another text
+        if ids is tokens:
+            ago = t + 2 - end
         row = dict(weight=weight, start=start, end=end, ago=ago, text=text)
         retrieved.append(row)
         table.add(dict(row, text=shown))
@@ -417,12 +532,13 @@ def show_example(run, tokens, t, **facts):
 
 
 def best_examples(run, n):
-    """Examples of n documents, each of the token that gains most"""
+    """Examples of n documents, those with the largest gains, each of the token that gains most"""
+    gains = run.gains()
+    order = sorted(range(len(gains)), key=lambda d: -gains[d].max())
     results = []
-    best = sorted(enumerate(run.gains()), key=lambda item: -item[1].max())
-    for d, gains in best[:n]:
-        t = int(gains.argmax())                                 # gains[t] is of token t + 1
-        gain = round(float(gains[t]), 4)
+    for d in order[:n]:
+        t = int(gains[d].argmax())                              # gains[d][t] is of token t + 1
+        gain = round(float(gains[d][t]), 4)
         results.append(show_example(run, run.documents[d], t, document=d, token=t + 1, gain=gain))
     return results
 
@@ -432,107 +548,85 @@ def examples(runs, args, n=3):
     --html: a page for the prompt, or for the document that gains most in the first run"""
     for run in runs:
         if run.on == 'off':
-            print(f'\n{run.name} retrieves nothing')
+            print(f'\n{run.name} retrieves nothing: there is nothing to show')
     runs = [run for run in runs if run.on != 'off']
+    if not runs:
+        return []
     print('\ngain: in nats; start, end: tokens of the document; ago: tokens from the last of them '
           'to the predicted one\ntext: of chunks, 32 tokens around the end of the first one')
 
-    # examples, and the text of a page
+    # of a prompt, or of documents; texts: of each run, for the page
     results, texts = [], []
-    prompt = prompt_of(args)
-    if prompt:
+    if args.prompt is not None:
         for run in runs:
-            tokens = run.documents[0].new_tensor(run.tokenizer.encode(prompt))
-            if len(tokens) < 2:
-                raise SystemExit('eval.py: --prompt has fewer than two tokens')
+            ids = run.tokenizer.encode(args.prompt)
+            tokens = run.documents[0].new_tensor(ids)
             results.append(show_example(run, tokens, len(tokens) - 1))
             texts.append(tokens)
     else:
-        list(score(runs, all_ways=False))                       # sets run.scores
+        for i, run in enumerate(runs, 1):
+            run.evaluate(run.on, f'run {i} of {len(runs)}')
         for run in runs:
             results += best_examples(run, n)
-        if runs:
-            document = np.argmax([gain[:PAGE_TOKENS].sum() for gain in runs[0].gains()])
-            texts = [run.documents[document][:PAGE_TOKENS] for run in runs]
+        gains = [gain[:PAGE_TOKENS].sum() for gain in runs[0].gains()]      # of the documents
+        d = np.argmax(gains)
+        texts = [run.documents[d][:PAGE_TOKENS] for run in runs]
 
-    if args.html and runs:
+    if args.html:
         write_page(args.html, [page_of(run, tokens) for run, tokens in zip(runs, texts)])
     return results
 
 
 # --------------------------------------------------------------------------------------------------
-# a page that shows a document and what is retrieved
-def page_of(run, tokens):
-    """What a page shows of a run and a text (n,). losses: off and on, of all tokens but the first;
-    traces: for each chunk but the first (TRIME: token), for each group of layers, what is retrieved
-    to predict its tokens: [weight, start, end, []], the list has the tokens of another text"""
-    losses = [-run.log_p(way, tokens) for way in ('off', run.on)]
-    chunk, traces, state = run.chunk, [], None
-
-    # each chunk is read once, and traced for each group of layers, or once if there are no groups
-    n_groups = getattr(run.model.config, 'groups', 0)
-    options = [dict(group=group) for group in range(n_groups)] or [{}]
-    for t in progress_bar(range(chunk, len(tokens), chunk), f'{run.name}, chunks traced'):
-        state = run.model.read(tokens[None, t - chunk:t], state)
-        by_group = []
-        for option in options:
-            reads = []
-            for weight, ids, start, end in run.model.trace(tokens, t, state, **option)[:8]:
-                other_text = [] if ids is tokens else ids[start:end].tolist()
-                reads.append([round(weight, 4), start, end, other_text])
-            by_group.append(reads)
-        traces.append(by_group)
-    return dict(run=run.name, chunk=chunk, traces=traces,
-                tokens=tokens.tolist(), losses=np.round(losses, 3).tolist(),
-                tokenizer=run.tokenizer.to_dict())
+# samples: text that a model generates after a prompt
+def draw_token(log_p, args, generator):
+    """A token drawn from P^(1/temperature) (0: the likeliest), among the top_k likeliest tokens (0:
+    all) that are also among the fewest with a sum of top_p (Holtzman et al. 2020). log_p (V,)"""
+    logits = log_p / max(args.temperature, 1e-9)
+    p, tokens = logits.softmax(-1).sort(descending=True)
+    p[p.cumsum(0) - p > args.top_p] = 0         # tokens after the first ones with a sum of top_p
+    if args.top_k:
+        p[args.top_k:] = 0
+    return tokens[torch.multinomial(p, 1, generator=generator)].item()
 
 
-def write_page(path, pages):
-    """Writes assets/trace.html with the data of the runs in it."""
-    script = json.dumps(pages).replace('<', '\\u003c')          # no text ends the script
-    page = (Path(__file__).parent / 'assets/trace.html').read_text('utf-8')
-    train.write(path, page.replace('{{runs}}', script))
-    print(f'\n{path}')
-
-
-# --------------------------------------------------------------------------------------------------
-# samples
 def generate(model, tokenizer, prompt, args):
-    """-> text that continues the prompt, to <|endoftext|> or max_tokens; drawn from
-    P^(1/temperature) (0: the likeliest), among the top_k likeliest tokens (0: all) that are also
-    among the fewest with a sum of top_p (Holtzman et al. 2020). args: as EvalConfig"""
+    """-> text that continues the prompt, to <|endoftext|> or max_tokens; an empty prompt is the
+    beginning of a document. args: max_tokens, temperature, top_k, top_p and seed of EvalConfig"""
+    # a document begins after <|endoftext|>, or, with words, after the end of a line
+    ids = tokenizer.encode(prompt).tolist()
+    if not ids:
+        ids = [tokenizer.ids['<eos>'] if tokenizer.eot is None else tokenizer.eot]
+
     # all tokens of the prompt but the last are read, this one is the first to be continued
     generator = torch.Generator().manual_seed(args.seed)
-    ids = tokenizer.encode(prompt).tolist() or [tokenizer.eot or 0]
-    prompt = torch.tensor([ids], device=next(model.parameters()).device)        # (1, t)
-    state = read_long(model, prompt[:, :-1], 'tokens of the prompt read')
+    tokens = torch.tensor([ids], device=next(model.parameters()).device)        # (1, t)
+    state = read_long(model, tokens[:, :-1], 'tokens of the prompt read')
 
+    generated = []
+    last = tokens[:, -1:]                                                       # (1, 1)
     for _ in progress_bar(range(args.max_tokens), 'tokens generated'):
-        log_probs, state = model.stream(prompt.new_tensor([ids[-1:]]), state)
-        scores = log_probs[0, -1].cpu().double() / max(args.temperature, 1e-9)  # (V,)
-        p, tokens = scores.softmax(-1).sort(descending=True)
-
-        # tokens after the first with a sum of top_p, or after the first top_k, are not drawn
-        p[p.cumsum(0) - p > args.top_p] = 0
-        p[args.top_k or len(p):] = 0
-        token = tokens[torch.multinomial(p, 1, generator=generator)].item()
+        log_probs, state = model.stream(last, state)                            # (1, 1, V)
+        token = draw_token(log_probs[0, -1].cpu().double(), args, generator)
         if token == tokenizer.eot:
             break
-        ids.append(token)
-    return tokenizer.decode(ids[prompt.size(1):])
+        generated.append(token)
+        last = tokens.new_tensor([[token]])
+    return tokenizer.decode(generated)
 
 
 def read_long(model, tokens, desc):
     """model.read with a line of progress: tokens (B, t) -> the state"""
     state = None
-    for piece in progress_bar(tokens.split(2 ** 16, 1), desc, size=lambda piece: piece.size(1)):
+    pieces = tokens.split(2 ** 16, 1)
+    for piece in progress_bar(pieces, desc, size=lambda piece: piece.size(1)):
         state = model.read(piece, state)
     return state
 
 
-def repeated(ids):
+def share_of_repeated_8_grams(ids):
     """The share of the 8-grams of ids (n,) that occur earlier in it; 0 if there is none"""
-    grams = list(zip(*(ids[i:] for i in range(8))))
+    grams = [tuple(ids[i:i + 8]) for i in range(len(ids) - 7)]
     if not grams:
         return 0
     return 1 - len(set(grams)) / len(grams)
@@ -541,52 +635,47 @@ def repeated(ids):
 def samples(runs, args):
     """Continues the prompt, or 1,024 tokens up to the middle of the longest document; on and off"""
     rows = []
-    given = prompt_of(args)
     for run in runs:
-        # what comes before and after the middle of a document
-        prompt, texts = given, {}
-        if not given:
+        # the prompt; without one, what comes before and after the middle of a document
+        texts = {}
+        prompt = args.prompt
+        if prompt is None:
             document = max(run.documents, key=len)
             before, after = document.tensor_split([len(document) // 2])
             prompt = run.tokenizer.decode(before[-1024:]).strip('\ufffd')       # cut characters
             texts['the document'] = run.tokenizer.decode(after[:args.max_tokens])
 
-        # continue it in both ways
-        for way in dict.fromkeys((run.on, 'off')):
+        # its continuation in both ways, which are one if the model retrieves nothing
+        for way in dict.fromkeys([run.on, 'off']):
             run.model.way = way
             texts[way] = generate(run.model, run.tokenizer, prompt, args)
 
-        # next to the document itself
         print(f'\n{run.name} continues\n\n{prompt[-300:]}')
         for way, text in texts.items():
-            share = repeated(run.tokenizer.encode(text.replace('\ufffd', '')))
+            ids = run.tokenizer.encode(text.replace('\ufffd', '')).tolist()
+            share = share_of_repeated_8_grams(ids)
             print(f'\n[{way}: {share:.0%} of the 8-grams are repeated]\n{text}')
             rows.append(dict(run=run.name, way=way, prompt=prompt, text=text, repeated=share))
     return rows
 
 
 # --------------------------------------------------------------------------------------------------
-# pairs: translations and summaries
+# pairs: translations and summaries by beam search
+SOURCES_AT_ONCE = 64            # sources that are continued together, at most
+
+
 class Hypothesis(NamedTuple):
-    """The beginning of a text that beam search can continue"""
-    log_p: float
-    ids: list           # from the last id of the prompt on
-    row: int            # the row of the state that has its tokens except the last
+    """A text that beam search may continue, or that has ended"""
+    prompt: int         # the number of the prompt that it continues
+    log_p: float        # log P of the text
+    ids: list           # the last id of the prompt, then those of the text
+    row: int            # the row of the model's state that has read all of them except the last
 
-    def score(self, length=None):
-        """log P / length^0.6 (ours; with log P alone short texts win); length: of the text, or of a
-        longer one"""
-        return self.log_p / (length or len(self.ids) - 1) ** 0.6
-
-
-def longer(hypotheses, likeliest, beam):
-    """The `beam` best continuations of the hypotheses of one prompt by one token. likeliest: for
-    each row of the state the likeliest tokens, [(log P, token)]"""
-    found = []
-    for log_p, ids, row in hypotheses:
-        for x, token in likeliest[row]:
-            found.append(Hypothesis(log_p + x, [*ids, token], row))
-    return sorted(found, key=Hypothesis.score, reverse=True)[:beam]
+    def normalized_log_p(self, length=None):
+        """log P / length^0.6 (ours; with log P alone short texts win), by which hypotheses are
+        compared. length: in tokens, of the text, or of a longer one"""
+        length = length or len(self.ids) - 1
+        return self.log_p / length ** 0.6
 
 
 def rows_of_state(state, rows):
@@ -601,71 +690,110 @@ def rows_of_state(state, rows):
     return tree_map(select, state)
 
 
+def continuations(model, state, hypotheses, beam):
+    """Each of n hypotheses with each of its `beam` likeliest next tokens -> n * beam hypotheses;
+    the new state, of n rows. state: see Hypothesis.row"""
+    device = next(model.parameters()).device
+    rows = torch.tensor([x.row for x in hypotheses], device=device)             # (n,)
+    last = torch.tensor([x.ids[-1:] for x in hypotheses], device=device)        # (n, 1)
+    log_probs, state = model.stream(last, rows_of_state(state, rows))           # (n, 1, V)
+    log_p, tokens = log_probs[:, -1].topk(min(beam, log_probs.size(2)))         # (n, beam)
+    longer = []
+    for row, x in enumerate(hypotheses):
+        for next_log_p, token in zip(log_p[row].tolist(), tokens[row].tolist()):
+            longer.append(Hypothesis(x.prompt, x.log_p + next_log_p, [*x.ids, token], row))
+    return longer, state
+
+
 def beam_search(model, prompts, eot, args):
-    """The text that continues each of B prompts with the largest score that is found, to
-    <|endoftext|> (eot) or n tokens: max_tokens, or as many as a training sequence has. Each step
-    keeps the args.beam best continuations of a prompt. Those that end leave, and those that can
-    have no better score than the best one that has ended. prompts (B, t) -> B lists of ids"""
+    """Searches the text of largest normalized log P after each of B prompts: prompts (B, t) -> B
+    lists of ids. A text ends with <|endoftext|> (eot), or after max_tokens, or after as many tokens
+    as a training sequence has. Each step keeps the args.beam best continuations of a prompt. It
+    drops those that have ended, and those that cannot become better than the best of these."""
     n = min(args.max_tokens, model.config.block_size)
     state = model.read(prompts[:, :-1])
-    open_ones = [[Hypothesis(0.0, [last], row)] for row, last in enumerate(prompts[:, -1].tolist())]
+    hypotheses = [Hypothesis(i, 0.0, [token], row=i)
+                  for i, token in enumerate(prompts[:, -1].tolist())]
     best = [None] * len(prompts)                                # of those that have ended
     for length in range(1, n + 1):
-        # the likeliest next tokens of the open hypotheses of all prompts at once
-        hypotheses = [x for group in open_ones for x in group]
+        # continuations of all prompts at once
         if not hypotheses:
             break
-        rows = prompts.new_tensor([x.row for x in hypotheses])
-        last = prompts.new_tensor([[x.ids[-1]] for x in hypotheses])
-        log_probs, state = model.stream(last, rows_of_state(state, rows))
-        values, tokens = log_probs[:, -1].topk(min(args.beam, log_probs.size(2)))
-        likeliest = [list(zip(*row)) for row in zip(values.tolist(), tokens.tolist())]
+        longer, state = continuations(model, state, hypotheses, args.beam)
+        of_prompt = defaultdict(list)
+        for x in longer:
+            of_prompt[x.prompt].append(x)
 
-        # the best continuations of each prompt
-        first = 0
-        for i, group in enumerate(open_ones):
-            of_state = [x._replace(row=first + k) for k, x in enumerate(group)]
-            first += len(group)
-            open_ones[i] = []
-            for x in longer(of_state, likeliest, args.beam):
+        # the best ones of each prompt
+        hypotheses = []
+        for i, candidates in of_prompt.items():
+            unfinished = []
+            for x in heapq.nlargest(args.beam, candidates, key=Hypothesis.normalized_log_p):
                 if x.ids[-1] != eot and length < n:
-                    open_ones[i].append(x)
-                elif best[i] is None or x.score() > best[i].score():
+                    unfinished.append(x)
+                elif best[i] is None or x.normalized_log_p() > best[i].normalized_log_p():
                     best[i] = x
 
-            # log P only falls, so the score of a longer text is at most log P / n^0.6
+            # log P only falls, so the value of a longer text is at most log P / n^0.6
             if best[i]:
-                least = best[i].score()
-                open_ones[i] = [x for x in open_ones[i] if x.score(n) > least]
+                least = best[i].normalized_log_p()
+                unfinished = [x for x in unfinished if x.normalized_log_p(n) > least]
+            hypotheses += unfinished
     return [x.ids[1:] for x in best]
 
 
 def continue_sources(run, sources, args, desc):
     """Beam search after each of some sources, (t,) tensors that end with TAB. Those of equal length
-    are continued together, because then nothing is padded -> lists of ids, in the same order"""
+    are continued together, because then nothing is padded -> texts, in the same order"""
     # batches of numbers of sources
-    by_length = {}
+    of_length = defaultdict(list)
     for i, source in enumerate(sources):
-        by_length.setdefault(len(source), []).append(i)
-    batches = [group[start:start + LINES_AT_ONCE] for group in by_length.values()
-               for start in range(0, len(group), LINES_AT_ONCE)]
+        of_length[len(source)].append(i)
+    batches = []
+    for numbers_of_length in of_length.values():
+        for start in range(0, len(numbers_of_length), SOURCES_AT_ONCE):
+            batches.append(numbers_of_length[start:start + SOURCES_AT_ONCE])
 
-    results = [None] * len(sources)
+    texts = [''] * len(sources)
     for batch in progress_bar(batches, desc, size=len):
-        prompts = torch.stack([sources[i] for i in batch])
-        texts = beam_search(run.model, prompts, run.tokenizer.eot, args)
-        for i, ids in zip(batch, texts):
-            results[i] = ids
-    return results
+        prompts = torch.stack([sources[i] for i in batch])                      # (B, t)
+        for i, ids in zip(batch, beam_search(run.model, prompts, run.tokenizer.eot, args)):
+            texts[i] = text_of(run, ids)
+    return texts
+
+
+def text_of(run, ids):
+    """The text of ids, without <|endoftext|>"""
+    return run.tokenizer.decode(ids).removesuffix('<|endoftext|>')
+
+
+def show_long_sources(run, sources):
+    """Prints how many of some sources, with their TAB, no training sequence can have."""
+    T = run.model.config.block_size
+    n_long = sum(len(source) > T for source in sources)
+    if n_long:
+        print(f'{run.name}: {n_long:,} of {len(sources):,} sources have more than {T} tokens '
+              '(--block-size). Training leaves such pairs out; here they are continued, too',
+              file=sys.stderr)
 
 
 UNSPACED = r'[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]'
 
 
-def is_unspaced(texts):
-    """Are most of the letters of some texts of a script that has no blanks between words?"""
-    text = ''.join(texts)
-    return 2 * len(regex.findall(UNSPACED, text)) > len(regex.findall(r'\p{L}', text))
+def is_unspaced(text):
+    """Are most of the letters of a text of a script that has no blanks between words?"""
+    letters = regex.findall(r'\p{L}', text)
+    unspaced = regex.findall(UNSPACED, text)
+    return 2 * len(unspaced) > len(letters)
+
+
+def bleu_tokenizer(text):
+    """The name of sacrebleu's tokenizer for a text: by words, in Chinese, by characters"""
+    if not is_unspaced(text):
+        return '13a'
+    is_japanese = regex.search(r'[\p{Hiragana}\p{Katakana}]', text)
+    is_chinese = regex.search(r'\p{Han}', text) and not is_japanese
+    return 'zh' if is_chinese else 'char'
 
 
 class RougeTokens:
@@ -685,61 +813,67 @@ def text_metrics(references, hypotheses):
     -> {name: value}, {name: how its texts are cut}"""
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics import BLEU, CHRF
-    unspaced = is_unspaced(references)
-    has_kana = regex.search(r'[\p{Hiragana}\p{Katakana}]', ''.join(references))
-    tokenizer = '13a'
-    if unspaced:
-        is_chinese = regex.search(r'\p{Han}', ''.join(references)) and not has_kana
-        tokenizer = 'zh' if is_chinese else 'char'
-    bleu = BLEU(tokenize=tokenizer)
+    text = ''.join(references)
+    bleu = BLEU(tokenize=bleu_tokenizer(text))
     chrf = CHRF()
     values = {'BLEU': bleu.corpus_score(hypotheses, [references]).score,
               'chrF': chrf.corpus_score(hypotheses, [references]).score}
-    if max(len(bleu.tokenizer(text).split()) for text in references) < 4:
+    n_tokens = [len(bleu.tokenizer(reference).split()) for reference in references]
+    if max(n_tokens) < 4:
         values['BLEU'] = None
 
-    tokens = RougeTokens(unspaced)
+    # ROUGE of the lines whose reference has a token
     names = 'rouge1', 'rouge2', 'rougeL'
+    tokens = RougeTokens(is_unspaced(text))
     scorer = RougeScorer(names, tokenizer=tokens)
-    pairs = zip(references, hypotheses)
-    scores = [scorer.score(*pair) for pair in pairs if tokens.tokenize(pair[0])]
+    lines = [scorer.score(reference, hypothesis)
+             for reference, hypothesis in zip(references, hypotheses) if tokens.tokenize(reference)]
     for name in names:
-        values[name] = 100 * float(np.mean([x[name].fmeasure for x in scores])) if scores else None
+        values[name] = None
+        if lines:
+            values[name] = 100 * float(np.mean([line[name].fmeasure for line in lines]))
     return values, {'BLEU': str(bleu.get_signature()), 'chrF': str(chrf.get_signature()),
                     'ROUGE': f'{tokens.name} in small letters'}
 
 
+def check_beam(runs, args):
+    """SystemExit unless the runs' text has pairs, and beam search has something to do"""
+    if not runs[0].of_pairs:
+        raise SystemExit(f'eval.py: --task {args.task} needs runs on .tsv files, source TAB target')
+    if min(args.beam, args.max_tokens) < 1:
+        raise SystemExit('eval.py: --beam and --max-tokens are 1 or more')
+
+
 def check_pairs(runs, args):
-    """SystemExit unless the runs' text has pairs"""
-    if runs[0].corpus.tab < 0 or args.beam < 1:
-        raise SystemExit(f'eval.py: --task {args.task} needs runs on .tsv files, and a --beam of 1 '
-                         'or more')
+    """SystemExit unless beam search has something to do, and its results can be compared"""
+    check_beam(runs, args)
+    if not all(map(importlib.util.find_spec, ['rouge_score', 'sacrebleu'])):
+        raise SystemExit('eval.py: --task pairs needs: pip install sacrebleu rouge-score')
 
 
-def score_pairs(runs, args):
+def evaluate_pairs(runs, args):
     """Translations or summaries of lines of a split (TRIME, Table 6; DRT, Table 2): BLEU, chrF and
     ROUGE of all lines; the first lines -> the rows; how texts are cut; source, reference and
     hypothesis of each line"""
-    check_pairs(runs, args)
-    try:
-        import rouge_score, sacrebleu       # noqa: F401
-    except ImportError:
-        raise SystemExit('eval.py: --task pairs needs: pip install sacrebleu rouge-score')
-    table, texts = Table(), {}
+    table = Table()
+    texts, signatures = {}, {}
     for run in runs:
-        decode = lambda ids: run.tokenizer.decode(ids).removesuffix('<|endoftext|>')
-        pairs = run.documents[:args.lines or None]
-        n = [1 + ids.tolist().index(run.corpus.tab) for ids in pairs]       # of a source and TAB
-        sources = [ids[:i] for ids, i in zip(pairs, n)]
+        # sources end with TAB, references with <|endoftext|>
+        sources, references = [], []
+        for ids in run.documents[:args.lines or None]:
+            n = 1 + ids.tolist().index(run.corpus.tab)
+            sources.append(ids[:n])
+            references.append(text_of(run, ids[n:]))
+        show_long_sources(run, sources)
+
         for way in run.ways:
             run.model.way = way
-            found = continue_sources(run, sources, args, f'{run.name}, {way}: lines')
-            lines = [[decode(ids[:i - 1]), decode(ids[i:]), decode(hypothesis)]
-                     for ids, i, hypothesis in zip(pairs, n, found)]
-            texts[f'{run.name}, {way}'] = lines
-            _, references, hypotheses = zip(*lines)
+            hypotheses = continue_sources(run, sources, args, f'{run.name}, {way}: lines')
             values, signatures = text_metrics(references, hypotheses)
-            table.add({'run': run.name, 'way': way, 'lines': len(lines), **values})
+            table.add({'run': run.name, 'way': way, 'lines': len(sources), **values})
+            texts[f'{run.name}, {way}'] = [
+                [text_of(run, source[:-1]), reference, hypothesis]
+                for source, reference, hypothesis in zip(sources, references, hypotheses)]
 
     # how texts are cut, and the first lines
     print()
@@ -752,28 +886,34 @@ def score_pairs(runs, args):
     return dict(rows=table.rows, signatures=signatures, texts=texts)
 
 
+def check_translate(runs, args):
+    """SystemExit unless there are sources, and beam search has something to do"""
+    if args.prompt is None:
+        raise SystemExit('eval.py: --task translate needs --prompt-file FILE, a source a line')
+    check_beam(runs, args)
+
+
 def translate(runs, args):
     """The lines of --prompt-file as sources of pairs: prints their targets, or writes them to
     --output, a line each, in the way of the first run that retrieves most -> [target]"""
-    check_pairs(runs, args)
-    lines = prompt_of(args).removesuffix('\n').split('\n')
-    if lines == ['']:
-        raise SystemExit('eval.py: --task translate needs --prompt-file FILE, a source a line')
     run = runs[0]
     run.model.way = run.on
+    lines = args.prompt.removesuffix('\n').split('\n') if args.prompt else []
 
     # blanks at the ends are not a part of a source, as in training; an empty line remains
-    numbers = [i for i, line in enumerate(lines) if line.strip()]
-    sources = []
-    for i in numbers:
-        source = ' '.join(lines[i].split('\t')).strip()
-        ids = run.tokenizer.encode(f'{source}\t')
-        sources.append(run.documents[0].new_tensor(ids))
+    sources = {}                                                # {number of a line: ids}
+    for i, line in enumerate(lines):
+        source = line.replace('\t', ' ').strip()
+        if source:
+            ids = run.tokenizer.encode(f'{source}\t')
+            sources[i] = run.documents[0].new_tensor(ids)
+    show_long_sources(run, sources.values())
+
     targets = [''] * len(lines)
-    for i, ids in zip(numbers, continue_sources(run, sources, args, f'{run.name}: lines')):
-        text = run.tokenizer.decode(ids).removesuffix('<|endoftext|>')
+    texts = continue_sources(run, [*sources.values()], args, f'{run.name}: lines')
+    for i, text in zip(sources, texts):
         targets[i] = ' '.join(text.split())
-    text = '\n'.join(targets) + '\n'
+    text = ''.join(f'{target}\n' for target in targets)
     if args.output:
         train.write(args.output, text)
         print(f'{len(targets)} lines: {args.output}')
@@ -783,13 +923,216 @@ def translate(runs, args):
 
 
 # --------------------------------------------------------------------------------------------------
-# pictures
-def draw(runs, name, plot, facts):
-    """Saves what plot(figure, facts) draws next to the first checkpoint, if it is possible"""
+# needles in a haystack: sentences hidden in a long text, and questions after it
+def needles_of(run):
+    """The data.Needles for the text of a run: with two hops if its --data is niah2, else one; in
+    chunks of the model, or of 32 tokens. SystemExit if the text or the tokenizer has too little"""
+    chunk = run.chunk if run.chunk > 1 else 32
+    least = 8 * chunk
+    if len(run.split.tokens) <= least:
+        raise SystemExit(f'eval.py: --task niah: {run.split.name} has {len(run.split.tokens):,} '
+                         f'tokens, more than {least} are needed: another --split or --data')
+    return data.Needles(run.split, run.tokenizer, run.corpus.hops or 1, block_size=least,
+                        micro_batch=1, seed=0, chunk=chunk)
+
+
+def chunks_of_depths(depths, n_chunks, hops):
+    """The chunks for needles at these depths, in %, of a text of n_chunks; its last two are for the
+    questions. None if there are not enough: each needle has its own, and one more with two hops"""
+    last = n_chunks - 3
+    chunks = [depth * last // 100 for depth in depths]
+    if len(set(chunks)) < len(chunks) or hops * len(chunks) > last:
+        return None
+    return chunks
+
+
+def check_niah(runs, args):
+    """SystemExit unless each text has a chunk for each needle"""
+    depths = [*args.depths.values()]
+    if max(depths) > 100 or len(set(depths)) < len(depths):
+        raise SystemExit(f'eval.py: --depths {",".join(args.depths)}: they have to differ, and to '
+                         'be at most 100')
+    for run in runs:
+        needles = needles_of(run)
+        for name, length in args.lengths.items():
+            n_chunks = length // needles.chunk
+            enough = n_chunks
+            while chunks_of_depths(depths, enough, needles.hops) is None:
+                enough += 1
+            if enough > n_chunks:
+                raise SystemExit(
+                    f'eval.py: --lengths {name}, --depths {",".join(args.depths)}: no chunk for '
+                    f'each needle; the shortest text has {enough * needles.chunk} tokens')
+
+
+def answers(run, needles, n_chunks, chunks, seed):
+    """Hides a needle in each of `chunks` of a text of n_chunks. Yields for each needle whether
+    greedy decoding answers its question: each token of the answer is the likeliest."""
+    # a text of whole chunks, from a random position of the split on
+    rng = np.random.default_rng(seed)
+    chunk, hops = needles.chunk, needles.hops
+    tokens = run.split.tokens
+    ids = np.roll(tokens, -rng.integers(len(tokens))).astype(int)
+    ids = np.resize(ids, n_chunks * chunk)                  # a short text is repeated
+
+    # the first sentences are in `chunks`; with two hops, the second ones are in random chunks
+    chains = needles.chains(rng, len(chunks), ids)          # (needles, hops + 1, 4) words of names
+    places = chunks
+    for hop in range(hops):
+        needles.hide(rng, ids, zip(places, chains[:, hop:hop + 2]))
+        places = [i for i in rng.permutation(n_chunks - 2) if i not in chunks]
+
+    # the text is read once; its last chunks, one for each hop, are overwritten by each question
+    text, last = run.documents[0].new_tensor(ids).tensor_split([-hops * chunk])
+    state = read_long(run.model, text[None], f'{run.name}, tokens of a text read')
+    for names in chains:
+        question, opens, answer, _ = map(last.new_tensor, needles.sentence(names))
+        last.view(hops, chunk)[:, -len(question):] = question
+        prompt = torch.cat([last, opens, answer[:-1]])
+        log_probs, _ = run.model.stream(prompt[None], state)
+        predicted = log_probs[0, -len(answer):].argmax(-1)
+        yield torch.equal(predicted, answer)
+
+
+def wilson_interval(right, n):
+    """The 95% confidence interval of a share p = right / n (Wilson 1927) -> low, high
+        (p + z² / 2n ± z sqrt(p (1 - p) / n + z² / 4n²)) / (1 + z² / n),  z = 1.96"""
+    p = right / n
+    z2 = 1.96 ** 2 / n                                      # z² / n
+    center = (p + z2 / 2) / (1 + z2)
+    width = (z2 * (p * (1 - p) + z2 / 4)) ** 0.5 / (1 + z2)
+    return max(0.0, center - width), min(1.0, center + width)
+
+
+def niah(runs, args):
+    """Needles in a haystack (DRT, Table 2): the share of right answers by length of the text and
+    depth in it, as a table and as niah.png. 10 texts of each length; from 400k tokens on fewer, at
+    least 5. low and high: a 95% interval of right; repeated: how often the split is repeated in a
+    text"""
+    table = Table()
+    for run, (name, length) in itertools.product(runs, args.lengths.items()):
+        needles = needles_of(run)
+        n_chunks = length // needles.chunk
+        chunks = chunks_of_depths(args.depths.values(), n_chunks, needles.hops)
+
+        # right answers
+        run.model.way = run.on
+        began = time.perf_counter()
+        n_texts = max(5, min(10, 2 ** 22 // length))        # 2^22 tokens in all, about
+        right = []
+        for i in progress_bar(range(n_texts), f'{run.name}, texts of {name} tokens'):
+            seed = [args.seed, length, i]
+            right.append([*answers(run, needles, n_chunks, chunks, seed)])
+        right = np.array(right)                             # (texts, depths)
+        low, high = wilson_interval(right.sum(), right.size)
+        shares = {f'{depth}%': share for depth, share in zip(args.depths.values(), right.mean(0))}
+        table.add({
+            'run': run.name,
+            'tokens': name,
+            'repeated': max(0.0, length / len(run.split.tokens) - 1),
+            'needles': right.size,
+            'right': right.mean(),
+            'low': low,
+            'high': high,
+            **shares,
+            's/needle': (time.perf_counter() - began) / right.size})
+    save_picture(runs, 'niah.png', plot_needles, table.rows)
+    return table.rows
+
+
+# --------------------------------------------------------------------------------------------------
+# speed: of reading and generating, then of training
+def clock(tokens):
+    """The time in seconds, when the device of the tokens has finished its work"""
+    tokens[0, 0].item()
+    return time.perf_counter()
+
+
+def n_bytes(state):
+    """The memory of all tensors in nested tuples and lists, except those in mapped files"""
+    tensors = filter(torch.is_tensor, tree_leaves(state))
+    return sum(x.nbytes for x in tensors if not x.untyped_storage().filename)
+
+
+def speed(runs, args):
+    """Time and memory of reading, generating and training (DRT, Table 3). Random tokens are read;
+    with the state of them, n_generated steps of one token are timed -> the rows of both tables"""
+    n_generated = 32
+    table = Table()
+    for run, (name, length) in itertools.product(runs, args.lengths.items()):
+        run.model.way = run.on
+        shape = 1, length + n_generated
+        tokens = torch.randint(run.model.config.vocab_size, shape, device=args.device)
+
+        # read, then one token per call, as in generating
+        began = clock(tokens)
+        state = read_long(run.model, tokens[:, :length], f'{run.name}, tokens read')
+        has_read = clock(tokens)
+        for token in tokens[0, length:]:
+            _, state = run.model.stream(token[None, None], state)
+        end = clock(tokens)
+        table.add({'run': run.name,
+                   'tokens': name,
+                   'reading s/token': (has_read - began) / length,
+                   'generating s/token': (end - has_read) / n_generated,
+                   'state MB': n_bytes(state) / 2 ** 20})
+    return table.rows + training_speed(runs, args.device)
+
+
+def training_seconds(model, device):
+    """Seconds of a forward and a backward pass, per token of a random micro-batch"""
+    shape = model.config.micro_batch, model.config.block_size
+    tokens = torch.randint(model.config.vocab_size, shape, device=device)
+    batch = data.Batch(tokens, tokens, torch.zeros_like(tokens), 0)
+    _, autocast = train.precision(device, 'auto')
+    model.train()
+    began = clock(tokens)
+    with torch.enable_grad(), autocast():
+        loss, _ = model(batch, 1.0)
+    loss.backward()
+    seconds = max(1e-9, clock(tokens) - began)          # a clock can be coarse
+    model.eval().zero_grad()
+    return seconds / tokens.numel()
+
+
+def training_macs(run, device):
+    """MACs of a forward and a backward pass, per token: half of torch's FLOPs. They are counted
+    with SDPA in plain PyTorch, because torch does not count all of its fused kernels."""
+    from torch.utils.flop_counter import FlopCounterMode            # imports Triton
+    flops = train.part_of(run.Model, 'FLOPS', {})
+    counter = FlopCounterMode(display=False, custom_mapping=flops)
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        training_seconds(run.model, device)
+    n_tokens = run.model.config.micro_batch * run.model.config.block_size
+    return counter.get_total_flops() // 2 // n_tokens
+
+
+def training_speed(runs, device):
+    """Prints MACs and seconds of forward and backward, per token; of RPT without the ranking loss.
+    Runs are interleaved, and the seconds are medians. -> the rows"""
+    macs = [training_macs(run, device) for run in runs]
+    times = []
+    for _ in progress_bar(range(5), 'training steps of each run'):
+        times.append([training_seconds(run.model, device) for run in runs])
+    times = np.median(times, axis=0)                                # (runs,)
+    table = Table()
+    for run, n, seconds in zip(runs, macs, times):
+        table.add({'run': run.name,
+                   'MACs/token': n,
+                   's/token': seconds,
+                   'MACs ratio': n / macs[0],
+                   'time ratio': seconds / times[0]})
+    return table.rows
+
+
+# --------------------------------------------------------------------------------------------------
+# pictures: losses by position and in training, and answers about needles
+def save_picture(runs, name, plot, shown):
+    """Saves what plot(figure, shown) draws next to the weights of the first run, if it can."""
     try:
         from matplotlib.figure import Figure            # pyplot would need a screen
         figure = Figure(layout='constrained')
-        plot(figure, facts)
+        plot(figure, shown)
         path = runs[0].path.with_name(name)
         figure.savefig(path, bbox_inches='tight')
         print(f'\n{path}')
@@ -798,8 +1141,7 @@ def draw(runs, name, plot, facts):
 
 
 def label_of(name):
-    """The name of a run as a label: matplotlib reads $ as mathematics and hides names with _ first
-    """
+    """The name of a run as a label. matplotlib reads $ as mathematics and hides a name after _."""
     name = name.replace('$', r'\$')
     return f' {name}' if name.startswith('_') else name
 
@@ -820,7 +1162,7 @@ def plot_positions(axes, run):
         return
     losses = {}
     for way in run.ways:
-        losses[way] = by_position(run.scores[way], edges)
+        losses[way] = by_position(run.log_p_of[way], edges)
         axes.plot(starts, losses[way], label=way)
     axes.fill_between(starts, losses[run.on], losses['off'], alpha=0.15, label='gain')
     axes.set(title=label_of(run.name), xlabel='position in the document (tokens)', xscale='log')
@@ -836,7 +1178,7 @@ def plot_training(axes, runs):
             continue
 
         # the first tenth of the losses is too high for the axis
-        log = list(map(json.loads, path.read_text().splitlines()))
+        log = [json.loads(line) for line in path.read_text().splitlines()]
         log = log[len(log) // 10:]
         n = 1 + len(log) // 30
         losses = [entry['loss'] for entry in log]
@@ -873,255 +1215,227 @@ def plot_needles(figure, rows):
 
 
 # --------------------------------------------------------------------------------------------------
-# speed
-def clock(tokens):
-    """The time in seconds, when the device of the tokens has finished its work"""
-    tokens[0, 0].item()
-    return time.perf_counter()
+# a page that shows a document and what is retrieved, in a browser
+PAGE_TOKENS = 8192              # tokens of a document that a page shows, at most
 
 
-def training_seconds(model, device):
-    """Seconds of a forward and a backward pass, per token of a random micro-batch"""
-    shape = model.config.micro_batch, model.config.block_size
-    tokens = torch.randint(model.config.vocab_size, shape, device=device)
-    batch = data.Batch(tokens, tokens, torch.zeros_like(tokens), 0)
-    _, autocast = train.precision(device, 'auto')
-    model.train()
-    began = clock(tokens)
-    with torch.enable_grad(), autocast():
-        loss, _ = model(batch, 1.0)
-    loss.backward()
-    seconds = max(1e-9, clock(tokens) - began)          # a clock can be coarse
-    model.eval().zero_grad()
-    return seconds / tokens.numel()
+def traces_of(run, tokens):
+    """What is retrieved to predict tokens (n,) -> traces[i][group], a list of what is retrieved for
+    chunk i + 1 (TRIME: for token i + 1), at most 8 [weight, start, end, other_text]. other_text:
+    its tokens, if it is of another text, else []. A model without groups of layers has one group
+    """
+    n_groups = getattr(run.model.config, 'groups', 0)
+    options = [dict(group=group) for group in range(n_groups)] or [{}]
+    run.model.way = run.on
+    traces, state = [], None
+    starts = range(run.chunk, len(tokens), run.chunk)
+    for t in progress_bar(starts, f'{run.name}, chunks traced'):
+        # each chunk is read once, whatever the number of groups
+        state = run.model.read(tokens[None, t - run.chunk:t], state)
+        by_group = []
+        for option in options:
+            retrieved = []
+            for weight, ids, start, end in run.model.trace(tokens, t, state, **option)[:8]:
+                other_text = [] if ids is tokens else ids[start:end].tolist()
+                retrieved.append([round(weight, 4), start, end, other_text])
+            by_group.append(retrieved)
+        traces.append(by_group)
+    return traces
 
 
-def training_speed(runs, device):
-    """Prints seconds (median of interleaved runs) and MACs of forward and backward, per token; of
-    RPT without the ranking loss. MACs are half of torch's FLOPs; they are counted with SDPA in
-    plain PyTorch, because torch does not count all of its fused kernels. -> the rows"""
-    from torch.utils.flop_counter import FlopCounterMode            # imports Triton
-    macs = []
-    for run in runs:
-        flops = train.part_of(type(run.model), 'FLOPS', {})
-        counter = FlopCounterMode(display=False, custom_mapping=flops)
-        with sdpa_kernel(SDPBackend.MATH), counter:
-            training_seconds(run.model, device)
-        config = run.model.config
-        n_tokens = config.micro_batch * config.block_size
-        macs.append(counter.get_total_flops() // 2 // n_tokens)
-
-    times = [[training_seconds(run.model, device) for run in runs]
-             for _ in progress_bar(range(5), 'training steps of each run')]
-    times = np.median(times, axis=0)                                # (runs,)
-    table = Table()
-    for run, n, seconds in zip(runs, macs, times):
-        table.add({'run': run.name,
-                   'MACs/token': n,
-                   's/token': seconds,
-                   'MACs ratio': n / macs[0],
-                   'time ratio': seconds / times[0]})
-    return table.rows
+def page_of(run, tokens):
+    """What a page shows of a run and a text (n,). losses: of the ways off and on, of n - 1 tokens
+    """
+    losses = [-run.log_p(way, tokens) for way in ('off', run.on)]
+    return dict(run=run.name, chunk=run.chunk, traces=traces_of(run, tokens),
+                tokens=tokens.tolist(), losses=np.round(losses, 3).tolist(),
+                tokenizer=run.tokenizer.to_dict())
 
 
-def n_bytes(state):
-    """The memory of all tensors in nested tuples and lists, except those in mapped files"""
-    tensors = filter(torch.is_tensor, tree_leaves(state))
-    return sum(x.nbytes for x in tensors if not x.untyped_storage().filename)
-
-
-def speed(runs, args):
-    """Seconds per token to read random tokens, then per token to predict the next ones; memory in
-    use for what was read, that of the state (DRT, Table 3). Then the speed of training -> the rows
-    of both"""
-    table = Table()
-    for run, (name, length) in itertools.product(runs, args.lengths.items()):
-        if length == 0:
-            raise SystemExit('eval.py: --lengths 0: there is nothing to read')
-        run.model.way = run.on
-        tokens = torch.randint(run.model.config.vocab_size, (1, length + 32),
-                               device=args.device)
-        began = clock(tokens)
-        state = read_long(run.model, tokens[:, :length], f'{run.name}, tokens read')
-        end = clock(tokens)
-        for token in tokens[0, length:]:
-            _, state = run.model.stream(token[None, None], state)
-        generating = clock(tokens) - end
-        table.add({'run': run.name,
-                   'tokens': name,
-                   'reading s/token': (end - began) / length,
-                   'generating s/token': generating / 32,
-                   'state MB': n_bytes(state) / 2 ** 20})
-    return table.rows + training_speed(runs, args.device)
+def write_page(path, pages):
+    """Writes assets/trace.html with the data of the runs in it."""
+    script = json.dumps(pages).replace('<', '\\u003c')          # no text ends the script
+    page = (Path(__file__).parent / 'assets/trace.html').read_text('utf-8')
+    train.write(path, page.replace('{{runs}}', script))
+    print(f'\n{path}')
 
 
 # --------------------------------------------------------------------------------------------------
-# needles in a haystack
-def answers(run, needles, n_chunks, chunks, seed):
-    """Hides a needle in each of `chunks` of a text of n_chunks. Yields for each needle whether
-    greedy decoding answers its question: each token of the answer is the likeliest."""
-    # a text of whole chunks, from a random position of the split on
-    rng = np.random.default_rng(seed)
-    chunk, hops = needles.chunk, needles.hops
-    tokens = run.split.tokens
-    ids = np.roll(tokens, -rng.integers(len(tokens))).astype(int)
-    ids = np.resize(ids, n_chunks * chunk)                  # a short text is repeated
-
-    # the first sentences are in `chunks`; with two hops, the second ones are in random chunks
-    chains = needles.chains(rng, len(chunks), ids)          # (needles, hops + 1, 4) words of names
-    places = chunks
-    for hop in range(hops):
-        needles.hide(rng, ids, zip(places, chains[:, hop:hop + 2]))
-        places = [i for i in rng.permutation(n_chunks - 2) if i not in chunks]
-
-    # the text is read once; its last chunks, one for each hop, are overwritten by each question
-    text, last = run.documents[0].new_tensor(ids).tensor_split([-hops * chunk])
-    state = read_long(run.model, text[None], f'{run.name}, tokens of a text read')
-    for names in chains:
-        question, opens, answer, _ = map(last.new_tensor, needles.sentence(names))
-        last.view(hops, chunk)[:, -len(question):] = question
-        prompt = torch.cat([last, opens, answer[:-1]])
-        log_probs, _ = run.model.stream(prompt[None], state)
-        predicted = log_probs[0, -len(answer):].argmax(-1)
-        yield torch.equal(predicted, answer)
-
-
-def wilson_interval(right, n):
-    """The 95% confidence interval of a share, right of n (Wilson 1927) -> low, high"""
-    p = right / n
-    z2 = 1.96 ** 2 / n
-    center = (p + z2 / 2) / (1 + z2)
-    width = (z2 * (p * (1 - p) + z2 / 4)) ** 0.5 / (1 + z2)
-    return max(0.0, center - width), min(1.0, center + width)
-
-
-def niah(runs, args):
-    """Needles in a haystack (DRT, Table 2): the share of right answers by length of the text and
-    depth in it, as a table and as niah.png; 10 texts of each length, 5 above 400k tokens. low and
-    high are a 95% interval; repeated: how often the text of the split is repeated in one of them"""
-    table = Table()
-    depths = args.depths.values()
-    for run, (name, length) in itertools.product(runs, args.lengths.items()):
-        # needles at these depths, in different chunks; the last two chunks are for the questions,
-        # which are in one of them if there is one hop
-        chunk = run.chunk if run.chunk > 1 else 32
-        hops = run.corpus.hops or 1
-        needles = data.Needles(run.split, run.tokenizer, hops, block_size=8 * chunk,
-                               micro_batch=1, seed=0, chunk=chunk)
-        n_chunks = length // chunk
-        last = n_chunks - 3
-        chunks = [depth * last // 100 for depth in depths]
-        if len(set(chunks)) < len(chunks) or hops * len(chunks) > last or max(depths) > 100:
-            raise SystemExit(f'--lengths {name}, --depths {",".join(args.depths)}: '
-                             'no chunk for each needle')
-
-        # right answers
-        run.model.way = run.on
-        began = time.perf_counter()
-        n_texts = max(5, min(10, 2 ** 22 // length))
-        texts = progress_bar(range(n_texts), f'{run.name}, texts of {name} tokens')
-        right = np.array([                                      # (texts, depths)
-            list(answers(run, needles, n_chunks, chunks, [args.seed, length, i]))
-            for i in texts])
-        low, high = wilson_interval(right.sum(), right.size)
-        table.add({
-            'run': run.name,
-            'tokens': name,
-            'repeated': max(0.0, length / len(run.split.tokens) - 1),
-            'needles': right.size,
-            'right': right.mean(),
-            'low': low,
-            'high': high,
-            **{f'{depth}%': share for depth, share in zip(depths, right.mean(0))},
-            's/needle': (time.perf_counter() - began) / right.size})
-    draw(runs, 'niah.png', plot_needles, table.rows)
-    return table.rows
-
-
-# --------------------------------------------------------------------------------------------------
-# the command
-def report(runs, args):
-    """The table, examples, samples and loss.png; of pairs, the task `pairs`"""
-    if runs[0].corpus.tab >= 0:
-        return score_pairs(runs, args)
-    result = dict(table=score_table(runs, args),
-                  examples=examples(runs, args, n=1),
-                  samples=samples(runs, args))
-    draw(runs, 'loss.png', plot_losses, runs)
-    return result
-
+# the command: tasks, flags, what is checked before the work, the work
 
 # tasks: name -> function(runs, args), which returns what --json writes
-TASKS = {'report': report, 'table': score_table, 'examples': examples, 'generate': samples,
-         'pairs': score_pairs, 'translate': translate, 'speed': speed, 'niah': niah,
-         'frequency': frequency, 'repeats': repeats}
-FOR_PAIRS = 'report', 'pairs', 'translate', 'generate', 'speed'     # others score all tokens
+TASKS = {'report': report, 'table': loss_table, 'frequency': frequency, 'repeats': repeats,
+         'examples': examples, 'generate': samples, 'pairs': evaluate_pairs,
+         'translate': translate, 'speed': speed, 'niah': niah}
+# what raises SystemExit if a task cannot be done, before anything that takes minutes
+CHECKS = {'examples': check_prompt, 'pairs': check_pairs, 'translate': check_translate,
+          'niah': check_niah}
+FOR_PAIRS = 'pairs', 'translate', 'generate', 'speed'       # others score all tokens
 
 
 def tasks_of(Models):
     """The tasks of eval.py, and those that all these models have"""
-    own = [train.part_of(Model, 'TASKS', {}) for Model in Models]
-    common = {name: task for name, task in own[0].items()
-              if all(name in tasks for tasks in own)} if own else {}
-    return {**TASKS, **common}
+    tasks = dict(TASKS)
+    if Models:
+        first, *others = [train.part_of(Model, 'TASKS', {}) for Model in Models]
+        for name, task in first.items():
+            if all(name in other for other in others):
+                tasks[name] = task
+    return tasks
+
+
+def subtasks_of(task, of_pairs):
+    """The tasks that a task consists of. of_pairs: whether the text has pairs"""
+    if task != 'report':
+        return [task]
+    return ['pairs'] if of_pairs else ['table', 'examples', 'generate']
 
 
 def parser_of(Models):
-    """The flags of eval.py, and of the models"""
+    """The flags of eval.py, and of the models; --help ends with the tasks"""
     summaries = []
     for name, task in tasks_of(Models).items():
-        summary = re.split('[.:] | -> ', ' '.join(task.__doc__.split()))[0]
+        docstring = ' '.join(task.__doc__.split())
+        summary = re.split('[.:] | -> ', docstring)[0]              # the beginning of it
         summaries.append(f'  {name:12}{summary}'.replace('%', '%%'))    # % is special in a help
     parser = argparse.ArgumentParser(
         usage='eval.py RUN [RUN ...] [flags]', allow_abbrev=False,
         epilog='tasks:\n' + '\n'.join(summaries),
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: sys.exit(f'eval.py: {message}')
-    train.add_flags(parser, EvalConfig)
-    for Config in {train.part_of(Model, 'EvalConfig'): None for Model in Models}:
-        if Config:
-            train.add_flags(parser, Config)
+    Configs = [EvalConfig, *(train.part_of(Model, 'EvalConfig') for Model in Models)]
+    for Config in dict.fromkeys(filter(None, Configs)):             # each once
+        train.add_flags(parser, Config)
     return parser
 
 
-def value_of(argv, flag):
-    """The value of a flag before the parser is known"""
+def flag_of(field):
+    """The flag of a field of a config, as train.add_flags makes it"""
+    return f'--{field.replace("_", "-")}'
+
+
+def model_files_of(flags):
+    """The value of --model, before the parser is known"""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(flag, default='')
-    return vars(parser.parse_known_args(argv)[0])[flag.strip('-')]
+    parser.add_argument('--model', default='')
+    args, _ = parser.parse_known_args(flags)
+    return args.model
+
+
+def has_flag(Config, flag):
+    """Has this config, or None, a field for this flag?"""
+    return Config is not None and flag in map(flag_of, Config.__dataclass_fields__)
+
+
+def explain_flag(parser, flag):
+    """Ends with one line if the flag is one of another model, or of train.py alone."""
+    Models = [train.find_model(name) for name in train.MODELS]
+    for Config in [train.part_of(Model, 'EvalConfig') for Model in Models]:
+        if has_flag(Config, flag):
+            parser.error(f'{flag} is a flag of {Config.__module__}: none of these runs is of that '
+                         'model')
+    for Config in [train.TrainConfig, *map(train.config_of, Models)]:
+        if has_flag(Config, flag):
+            parser.error(f'{flag} is a flag of train.py: a trained model keeps its value')
+
+
+def parse(parser, flags):
+    """The values of all flags. An unknown one is an error that tells where it belongs."""
+    _, unknown = parser.parse_known_args(flags)
+    if unknown:
+        explain_flag(parser, unknown[0].split('=')[0])
+    return train.parse_flags(parser, flags)
+
+
+def refuse_unused_flags(parser, flags, task, subtasks):
+    """Ends with one line for a flag that a task does not use. subtasks: what it consists of"""
+    if task not in TASKS:                               # a model's own, of which nothing is known
+        return
+    used = {word.split('=')[0] for word in flags}
+    for field, text in train.comments_of(EvalConfig).items():
+        flag = flag_of(field)
+        users = text.split(':')[0].split(', ')          # tasks, if the comment begins with them
+        if flag in used and users[0] in TASKS and not {*users} & {*subtasks}:
+            parser.error(f'{flag} is for --task {" or ".join(users)}: --task {task} does not use '
+                         'it')
+
+
+def check_values(parser, args):
+    """Ends with one line if values of flags do not fit together, or cannot be used."""
+    if args.prompt is not None and args.prompt_file is not None:
+        parser.error('--prompt and --prompt-file are two prompts: only one of them is possible')
+    if 0 in args.lengths.values():
+        parser.error('--lengths 0: there is nothing to read; 1 or more works')
+
+
+def read_prompt(parser, args):
+    """The text of --prompt, of --prompt-file or of standard input; None without these flags. An
+    empty text is a prompt."""
+    if args.prompt_file is None:
+        return args.prompt
+    if args.prompt_file == '-':
+        return data.unix(sys.stdin.read())
+    path = Path(args.prompt_file)
+    try:
+        return data.read_text(path)
+    except UnicodeDecodeError:
+        reason, where = data.why_not_utf8(path)
+        parser.error(f'--prompt-file {path}: {reason}; {where}')
+    except OSError as error:                            # there is no such file, it is a folder, ...
+        parser.error(f'--prompt-file {path}: {error.strerror or error}')
+
+
+def check_runs(parser, runs, args):
+    """Ends with one line unless all runs have the same text, and the task can be done with them."""
+    of_pairs = runs[0].of_pairs
+    for run in runs:
+        if run.about_text != runs[0].about_text:
+            parser.error(f'different texts, {runs[0].about_text} and {run.about_text}: use --data')
+        check_cache(run, args)
+    for task in subtasks_of(args.task, of_pairs):
+        if of_pairs and task not in FOR_PAIRS:
+            parser.error(f'--task {task} scores all tokens, of pairs only targets are predicted: '
+                         '--task pairs')
+        if task in CHECKS:
+            CHECKS[task](runs, args)
 
 
 @torch.no_grad()
 def main(argv):
-    # runs come first; their models have flags and tasks, too
+    # runs come before flags; their models have flags and tasks, too
     argv = argv or ['--help']
-    names = list(itertools.takewhile(lambda x: not x.startswith('-'), argv))
-    if not names and '--help' not in argv and '-h' not in argv:
+    names = list(itertools.takewhile(lambda word: not word.startswith('-'), argv))
+    flags = argv[len(names):]
+    if not names and '--help' not in flags and '-h' not in flags:
         raise SystemExit('eval.py: runs come before flags: eval.py RUN [RUN ...] [flags], or '
                          'eval.py --help')
-    model_files = value_of(argv, '--model')
-    weights = [read_run(name, model_files) for name in names]
-    Models = [type(model) for _, _, model, _ in weights]
+    trained = [read_run(name, model_files_of(flags)) for name in names]
+    Models = [type(run.model) for run in trained]
     parser = parser_of(Models)
-    args = train.parse_flags(parser, argv[len(names):])
+    args = parse(parser, flags)
     tasks = tasks_of(Models)
     if args.task not in tasks:
         parser.error(f'--task {args.task}: these runs together have {", ".join(tasks)}; datastore '
                      'is for TRIME alone, ranks for RPT')
 
-    # the work
+    # what is wrong with the flags alone
+    check_values(parser, args)
+    possible = subtasks_of(args.task, of_pairs=False) + subtasks_of(args.task, of_pairs=True)
+    refuse_unused_flags(parser, flags, args.task, possible)
+    args.prompt = read_prompt(parser, args)
+
     args.device = train.hardware(args.device)
-    args.progress_bar = progress_bar
-    train.precision(args.device, 'fp32')                            # after training in a notebook
+    args.progress_bar = progress_bar                # for the functions of model files
+    train.precision(args.device, 'fp32')            # after training in a notebook
     with train.short_errors('eval.py', 'shorter --lengths, a smaller --data or --device cpu'):
-        runs = [Run(name, read, args) for name, read in zip(names, weights)]
+        # the texts, and what is wrong with the flags for these texts
+        runs = [EvalRun(run, args) for run in trained]
+        refuse_unused_flags(parser, flags, args.task, subtasks_of(args.task, runs[0].of_pairs))
+        check_runs(parser, runs, args)
+
+        # the work
         for run in runs:
-            if run.about_text != runs[0].about_text:
-                parser.error(f'different texts, {runs[0].about_text} and {run.about_text}: use '
-                             '--data')
-        if runs[0].corpus.tab >= 0 and args.task not in FOR_PAIRS:
-            parser.error(f'--task {args.task} scores all tokens, of pairs only targets are '
-                         'predicted: --task pairs')
+            run.prepare(args)
         result = tasks[args.task](runs, args)
         if args.json:
             train.write(args.json, json.dumps(result, indent=1))

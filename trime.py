@@ -58,7 +58,7 @@ Where this differs from the paper, and why
     $ python trime.py                       a demo of ten seconds, on a CPU
     $ python train.py --model trime
 """
-import hashlib, json, math, os, random, re, shutil
+import argparse, hashlib, json, math, os, random, re, shutil
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -128,12 +128,22 @@ def parse_cutoffs(text):
     return cutoffs
 
 
-MemoryNames = Literal['', 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext']
+MEMORIES = 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext'
+
+
+def memory_names(text):
+    """The type of --memory of eval.py: one of MEMORIES, in any order, or ''"""
+    if text == '':
+        return text
+    for names in MEMORIES:
+        if sorted(names.split(',')) == sorted(text.split(',')):
+            return names
+    raise argparse.ArgumentTypeError(f'{text} is not one of: {"; ".join(MEMORIES)}')
 
 
 @dataclass
 class EvalConfig:
-    memory: MemoryNames = ''    # trime: memories at test time; default: as paper Table 1 (or 5)
+    memory: memory_names = ''   # trime: none, local, ext or several: local,long,ext; '': as Table 1
     long: int = 24_576          # trime: tokens of long memory, tuned up to this; 0: none
     stride: int = 0             # trime: tokens scored per window (0: as trained)
     nprobe: int = 16            # trime: lists of the datastore that a search reads; 0: all

@@ -4,18 +4,26 @@ The continuous cache at test time, for every model: what would a cache of single
     Edouard Grave, Armand Joulin and Nicolas Usunier, "Improving Neural Language Models with a
     Continuous Cache", ICLR 2017, arXiv:1612.04426;  TRIME, App. A
 
-Nothing is trained. With the state f_i that predicts the token after token i, earlier states f_j of
-the document, and the tokens x_j that followed them,
+Nothing is trained. The memories of a token are earlier states f_j of its document, each with the
+token x_j that followed. With the state f_i that predicts the token after token i,
 
     P(w)  =  (1 - λ) P_model(w)  +  λ Σ_{j < i: x_j = w} softmax_j(f_i · f_j / (τ sqrt(C)))
 
-over the last `size` positions j. τ, λ and size are tuned on another split.
+over the last `size` positions j. Where there is none, at the first token, P is P_model. τ, λ and
+size are tuned on another split than the one that is evaluated.
+
+Where the formula is in this file
+    f_i · f_j / sqrt(C)     similarities
+    softmax_j(... / τ)      weights_of_memories
+    P(w)                    add_cache; Cache.stream for all w, cached_log_p for the target
 
 Where this differs from the paper
     The scale 1 / (τ sqrt(C)) is the paper's θ. trime.py has the cache of TRIME's comparison, on g
     and with TRIME's windows: --memory local,long of a model that was trained without memory.
 
-Letters as in trime.py; A ages: column a of a similarity is of the memory a + 1 tokens back
+Letters in the shape comments
+    B sequences    t tokens of a call    L tokens so far, at most `size` before the call, and t
+    C width        V vocabulary          Q tokens for tuning       M memories of each
 
     $ python eval.py out/drt out/base --cache 4096
 """
@@ -24,11 +32,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
+# what is tried in tuning, and on how many tokens from the beginning of a split
 TAUS = [0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0]
 LAMBDAS = [i / 20 for i in range(1, 20)]
+TUNING_TOKENS = 65_536
 
 
 @dataclass
@@ -38,11 +48,39 @@ class CacheConstants:
     lam: float = 0.2            # λ
 
 
-class Queries(NamedTuple):
-    """What tuning needs of Q tokens"""
-    log_p: torch.Tensor         # (Q,) log P of the target, of the model alone
-    sim: torch.Tensor           # (Q, A) f_i · f_j / sqrt(C), -inf where there is no memory
-    match: torch.Tensor         # (Q, A) bool, x_j is the target
+# --------------------------------------------------------------------------------------------------
+# the formula
+def similarities(f, keys, size):
+    """f (B, t, C) of the last t of L positions, keys (B, L, C) of all -> f_i · f_j / sqrt(C)
+    (B, t, L), -inf except for the `size` positions j before i"""
+    sim = f @ keys.mT / f.size(2) ** 0.5
+    L = keys.size(1)
+    j = torch.arange(L, device=f.device)                                    # (L,)
+    i = j[L - f.size(1):, None]                                             # (t, 1)
+    is_memory = (j < i) & (j >= i - size)
+    return sim.masked_fill(~is_memory, -torch.inf)
+
+
+def weights_of_memories(sim, tau):
+    """softmax_j(sim / τ) over the last axis, sim (.., M) -> (.., M), and whether there is a memory,
+    (.., 1). Where there is none, all weights are equal, instead of nan"""
+    has_memory = (sim > -torch.inf).any(-1, keepdim=True)
+    weights = (sim / tau).masked_fill(~has_memory, 0).softmax(-1)
+    return weights, has_memory
+
+
+def add_cache(log_p, p_cache, has_memory, lam):
+    """log((1 - λ) P_model + λ P_cache); without a memory log P_model. log_p: log P_model, of the
+    same shape as p_cache"""
+    lam = torch.where(has_memory, lam, 0.0)
+    return torch.logaddexp((1 - lam).log() + log_p, lam.log() + p_cache.log())
+
+
+# --------------------------------------------------------------------------------------------------
+# the model
+def at_least_fp32(x):
+    """x in fp32, or in fp64 if it is"""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class CacheState(NamedTuple):
@@ -52,66 +90,54 @@ class CacheState(NamedTuple):
     tokens: torch.Tensor        # (B, L) these tokens
 
 
-def by_age(x, n_before):
-    """x (n, L) of n queries, the last of L positions -> (n, L - 1), column a: of the position a + 1
-    before the query's. n_before = L - n; columns beyond the first position are not valid"""
-    n, L = x.shape
-    query = torch.arange(n_before, L, device=x.device)[:, None]
-    age = torch.arange(1, L, device=x.device)
-    return x.gather(1, (query - age).clamp(min=0))
-
-
-def cache_similarities(f, keys, size):
-    """f (B, n, C) of the last n of L positions, keys (B, L, C) of all -> f_i · f_j / sqrt(C)
-    (B, n, L), -inf except for the `size` positions j before i"""
-    sim = f @ keys.mT / f.size(2) ** 0.5
-    j = torch.arange(keys.size(1), device=f.device)
-    i = j[-f.size(1):, None]
-    return sim.masked_fill((j >= i) | (j < i - size), -torch.inf)
-
-
 class Cache(nn.Module):
-    """A model with a cache. Its ways are those of the model, with and without the cache"""
+    """A model with a cache. Its ways are the first and the last one of the model, with the cache
+    and without it.
+
+    constants       {way of the model: CacheConstants}; tune sets them"""
     def __init__(self, model, size):
         super().__init__()
         self.model = model
         self.config = model.config
         self.PIECE = min(model.PIECE, 512)
-        self.constants = {way: CacheConstants(size) for way in model.ways()}
-        self.way = f'{model.ways()[0]}+cache'
+        ways = model.ways()
+        self.constants = {way: CacheConstants(size) for way in (ways[0], ways[-1])}
+        self.way = f'{ways[0]}+cache'
 
     def ways(self):
-        """on+cache, on, off+cache, off; others of the model are left out"""
-        ways = self.model.ways()
-        ways = dict.fromkeys((ways[0], ways[-1]))                           # one, if they are equal
-        return tuple(f'{way}{end}' for way in ways for end in ('+cache', ''))
+        """on+cache, on, off+cache, off; or off+cache, off"""
+        return tuple(f'{way}{end}' for way in self.constants for end in ('+cache', ''))
 
     @property
     def way_of_model(self):
         return self.way.removesuffix('+cache')
 
+    def forward(self, batch, progress):
+        """Training, which is without the cache"""
+        return self.model(batch, progress)
+
     @torch.no_grad()
-    def states(self, tokens, state):
-        """tokens (B, t), t <= PIECE -> f (B, t, C), keys (B, L + t, C) and tokens (B, L + t) so
-        far, the new state"""
+    def append(self, tokens, state=None):
+        """Appends tokens (B, t), t <= PIECE, to the text of `state` -> f (B, t, C) of these tokens;
+        keys (B, L, C) and tokens (B, L) of the memories and of these tokens; the new state"""
         self.model.way = self.way_of_model
-        of_model = None
-        keys = tokens_so_far = None
-        if state is not None:
-            of_model, keys, tokens_so_far = state
-        f, of_model = self.model.states(tokens, of_model)
-        f = f.float() if f.dtype != torch.float64 else f
-        keys = f if keys is None else torch.cat([keys, f], 1)
-        tokens_so_far = tokens if state is None else torch.cat([tokens_so_far, tokens], 1)
+        if state is None:
+            f, of_model = self.model.states(tokens)
+            f = at_least_fp32(f)
+            keys = f
+        else:
+            f, of_model = self.model.states(tokens, state.of_model)
+            f = at_least_fp32(f)
+            keys = torch.cat([state.keys, f], 1)
+            tokens = torch.cat([state.tokens, tokens], 1)
         size = max(constants.size for constants in self.constants.values())
-        state = CacheState(of_model, keys[:, -size:], tokens_so_far[:, -size:])
-        return f, keys, tokens_so_far, state
+        return f, keys, tokens, CacheState(of_model, keys[:, -size:], tokens[:, -size:])
 
     def read(self, tokens, state=None):
-        """The new state of stream(tokens, state), without predictions"""
+        """The new state of stream(tokens, state), without predictions; any t >= 0"""
         for piece in tokens.split(self.PIECE, 1):
             if piece.numel():
-                *_, state = self.states(piece, state)
+                *_, state = self.append(piece, state)
         return state
 
     def log_probs(self, tokens):
@@ -124,90 +150,100 @@ class Cache(nn.Module):
 
     @torch.no_grad()
     def stream(self, tokens, state=None):
-        """Predicts the token after each of tokens (B, t) -> log P (B, t, V), the new state"""
-        f, keys, text, state = self.states(tokens, state)
-        log_probs = self.model.logits(f).log_softmax(-1)
+        """Predicts the token after each of tokens (B, t), t <= PIECE, which continue the text of
+        `state` -> log P (B, t, V), the new state"""
+        f, keys, text, state = self.append(tokens, state)
+        log_probs = self.model.logits(f).log_softmax(-1)                    # (B, t, V)
         if not self.way.endswith('+cache'):
             return log_probs, state
 
-        # a position without a memory keeps P of the model
+        # the last token is no memory: the token after it is not known
         constants = self.constants[self.way_of_model]
-        sim = cache_similarities(f, keys, constants.size)[:, :, :-1]        # (B, t, L - 1)
-        has_memory = (sim > -torch.inf).any(2, keepdim=True)
-        p = (sim / constants.tau).masked_fill(~has_memory, 0).softmax(2)
-        values = text[:, None, 1:].expand_as(p)
-        P_cache = torch.zeros_like(log_probs).scatter_add_(2, values, p)
-        lam = torch.where(has_memory, constants.lam, 0.0)
-        return torch.logaddexp((1 - lam).log() + log_probs, lam.log() + P_cache.log()), state
+        sim = similarities(f, keys, constants.size)[:, :, :-1]              # (B, t, L - 1)
+        weights, has_memory = weights_of_memories(sim, constants.tau)
+        values = text[:, None, 1:].expand_as(weights)                       # x_j
+        p_cache = torch.zeros_like(log_probs).scatter_add_(2, values, weights)
+        return add_cache(log_probs, p_cache, has_memory, constants.lam), state
 
-    def trace(self, tokens, t, state=None):
-        """What the model reads; the cache is not shown"""
+    def trace(self, tokens, t, state=None, **options):
+        """What the model retrieves, from its own trace; the cache is not shown"""
         self.model.way = self.way_of_model
-        return self.model.trace(tokens, t, state and state.of_model)
+        of_model = state.of_model if state else None
+        return self.model.trace(tokens, t, of_model, **options)
 
-    def tune(self, split, progress_bar, n_queries=2048):
-        """Sets the constants of each way of the model, for the first 65,536 tokens of a split"""
-        for way in dict.fromkeys((self.model.ways()[0], self.model.ways()[-1])):
+    # tuning
+    def tune(self, split, progress_bar):
+        """Sets the constants of each way, by tokens from the beginning of a split -> how many
+        tokens of it are read"""
+        for way, constants in self.constants.items():
             self.way = f'{way}+cache'
-            queries = self.collect(split, n_queries, progress_bar)
-            self.constants[way] = best_constants(queries, self.constants[way])
+            queries = self.collect(split, 2048, progress_bar)
+            self.constants[way] = best_constants(queries, constants)
+        return min(TUNING_TOKENS, len(split.tokens))
 
     @torch.no_grad()
     def collect(self, split, n_queries, progress_bar):
-        """-> [Queries], of some tokens of the first 65,536 of a split"""
-        text = split.tokens[:65_536]
-        documents = np.split(text, split.offsets[1:-1])
-        size = self.constants[self.way_of_model].size
-        device = next(self.model.parameters()).device
+        """Draws about n_queries random tokens from the first TUNING_TOKENS of a split -> the
+        Queries of each document that has one"""
+        text = split.tokens[:TUNING_TOKENS]
+        documents = np.split(text, split.offsets[1:-1])                     # the last one is cut
         rng = np.random.default_rng(0)
         result = []
         for ids in progress_bar(documents, f'{self.way}: tokens read to tune', size=len):
-            tokens = torch.as_tensor(ids.astype(int), device=device)[None]
-            state = None
-            for piece, targets in zip(tokens[:, :-1].split(self.PIECE, 1),
-                                      tokens[0, 1:].split(self.PIECE)):
-                f, keys, so_far, state = self.states(piece, state)
-                drawn = rng.random(len(targets)) < n_queries / len(text)
-                if drawn.any():
-                    drawn = torch.from_numpy(drawn).to(device)
-                    result.append(self.queries(f[0], keys[0], so_far[0], targets, drawn, size))
+            drawn = rng.random(len(ids[1:])) < n_queries / len(text)
+            if drawn.any():
+                result.append(self.queries(ids, np.flatnonzero(drawn).tolist()))
         return result
 
+    def queries(self, ids, positions):
+        """Queries of the tokens that follow these positions of a document, ids (n,)"""
+        # f of all tokens
+        device = next(self.model.parameters()).device
+        tokens = torch.as_tensor(ids.astype(int), device=device)
+        parts, state = [], None
+        for piece in tokens[None].split(self.PIECE, 1):
+            f, *_, state = self.append(piece, state)
+            parts.append(f[0])
+        f = torch.cat(parts)                                                # (n, C)
 
-    def queries(self, f, keys, tokens, targets, drawn, size):
-        """f (n, C) of the last n of L tokens (L,), keys (L, C), targets (n,), drawn (n,) bool
-        -> Queries of what is drawn"""
-        n_before = len(keys) - len(f)
-        sim = cache_similarities(f[None], keys[None], size)[0]              # (n, L)
-        values = F.pad(tokens[1:], (0, 1)).expand_as(sim)                   # x_j
+        # the memories of each query, the latest first
+        w = tokens[1:][positions]                                           # (Q,)
+        size = self.constants[self.way_of_model].size
+        sim, match = [], []
+        for i, target in zip(positions, w):
+            first = max(0, i - size)            # the memories are first .. i - 1
+            keys = f[first:i]                                               # (M, C)
+            values = tokens[first + 1:i + 1]                                # (M,)
+            sim.append((keys @ f[i] / f.size(1) ** 0.5).flip(0))
+            match.append((values == target).flip(0))
+        log_probs = self.model.logits(f[positions]).log_softmax(-1)         # (Q, V)
+        return Queries(log_probs.gather(1, w[:, None])[:, 0],
+                       pad_sequence(sim, batch_first=True, padding_value=-torch.inf),
+                       pad_sequence(match, batch_first=True))
 
-        # the column of age a is the memory a + 1 tokens before the query
-        sim = by_age(sim, n_before)[drawn, :size]                           # (Q, A)
-        values = by_age(values, n_before)[drawn, :size]
-        age = torch.arange(1, sim.size(1) + 1, device=f.device)
-        position = torch.arange(n_before, len(keys), device=f.device)[drawn, None]
-        sim = sim.masked_fill(age > position, -torch.inf)
 
-        w = targets[drawn, None]                                            # (Q, 1)
-        log_p = self.model.logits(f[drawn]).log_softmax(-1).gather(1, w)
-        return Queries(log_p[:, 0], sim, values == w)
+# --------------------------------------------------------------------------------------------------
+# the constants
+class Queries(NamedTuple):
+    """What tuning needs of Q tokens and their M memories, the latest first"""
+    log_p: torch.Tensor         # (Q,) log P of the target, of the model alone
+    sim: torch.Tensor           # (Q, M) f_i · f_j / sqrt(C), -inf where there is no memory
+    match: torch.Tensor         # (Q, M) bool, x_j is the target
 
 
 def cached_log_p(queries, constants):
     """log P (Q,) of the targets of Queries with the cache"""
     sim = queries.sim[:, :constants.size]
-    if sim.size(1) == 0:
-        return queries.log_p
-    has_memory = (sim > -torch.inf).any(1)
-    p = (sim / constants.tau).masked_fill(~has_memory[:, None], 0).softmax(1)
-    p = (p * queries.match[:, :constants.size]).sum(1)
-    lam = torch.where(has_memory, constants.lam, 0.0)
-    return torch.logaddexp((1 - lam).log() + queries.log_p, lam.log() + p.log())
+    match = queries.match[:, :constants.size]
+    weights, has_memory = weights_of_memories(sim, constants.tau)
+    p_cache = (weights * match).sum(1)                                      # (Q,)
+    return add_cache(queries.log_p, p_cache, has_memory[:, 0], constants.lam)
 
 
 def best_constants(queries, constants):
-    """Coordinate ascent: the best size, τ and λ in turn, until none is better"""
-    def score(candidate):
+    """The CacheConstants of high likelihood for some Queries, [Queries], with at most the size of
+    constants. By coordinate ascent: the best τ, λ and size in turn, until none is better"""
+    def total_log_p(candidate):
         return sum(cached_log_p(x, candidate).sum().item() for x in queries)
 
     sizes = sorted({min(256 * 2 ** n, constants.size) for n in range(20)})
@@ -217,5 +253,5 @@ def best_constants(queries, constants):
         before = constants
         for name, values in grids.items():
             candidates = [replace(constants, **{name: value}) for value in values]
-            constants = max([constants, *candidates], key=score)
+            constants = max([constants, *candidates], key=total_log_p)
     return constants

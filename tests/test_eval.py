@@ -243,23 +243,61 @@ def test_what_is_no_checkpoint_is_one_line(run):
     for path in ('hostile.pt', 'texts/val.jsonl'):
         assert f'{path} is not a checkpoint' in one_line(evaluation.load, path)
     assert not os.path.exists('hostile')
-    for path in ('nothing', 'texts'):
-        assert one_line(evaluation.load, path) == f'no such run: {path} (train.py makes runs)'
+    missing = 'nothing: there is no such file or folder; train.py makes runs'
+    assert one_line(evaluation.load, 'nothing') == missing
+    no_weights = 'texts: the folder has neither best.pt nor ckpt.pt; train.py makes runs'
+    assert one_line(evaluation.load, 'texts') == no_weights
 
 
 @mark.parametrize('flags, words', [
-    ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'repeats, count'),
+    ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'niah, count'),
     ('a --split test', 'split test'), ('a --task examples --prompt x', 'two tokens'),
     ('a --json a/best.pt/x', 'pt/x'), ('a --html texts', 'texts'), ('a --json pipe', 'pipe'),
     ('a --task niah --lengths 1kk', '1kk'), ('a --task niah --lengths 999999999m', 'shorter'),
     ('a --task speed --lengths 0', '--lengths 0'), ('a\0', 'no such'),
     ('a --task niah --lengths 64', '64'), ('a --task niah --lengths 512 --depths 0,1', '0,1'),
-    ('a --task niah --depths 101', '--depths')])
+    ('a --task niah --depths 101', '--depths'), ('a --task niah --depths 5,05', '--depths')])
 def test_a_wrong_flag_is_one_line(run, flags, words):
     os.mkfifo('pipe')
     BIGRAM.made.clear()
     assert words in one_line(evaluation.main, flags.split())
     assert not any(model.streamed for model in BIGRAM.made)
+
+
+@mark.parametrize('flags, words', [
+    ('--task table --html x', '--html is for --task examples: --task table does not use it'),
+    ('--task niah --prompt=x', '--prompt is for --task examples or generate or translate'),
+    ('--task repeats --prompt-file x', '--prompt-file is for --task examples or generate'),
+    ('--task examples --output x', '--output is for --task translate'),
+    ('--task generate --beam 4', '--beam is for --task pairs or translate'),
+    ('--lines 3', '--lines is for --task pairs: --task report does not use it'),
+    ('--data pairs --html x', '--html is for --task examples: --task report does not use it'),
+    ('--task generate --prompt x --prompt-file y', 'only one of them is possible'),
+    ('--prompt-file nothing', '--prompt-file nothing: No such file'),
+    ('--prompt-file texts', '--prompt-file texts: Is a directory'),
+    ('--task table --retrieve-from nothing', '--retrieve-from nothing: there is no such file'),
+    ('--task table --data nothing', '--data nothing: there is no such file'),
+    ('--data pairs --task table', '--task pairs'), ('--data pairs --beam 0', '1 or more'),
+    ('--data pairs --task translate --prompt x --max-tokens 0', '1 or more'),
+    ('--data short.jsonl --task niah', 'val has 16 tokens, more than 248 are needed'),
+    ('--task niah --lengths 512 --depths 0,1', 'the shortest text has 3193 tokens'),
+    ('b', 'different texts')])
+def test_what_is_wrong_is_known_before_models_are_prepared(run, flags, words):
+    """TRIME's datastore takes minutes. Each error names the flag, and what works."""
+    write(Path('pairs'), train_tsv='a\tb', val_tsv='a\tb')
+    Path('short.jsonl').write_text('{"text": "a short document"}')
+    write_splits(Path('other'), TEXTS, ['another text'])
+    run('b/best.pt', texts='other')
+    BIGRAM.made.clear()
+    if 'short.jsonl' in flags:
+        flags += ' --split train'
+        words = words.replace('val', 'train').replace('16', '17')
+    assert words in one_line(evaluation.main, ['a', *flags.split()])
+    assert not any(hasattr(model, 'prepared') for model in BIGRAM.made)
+
+
+def test_a_task_of_a_model_can_use_each_flag(run):
+    assert evaluate('a --task count --lengths 5 --html x.html') > 1000
 
 
 @mark.parametrize('error, words', [
@@ -309,6 +347,22 @@ def test_a_prompt_from_a_file(run, monkeypatch):
     assert text.endswith(x['before'])
     monkeypatch.setattr(sys, 'stdin', io.StringIO(text))
     assert [x] == evaluate('a --task examples --prompt-file -')
+
+
+def test_an_empty_prompt_is_a_prompt(run, monkeypatch):
+    """A text is generated from the beginning of a document; with words, from that of a line."""
+    Path('empty.txt').write_text('')
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(''))
+    first = {'a': 256}
+    run('c/best.pt', tokenizer='word')
+    _, words = evaluation.load('c')
+    first['c'] = words.ids['<eos>']
+    for more in (['--prompt', ''], ['--prompt-file', 'empty.txt'], ['--prompt-file', '-']):
+        for name in ('a', 'c'):
+            rows = evaluate(f'{name} --task generate --max-tokens 3', *more)
+            assert [row['way'] for row in rows] == ['on', 'off']
+            assert BIGRAM.made[-1].streamed[0][2] == [first[name]]
+    assert 'two tokens' in one_line(evaluate, 'a --task examples --prompt-file empty.txt')
 
 
 @mark.parametrize('name, prompt, shown', [
@@ -450,10 +504,10 @@ def test_a_picture_without_positions(run, drawn):
 
 def test_the_share_of_repeated_8_grams():
     """Of texts without an 8-gram, with one, with five of which two are the first again"""
-    assert evaluation.repeated([]) == evaluation.repeated([1] * 7) == 0
-    assert evaluation.repeated(range(8)) == 0
-    assert evaluation.repeated([1] * 9) == 0.5
-    assert evaluation.repeated([*range(8), *range(8), 0]) == approx(2 / 10)
+    share = evaluation.share_of_repeated_8_grams
+    assert share([]) == share([1] * 7) == share(range(8)) == 0
+    assert share([1] * 9) == 0.5
+    assert share([*range(8), *range(8), 0]) == approx(2 / 10)
 
 
 def test_without_a_picture(run, monkeypatch, capsys):
@@ -630,8 +684,24 @@ def test_a_file_is_translated(answers, capsys, monkeypatch):
     evaluate(f'{command} -')
     assert capsys.readouterr().out == 'the sun is up, too\n'
     assert '--prompt-file FILE' in one_line(evaluate, 'a --data pairs --task translate')
+    Path('empty.txt').write_text('')
+    assert evaluate(f'{command} empty.txt') == []
     Path('latin.txt').write_bytes('é'.encode('latin-1'))
     assert 'latin.txt: not UTF-8' in one_line(evaluate, f'{command} latin.txt')
+
+
+def test_long_sources_are_counted(answers, capsys):
+    """A training sequence has 8 tokens: the source `it is` and its TAB fit, `a source` does not."""
+    text = 'it is\tx\na source\ty\n1234567\tz\n12345678\tz'
+    write(Path('long'), train_tsv=text, val_tsv=text)
+    pytest.importorskip('sacrebleu')
+    with pytest.raises(KeyError):                           # beam search of `answers` has others
+        evaluate('a --data long --task pairs')
+    message = 'a: 2 of 4 sources have more than 8 tokens (--block-size)'
+    assert message in capsys.readouterr().err
+    Path('sources.txt').write_text('ab\nc\n')
+    evaluate('a --data pairs --task translate --prompt-file sources.txt')
+    assert 'sources' not in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------
@@ -782,6 +852,50 @@ def test_pairs_for_the_three_models(models, model):
     assert 'only targets' in one_line(evaluate, f'out/pairs-{name} --task table')
 
 
+def test_a_flag_of_another_model_names_it(models):
+    message = one_line(evaluate, 'out/drt out/rpt --memory local')
+    assert message == 'eval.py: --memory is a flag of trime: none of these runs is of that model'
+    assert '--offload is a flag of drt' in one_line(evaluate, 'out/trime --offload=.')
+    for flag in ('--n-layer', '--max-steps'):
+        assert f'{flag} is a flag of train.py' in one_line(evaluate, f'out/drt {flag} 3')
+    assert 'the nearest is --offload' in one_line(evaluate, 'out/drt --offlaod .')
+
+
+def test_the_names_of_memories():
+    """Their order is free. An error has all values."""
+    parser = evaluation.parser_of([train.find_model('trime')])
+    values = {text: evaluation.parse(parser, ['--memory', text]).memory
+              for text in ('none', 'ext', 'long,local', 'ext,local,long', '')}
+    assert [*values.values()] == ['none', 'ext', 'local,long', 'local,long,ext', '']
+    for text in ('long', 'locl', 'local,', 'none,ext'):
+        message = one_line(evaluation.parse, parser, ['--memory', text])
+        assert f'{text} is not one of: none; local; local,long; ext;' in message
+
+
+def test_a_cache_of_each_model(models, capsys):
+    """Its constants are printed with what they are tuned on. The page and the speed work, too."""
+    rows = evaluate('out/drt out/base --cache 64 --task table')['rows']
+    ways = [row['way'] for row in rows]
+    assert ways == ['on+cache', 'on', 'off+cache', 'off', 'off+cache', 'off']
+    screen = capsys.readouterr().out
+    assert screen.count('tokens of test') + screen.count('tokens of val') == 3
+    assert 'way on+cache: CacheConstants(size=' in screen
+    page, = page_of('out/drt', '--cache', '64')
+    assert page['traces'][-1]
+    rows = evaluate('out/drt --task speed --lengths 64', '--cache', '64')
+    assert rows[1]['MACs/token'] == evaluate('out/drt --task speed --lengths 64')[1]['MACs/token']
+    message = one_line(evaluate, 'out/trime --cache 64 --task table')       # and no tuning
+    assert message == ('eval.py: out/trime has memories of single tokens itself: no --cache, or '
+                       'also --memory none')
+    evaluate('out/trime --cache 64 --memory none --task table')
+
+
+def test_the_bytes_of_a_state():
+    """Of all its tensors, each 2 x 3: fp32, fp16, and the first one again"""
+    x = torch.zeros(2, 3)
+    assert evaluation.n_bytes(([None, (x, x.half())], x, 7)) == 24 + 12 + 24
+
+
 def test_the_memory_of_a_state(models):
     """With --offload the keys and values of DRT are in files."""
     sizes = [evaluate('out/drt --task speed --lengths 1k', *more)[0]['state MB']
@@ -798,6 +912,19 @@ def test_retrieval_from_a_corpus(models):
     for x in evaluate(command, 'examples'):
         assert x['run'] != 'out/base'                       # it retrieves nothing
         assert None in [read['ago'] for read in x['retrieved']]
+
+
+@mark.parametrize('name', ['trime', 'rpt', 'drt'])
+def test_the_header_has_all_tasks(name, capsys):
+    """With an example of each; --help has them, too."""
+    Model = train.find_model(name)
+    _, header = evaluation.__doc__.split('or it is a .pt file. Tasks:')
+    with pytest.raises(SystemExit):
+        evaluation.parse(evaluation.parser_of([Model]), ['--help'])
+    screen = capsys.readouterr().out
+    for task in evaluation.tasks_of([Model]):
+        assert re.search(rf'^    {task} +\w.+\n +\$ python eval.py out/', header, re.M), task
+        assert re.search(rf'^  {task} +\w', screen, re.M), task
 
 
 # --------------------------------------------------------------------------------------------------
