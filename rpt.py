@@ -11,47 +11,58 @@ the next chunk. A ranking loss trains the retriever to agree with a reference LM
 help.
 
 Where the paper is in this file (its equations have no numbers)
-    §3.1     W_Q c_q and W_K c, the factors of s_q      Retriever
+    §3       C_<i, the chunks that c_i may retrieve     permitted
+    §3.1     lower and upper decoder                    RPT.encode
+    §3.1     all steps of retrieval                     RPT.retrieve
+    §3.1     c, W_Q c_q and W_K c                       Retriever
     §3.1     s_q(c) = <W_Q c_q, W_K c>                  RPT.scores
-    §3.1     the K chunks of highest s_q                RPT.choose
-    §3.1     neighbors and their gates                  NeighborEncoder
+    §3.1     R(c_q), the K chunks of highest s_q        RPT.choose
+    §3.1     C, states of neighbors; footnote 2         NeighborEncoder
+    §3.1     C^g, neighbor gating                       NeighborEncoder.gates
     §3.1     chunked cross-attention                    ChunkedCrossAttention
-    §3.2     candidates by BM25                         bm25_candidates
+    §3.2     the candidates, by BM25                    bm25_candidates
     §3.2     s_t, the target score                      target_scores
     §3.3     L_ret, LambdaRank with a margin            ranking_loss
     §3.3     L_LM + α L_ret                             RPT.forward
     §3.3     α and τ in the course of training          RPT.schedule
-    §3.4     scheduled sampling                         RPT.schedule, RPT.teacher_neighbors
+    §3.4     scheduled sampling, p_ss                   RPT.schedule, RPT.scheduled_sampling
     §3.4     sliding-window attention                   SelfAttention
-    §3.4     inference                                  RPT.encode, RPT.stream
+    §3.4     inference, the index of keys               RPT.stream, RPT.extend_index
     §5       Transformer-XL, RETRO, RPT-Lex             --retriever none, bm25, lex
     §5       Memorizing, Block-Recurrent, Griffin, DPR  compared/
     §5       Tables 2 to 4, Figures 4 to 6              ranks
 
 Letters in the shape comments
-    B sequences    T tokens, t of a piece, s keys    C width    H heads    D width of a head
-    V vocabulary   m tokens of a chunk    N chunks of a sequence or a piece    M chunks so far
-    K neighbors of a chunk    G = N + 1 groups of m tokens    n any other size
-    i a chunk that retrieves    j a chunk that is retrieved    l a positive in L_ret    w a target
-    token (the paper's w, the chunks of a window, is window_chunks)
+    B sequences    T tokens, t of a piece, s keys    C width    V vocabulary
+    H heads        D width of a head                 R, X, Y see Attention
+    m tokens of a chunk    N chunks of a sequence or a piece    M chunks so far
+    K neighbors of a chunk    J candidates of a chunk
+    G = N + 1 groups of m tokens, see ChunkedCrossAttention     n any other size
+    i a chunk that retrieves (the paper's c_q = c_i)    j a chunk that is retrieved
+    l a positive, in L_ret    w a target token
+
+Letters of the paper with another meaning here: its d is C, its C (states of neighbors) is `states`
+in Neighbors, its w (chunks of a window) is window_chunks.
+
+A text is a sequence of a training batch, or it is read in pieces, one after the other (a stream).
+A neighbor is a retrieved chunk together with the chunk after it.
 
 Where we differ from the paper, and why
-    By default, fields marked (ours) differ from the paper's, which --preset paper has.
-    Scores are divided by sqrt(C). s_t is a mean over tokens, L_ret over the chunks that have a
-    positive. NDCG discounts by 1 / log2(1 + rank).
-    A chunk without neighbors gets 0 from cross-attention.
-    Scheduled sampling draws for each chunk. A teacher chooses chunks of positive s_t only, so there
-    can be fewer than K.
-    Retrieved states have passed the retriever's attention, those of the chunk that retrieves have
-    not. L_ret trains the lower layers, too. Its τ starts at 1.
-    The gate attends to the neighbors of a window of chunks, so that a stream keeps no others
-    (paper: of all chunks).
-    With --shift-values (ours), one layer can copy what followed a token.
-    The reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is trained on
-    the same documents, and scores every n-th chunk. The other chunks are taught as in RPT-Lex.
-    Muon or AdamW (paper: AdaBelief). Dropout on what layers add. Self-attention crosses joined
-    documents. BM25 has the idf of the corpus. Search is exact (paper: faiss). The retriever and the
-    gate have norms and biases.
+    Settings: by default, fields marked (ours) differ; --preset paper has the paper's. Those that
+    change the method, not only its size, are a group of their own in RPTConfig.
+    Scores: s_q is divided by sqrt(C). Search is exact (paper: faiss). A chunk without neighbors
+    gets 0 from cross-attention.
+    Layers: the retriever and the gate have norms and biases. Retrieved states have passed the
+    retriever's attention, those of the chunk that retrieves have not. The gate attends to the
+    neighbors of a window of chunks, so that a stream keeps no others (paper: of all chunks).
+    Dropout is on what layers add. Self-attention crosses joined documents.
+    Teacher: the reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is
+    trained on the same documents, and scores every n-th chunk. The other chunks are taught as in
+    RPT-Lex. BM25 has the idf of the corpus. A teacher chooses chunks of positive s_t only, so there
+    can be fewer than K. Scheduled sampling draws for each chunk.
+    Losses: s_t is a mean over tokens, L_ret over the chunks that have a positive. NDCG discounts by
+    1 / log2(1 + rank). L_ret trains the lower layers, too. Its τ starts at 1.
+    Optimizer: Muon or AdamW (paper: AdaBelief).
 
     $ python rpt.py                         a demo of ten seconds, on a CPU
     $ python train.py --model rpt           trains a reference LM, then RPT, which it teaches
@@ -78,6 +89,7 @@ def check_positive(config, names):
 
 @dataclass
 class RPTConfig:
+    # sizes
     vocab_size: int = 4096        # ids of the tokenizer; for bpe, the number to train (ours)
     block_size: int = 1024        # tokens of a training sequence, T (ours; paper: 16K)
     micro_batch: int = 2          # sequences of a micro-batch, B (ours)
@@ -90,20 +102,26 @@ class RPTConfig:
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
     n_neighbors: int = 4          # chunks that a chunk retrieves, K (ours; paper: 2)
     n_cca: int = 1                # last layers that cross-attend; 0: the upper half (paper: 5)
+    n_candidates: int = 4         # BM25 candidates of a chunk, J (ours; paper: 20)
+
+    # the method of the paper, its baselines (§5.1) and ablations (§5.3)
     retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # RPT-Sem, RPT-Lex; RETRO (§5)
-    shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
     eta: float = 0.1              # lower bound of the gate, η (paper)
-    eta_gradient: bool = False    # a gate at its lower bound has a gradient, too (ours)
     alpha: float = 0.005          # weight of L_ret from a fifth of the steps on (ours; paper: 1e-9)
     tau: float = 4.0              # margin of L_ret at the end (paper: 2, 4, 8, 128); first 1 (ours)
     teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # of sem, lex: when it chooses
-    p_off: float = 0.0            # share of the training sequences that read no neighbors (ours)
-    n_candidates: int = 4         # BM25 candidates of a chunk, J (ours; paper: 20)
-    score_every: int = 8          # the reference LM scores every n-th chunk (ours); others: as lex
+
+    # the reference LM, here trained first (paper: Pythia)
     reference: str = ''           # .pt file, or folder with ckpt.pt; default: one is trained first
     reference_steps: int = 300    # optimizer steps of the reference LM, at most RPT's (ours)
-    reference_cache: float = 0.2  # weight of its continuous cache, λ (ours; paper: 0)
+
+    # changes of the method: all are off in --preset paper
+    shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
+    reference_cache: float = 0.2  # weight of a cache in the reference LM, λ (ours; paper: 0)
+    score_every: int = 8          # the reference LM scores every n-th chunk (ours); others: as lex
+    eta_gradient: bool = False    # a gate at its lower bound has a gradient, too (ours)
+    p_off: float = 0.0            # share of the training sequences that read no neighbors (ours)
 
     def __post_init__(self):
         check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd window '
@@ -128,7 +146,7 @@ class RPTConfig:
 
     @property
     def window_chunks(self):
-        """Chunks of a window, the paper's w"""
+        """Chunks of a window, the paper's w (§3)"""
         return self.window // self.chunk_size
 
 
@@ -311,7 +329,11 @@ class MLP(nn.Module):
 
 
 def cross_entropy_reference(f, E, targets):
-    """The definition of `cross_entropy`, for autograd."""
+    """The definition of `cross_entropy`, for autograd: the mean over the targets w >= 0 of
+
+        -log P(w),   P(w) = exp(f · E_w) / Σ_v exp(f · E_v)
+
+    f (B, T, C), E (V, C) with rows E_w, targets (B, T), -1 is not scored -> ()"""
     log_p = product(f, E.T).log_softmax(2)                              # (B, T, V)
     scored = targets >= 0
     log_p = log_p.gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0]  # (B, T)
@@ -327,7 +349,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, f, E, targets):
         V = len(E)
-        E = aligned(E)
+        E = aligned(E)                                  # (V', C), V' is a multiple of 64
         block = 1024
         if f.is_cuda:                                   # a GPU needs large products: 0.5 GiB
             block = 2 ** 27 // len(E)
@@ -340,7 +362,7 @@ class CrossEntropy(torch.autograd.Function):
             i = torch.arange(len(w), device=w.device)
             logits = output_product(f[rows], E.T)
             logits[:, V:] = -math.inf                                   # rows of zeros: no words
-            log_p = logits.log_softmax(1)                               # (block, V)
+            log_p = logits.log_softmax(1)                               # (block, V')
             nats -= log_p[i, w].sum()
             if f.requires_grad:
                 dlogits = log_p.exp_()
@@ -371,7 +393,9 @@ def cross_entropy(f, E, targets, kernel='auto'):
 # --------------------------------------------------------------------------------------------------
 # what is new in RPT
 class SelfAttention(nn.Module):
-    """§3.4: causal, in blocks of half a window; a token attends to its block and the one before."""
+    """§3.4: causal attention in a sliding window (paper: 2,048 tokens, with a stride of 1,024). A
+    block has half a window; a token attends to its block, up to itself, and to the whole block
+    before it."""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
@@ -390,22 +414,24 @@ class SelfAttention(nn.Module):
         if past is not None:
             kv = torch.cat([past, kv], 1)                               # (B, s, 2, H, D)
 
-        # RoPE, so attend has no slopes. Position 0 is the first key, which is another one in the
-        # next piece: past is not rotated
+        # Rotary positions count from the first key: only differences of positions matter. In the
+        # next piece another key is the first, so past is not rotated. Two blocks are the window, so
+        # none of their keys is too old
         k, v = kv.unbind(2)
         n_past = k.size(1) - q.size(1)
         y = attend(rotate(q, n_past), rotate(k), v, self.block, 2 * self.block)
 
-        # past: the unfinished block and the one before, up to the last whole chunk, because the
-        # next piece encodes the tokens of the unfinished chunk again
+        # the past of the next piece: the unfinished block and the one before, up to the last whole
+        # chunk, because the next piece encodes the tokens of the unfinished chunk again
         end = kv.size(1) // self.m * self.m
         start = max(0, end // self.block - 1) * self.block
         return self.proj(y.flatten(2)), kv[:, start:end]
 
 
 class Attention(nn.Module):
-    """Tokens of x attend to all tokens of y, in both directions. With shift, a token of y has the
-    value of the next one, so what attends to a token reads what followed it."""
+    """Multi-head attention of all tokens of x to all tokens of y, without a causal mask. With shift
+    (ours), a token of y has the value of the next one: what attends to a token reads what followed
+    it."""
     def __init__(self, config, shift=False):
         super().__init__()
         C = config.n_embd
@@ -416,27 +442,36 @@ class Attention(nn.Module):
         self.proj = Linear(C, C)
 
     def forward(self, x, y, first=0, mask=None):
-        """n attentions at once, each of a texts of t tokens to b texts of s tokens.
+        """R independent attentions at once. In each of them, all tokens of X texts attend to all
+        tokens of Y texts. For example, G groups of tokens of B sequences read K neighbors each:
+        R = B G, X = 1 text of m tokens, Y = K texts of 2m tokens.
 
-        x (n, a, t, C)          the tokens of each text have the positions first, first + 1, ...
-        y (n, b, s, C)          the tokens of each text have the positions 0, 1, ...
-        mask (n, 1, a t, b s)   True: x may attend to y; None: to all of it -> (n, a, t, C)"""
-        q = self.query(x).unflatten(3, (self.n_head, -1))                   # (n, a, t, H, D)
-        k, v = self.kv(y).unflatten(3, (2, self.n_head, -1)).unbind(3)      # 2 x (n, b, s, H, D)
+        x (R, X, t, C)          the tokens of each text have the positions first, first + 1, ...
+        y (R, Y, s, C)          the tokens of each text have the positions 0, 1, ...
+        mask                    True: x may attend to y, broadcast to (R, H, X t, Y s); None: to all
+        returns                 (R, X, t, C)"""
+        q = self.query(x).unflatten(3, (self.n_head, -1))               # (R, X, t, H, D)
+        k, v = self.kv(y).unflatten(3, (2, self.n_head, -1)).unbind(3)  # 2 x (R, Y, s, H, D)
         if self.shift:
             v = v.roll(-1, 2)                               # the last token has the first one's
 
-        # the texts side by side
-        q = rotate(q, first).flatten(1, 2)                                  # (n, a t, H, D)
-        k = rotate(k).flatten(1, 2)                                         # (n, b s, H, D)
+        # each text has its own positions; then the texts are one long text
+        q = rotate(q, first).flatten(1, 2)                              # (R, X t, H, D)
+        k = rotate(k).flatten(1, 2)                                     # (R, Y s, H, D)
         v = v.flatten(1, 2)
 
         # e^-1e9 is 0; not -inf, because softmax of a row of -inf is nan
         bias = None
         if mask is not None:
             bias = torch.where(mask, 0.0, -1e9).to(q.dtype)
-        o = softmax_attention(q, k, v, bias)                                # (n, a t, H, D)
+        o = softmax_attention(q, k, v, bias)                            # (R, X t, H, D)
         return self.proj(o.flatten(2)).view_as(x)
+
+
+def as_separate_texts(x):
+    """n texts x (B, n, t, C), each in an attention of its own: R = B n, one text
+    -> (B n, 1, t, C)"""
+    return x.flatten(0, 1)[:, None]
 
 
 def in_chunks(x, m):
@@ -447,18 +482,19 @@ def in_chunks(x, m):
 
 def doc_of_chunks(doc, m):
     """doc (B, T) of tokens -> (B, N) of whole chunks; -1: tokens of two documents, or padding"""
-    low, high = in_chunks(doc, m).aminmax(dim=2)                            # 2 x (B, N)
+    low, high = in_chunks(doc, m).aminmax(dim=2)                        # 2 x (B, N)
     return low.where(low == high, -1)
 
 
-def each_alone(x):
-    """Chunks x (B, n, t, C) as texts of B n attentions -> (B n, 1, t, C)"""
-    return x.flatten(0, 1)[:, None]
+def begins_document(doc):
+    """doc (B, t) of tokens -> (B, t), True: the token begins a document within the piece. For the
+    layers of compared/ whose memory is of one document"""
+    return F.pad(doc.diff() != 0, (1, 0))
 
 
 class Retriever(nn.Module):
-    """§3.1: the factors of s_q(c) = <W_Q c_q, W_K c>, see RPT.scores. c is the mean of a chunk's
-    tokens after attention."""
+    """§3.1: the factors of s_q(c) = <W_Q c_q, W_K c>, see RPT.scores. The vector c of a chunk is
+    the mean of its tokens' states, after they have attended to each other in both directions."""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
@@ -466,149 +502,176 @@ class Retriever(nn.Module):
         self.attention = Attention(config)
         self.norm_q = RMSNorm(C)
         self.norm_k = RMSNorm(C)
-        self.query = nn.Linear(C, C)                                        # W_Q
-        self.key = nn.Linear(C, C)                                          # W_K
+        self.query = nn.Linear(C, C)                                    # W_Q
+        self.key = nn.Linear(C, C)                                      # W_K
 
     def forward(self, x):
-        """Chunks x (B, N, m, C) -> states to be retrieved (B, N, m, C), queries, keys (B, N, C)"""
-        y = each_alone(self.norm(x))
+        """Chunks x (B, N, m, C) of the lower layers -> states to be retrieved (B, N, m, C), queries
+        W_Q c and keys W_K c (B, N, C)"""
+        y = as_separate_texts(self.norm(x))                             # (B N, 1, m, C)
         x = x + self.attention(y, y).view_as(x)
-        query = self.query(self.norm_q(x.mean(2)))
+
+        # c is the mean of x over the tokens
+        query = self.query(self.norm_q(x.mean(2)))                      # (B, N, C)
         key = self.key(self.norm_k(x.mean(2)))
         return x, query, key
 
 
+K1 = 1.2        # of BM25, as in bm25.py: with a smaller one, repeated terms count less
+
+
 def bm25_vectors(tokens, idf):
-    """Queries and keys of RETRO: <query, key> is BM25, in which len(d) = mean len, because all
-    chunks are equally long. tokens (..., m), idf (V,) -> 2 x (..., V)"""
+    """Queries and keys of RETRO (§5.1), whose product is BM25. Term w occurs tf_w times in a chunk:
+
+        <query, key> = Σ_w tf_w(query) · idf(w) tf_w(key) / (tf_w(key) + K1)
+
+    This is bm25.py with b = 0, because all chunks are equally long.
+
+    tokens (..., m), idf (V,) -> 2 x (..., V)"""
     tf = idf.new_zeros(*tokens.shape[:-1], len(idf))
-    tf = tf.scatter_add(-1, tokens, tf.new_ones(tokens.shape))              # occurrences of a term
-    key = idf * tf / (tf + 1.2)
+    tf = tf.scatter_add(-1, tokens, tf.new_ones(tokens.shape))          # (..., V)
+    key = idf * tf / (tf + K1)
 
     # multiples of 2^-10: sums are exact in any order, and ties remain ties
     return tf, (2 ** 10 * key).round() / 2 ** 10
 
 
 def permitted(doc, window_chunks, first=0):
-    """May chunk i, one of the N from `first` on, retrieve chunk j? If j has left the window of i
-    and is of its document. doc (..., M) of all chunks, -1: of no document -> (..., N, M)"""
-    j = torch.arange(doc.size(-1), device=doc.device)                       # (M,)
-    i = j[first:, None]                                                     # (N, 1)
+    """§3: may chunk i, one of the N from `first` on, retrieve chunk j, one of all M? Yes if j has
+    left the window of i, j <= i - window_chunks, and both are of one document.
+
+    doc (..., M) of all chunks, -1: of no document -> (..., N, M) bool"""
+    j = torch.arange(doc.size(-1), device=doc.device)                   # (M,)
+    i = j[first:, None]                                                 # (N, 1)
     has_left = j <= i - window_chunks
     doc_i = doc[..., first:, None]
     same_document = (doc[..., None, :] == doc_i) & (doc_i >= 0)
     return has_left & same_document
 
 
-def top(scores, mask, K):
-    """The numbers of the K highest of scores (..., n) where mask is True, the first of equal ones
-    first; -1 where there are fewer -> (..., K)"""
-    scores = F.pad(scores.where(mask, -math.inf), (0, K), value=-math.inf)
+def top(scores, K):
+    """The numbers of the K highest of scores (..., n), the first of equal ones first; -1 where
+    fewer than K are above -inf -> (..., K)
+
+    scores [2, -inf, 5, 2], K = 2: [2, 0]; K = 4: [2, 0, 3, -1]"""
+    scores = F.pad(scores, (0, K), value=-math.inf)                     # at least K columns
     values, numbers = scores.sort(descending=True, stable=True)
     return numbers.masked_fill(values == -math.inf, -1)[..., :K]
 
 
-def pseudorandom(M, first, device):
-    """Pseudorandom scores of the M chunks j for each chunk i from `first` on -> (N, M). They are
-    functions of i and j, so they are the same in pieces of any size. Cubes modulo a prime p look
-    random, and the cubes of 0 to p - 1 differ, because 3 does not divide p - 1."""
-    p = 1_000_037
-    j = torch.arange(M, device=device)
-    i = j[first:, None]
-    return ((7919 * i + j) % p) ** 3 % p
+def rank_of(scores):
+    """The rank of each of scores (..., n): 0 for the highest, 1 for the next, ...; the first of
+    equal ones is higher -> (..., n)
+
+    scores [2, 7, 5]: [2, 0, 1]"""
+    order = scores.argsort(descending=True, stable=True)
+    return order.argsort()                                              # the inverse permutation
 
 
 class NeighborEncoder(nn.Module):
-    """§3.1: a neighbor, a retrieved chunk and its next one, before it is attended to"""
+    """§3.1: the states of neighbors, and their gates. A neighbor is a retrieved chunk and the next
+    one."""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
         self.config = config
+
+        # the two chunks of a neighbor attend to each other
         self.norm1 = RMSNorm(C)
         self.attention = Attention(config)
+
+        # they attend to the chunk that has retrieved them (footnote 2)
         self.norm2 = RMSNorm(C)
         self.norm_query = RMSNorm(C)
         self.cross = Attention(config)
+
+        # the gate
         if config.gate:
             self.norm3 = RMSNorm(C)
             self.gate_attention = Attention(config)
             self.norm_gate = RMSNorm(C)
-            self.gate = nn.Linear(C, 1)                                     # w_ng, b
+            self.gate = nn.Linear(C, 1)                                 # w_ng, b
 
-    def join(self, x):
-        """Each chunk of x (B, n, m, C) and the next one attend to each other
-        -> (B, n - 1, 2m, C)"""
+    def encode_pairs(self, x):
+        """(c_j, c_{j+1}): the tokens of each chunk and the next one attend to each other.
+        x (B, n, m, C) -> n - 1 pairs (B, n - 1, 2m, C)"""
         x = torch.cat([x[:, :-1], x[:, 1:]], 2)
-        y = each_alone(self.norm1(x))
+        y = as_separate_texts(self.norm1(x))                            # (B (n - 1), 1, 2m, C)
         return x + self.attention(y, y).view_as(x)
 
-    def forward(self, joined, chosen, chunk_states):
-        """The states of the neighbors of chunks, after attention to the chunk that retrieves them
+    def forward(self, chunk_pairs, chosen, chunk_states):
+        """The neighbors of N chunks: pairs, after attention to the chunk that retrieves them
+        (footnote 2)
 
-        joined (B, M, 2m, C)        row j + 1: chunks j and j + 1; row 0: zeros
-        chosen (B, N, K)            numbers j of retrieved chunks; -1, no neighbor, reads row 0
-        chunk_states (B, N, m, C)   of the chunks that retrieve -> (B, N, K, 2m, C)"""
-        # not joined[b, rows]: on a CPU the sums of its gradient have no fixed order
-        rows = (chosen + 1).flatten(1)                                      # (B, N K)
-        x = torch.cat([joined_b.index_select(0, rows_b) for joined_b, rows_b in zip(joined, rows)])
-        x = x.unflatten(0, chosen.shape)                                    # (B, N, K, 2m, C)
+        chunk_pairs (B, M, 2m, C)   see Index: row j + 1 has chunks j and j + 1, row 0 has zeros
+        chosen (B, N, K)            numbers j of retrieved chunks; -1: none, so row 0 is read
+        chunk_states (B, N, m, C)   of the chunks that retrieve
+        returns                     C (B, N, K, 2m, C)"""
+        # not chunk_pairs[b, rows]: on a CPU the sums of its gradient have no fixed order
+        rows = (chosen + 1).flatten(1)                                  # (B, N K)
+        selected = [pairs.index_select(0, r) for pairs, r in zip(chunk_pairs, rows)]
+        x = torch.cat(selected).unflatten(0, chosen.shape)              # (B, N, K, 2m, C)
 
         # a slot without a neighbor does not stay zero here; its gate is 0
-        y = each_alone(self.norm_query(chunk_states))                       # (B N, 1, m, C)
+        y = as_separate_texts(self.norm_query(chunk_states))            # (B N, 1, m, C)
         return x + self.cross(self.norm2(x).flatten(0, 1), y).view_as(x)
 
     def gates(self, neighbors, chosen):
-        """A weight in [η, 1) of each neighbor; 0 where there is none:
+        """The gate of neighbor k of chunk i, from η to 1; 0 if there is no such neighbor. C_{i,k}
+        are the neighbor's states, d is the width:
 
-            gate = max(η, σ((w_ng · norm(ĉ) + b) / C))
+            gate = max(η, σ((w_ng · norm(ĉ_{i,k}) + b) / d)),    C^g_{i,k} = gate · C_{i,k}
 
-        ĉ is the mean of a neighbor's states, after attention to the means of the neighbors of
-        higher rank of the same chunk, and of all neighbors of the chunks before it in a window.
+        ĉ_{i,k} is the mean of C_{i,k}, after attention to the means of the neighbors of chunk i of
+        higher rank, and of all neighbors of the chunks before chunk i in a window.
 
         neighbors (B, n, K, 2m, C) of n chunks, chosen (B, n, K), -1: none -> (B, n, K)"""
         _, n, K = chosen.shape
-        valid = chosen >= 0
+        exists = chosen >= 0
         if not self.config.gate:
-            return valid.to(neighbors.dtype)
+            return exists.to(neighbors.dtype)
 
-        # neighbors are in the order of chunks, then of ranks; they attend to themselves and to
-        # those before. No mask of documents is needed: a chunk with neighbors has a window of
-        # chunks of its document before it
-        chunk = torch.arange(n * K, device=chosen.device) // K              # (n K,)
-        mask = (chunk > chunk[:, None] - self.config.window_chunks).tril()  # (n K, n K)
-        mask = mask & valid.flatten(1)[:, None, None]                       # (B, 1, n K, n K)
-        mean = neighbors.mean(3).flatten(1, 2)[:, None]                     # (B, 1, n K, C)
+        # A row of n K neighbors, in the order of chunks, then of ranks. Each attends to itself and
+        # to those before it, of the last window_chunks chunks. They are all of one document: where
+        # a chunk has neighbors, a window of chunks of its document is before it
+        chunk = torch.arange(n * K, device=chosen.device) // K          # (n K,) its number
+        in_window = chunk > chunk[:, None] - self.config.window_chunks  # (n K, n K)
+        mask = in_window.tril() & exists.flatten(1)[:, None, None]      # (B, 1, n K, n K)
+        mean = neighbors.mean(3).flatten(1, 2)[:, None]                 # (B, 1, n K, C)
         y = self.norm3(mean)
-        mean = mean + self.gate_attention(y, y, mask=mask)                  # ĉ (B, 1, n K, C)
+        mean = mean + self.gate_attention(y, y, mask=mask)              # ĉ (B, 1, n K, C)
 
         # in fp32 under autocast too, because the logit is tiny
         with torch.autocast(mean.device.type, enabled=False):
             logit = self.gate(self.norm_gate(fp32(mean))) / self.config.n_embd
-        sigmoid = logit.sigmoid()
+        sigmoid = logit.sigmoid()                                       # (B, 1, n K, 1)
         gates = sigmoid.clamp(min=self.config.eta)                      # its gradient is 0 at η
         if self.config.eta_gradient:
             gates = sigmoid + (gates - sigmoid).detach()                # equal, with σ's gradient
-        return gates.view_as(valid) * valid
+        return gates.view_as(exists).masked_fill(~exists, 0)
 
 
 class Retrieved(NamedTuple):
-    """What the upper layers cross-attend to: for each of the G groups of tokens of a piece (see
-    ChunkedCrossAttention), the neighbors that its chunk has retrieved"""
-    states: torch.Tensor        # (B, G, K, 2m, C) of the neighbors, times their gates
-    mask: torch.Tensor          # (B G, 1, 1, K 2m), False: there is no such neighbor
-    in_document: torch.Tensor   # (B, t, 1), False: the token is of another document than the chunk
+    """What the upper layers cross-attend to in a piece of t tokens, which are in G groups (see
+    ChunkedCrossAttention): each group to the K neighbors that one chunk has retrieved"""
+    states: torch.Tensor        # (B, G, K, 2m, C) C^g: of the neighbors, times their gates
+    mask: torch.Tensor          # (B, G, K), False: there is no such neighbor
+    in_document: torch.Tensor   # (B, t, 1), False: the token gets 0, because it is of another
+                                # document than the chunk that has retrieved
 
 
 class ChunkedCrossAttention(nn.Module):
-    """Borgeaud et al. 2022, §2.4: a group of m tokens attends to the neighbors of a chunk. Group i
-    is the last token of chunk i, whose output predicts the first of chunk i + 1, and all tokens of
-    chunk i + 1 except the last. They have the positions m - 1 to 2m - 2, the tokens of a neighbor 0
-    to 2m - 1. The neighbors have no norm here, which would undo the gate.
+    """Borgeaud et al. 2022, §2.4: what chunk i has retrieved is read by the m tokens that predict
+    chunk i + 1: the last token of chunk i, and all tokens of chunk i + 1 except its last. These are
+    a group. N whole chunks, and the tokens after them, are in G = N + 1 groups:
 
-        tokens, m = 4         0 1 2 | 3 4 5 6   | 7 8 9 10  | 11 ...
-        attend to neighbors of none | chunk 0   | chunk 1   | chunk 2
+        tokens, m = 4               0 1 2 | 3 4 5 6 | 7 8 9 10 | 11 ...
+        number of the group         0     | 1       | 2        | 3
+        reads the neighbors of      none  | chunk 0 | chunk 1  | chunk 2
 
-    In a stream the first group attends to what the chunk before these N chunks has retrieved."""
+    A group has the positions m - 1 to 2m - 2, a neighbor 0 to 2m - 1: as if chunk i had the place
+    of the retrieved chunk j. In a stream, group 0 reads what the chunk before the piece has
+    retrieved."""
     def __init__(self, config):
         super().__init__()
         self.norm = RMSNorm(config.n_embd)
@@ -616,14 +679,22 @@ class ChunkedCrossAttention(nn.Module):
         self.attention = Attention(config, config.shift_values)
 
     def forward(self, x, retrieved):
-        """x (B, t, C) in G groups, Retrieved -> (B, t, C)"""
+        """x (B, t, C), Retrieved -> (B, t, C)"""
+        m = self.m
         # a group begins with the last token of a chunk: a zero precedes the first chunk, zeros
         # complete the last group
-        groups = in_chunks(F.pad(x, (0, 0, 1, self.m - 1)), self.m)         # (B, G, m, C)
-        neighbors = retrieved.states.flatten(0, 1)                          # (B G, K, 2m, C)
-        y = self.attention(each_alone(self.norm(groups)), neighbors, self.m - 1, retrieved.mask)
-        y = y.view(len(x), -1, x.size(2))                                   # (B, G m, C)
-        return y[:, 1:1 + x.size(1)] * retrieved.in_document                # (B, t, C)
+        groups = in_chunks(F.pad(x, (0, 0, 1, m - 1)), m)               # (B, G, m, C)
+        groups = as_separate_texts(self.norm(groups))                   # (B G, 1, m, C)
+
+        # neighbors have no norm here: it would undo the gate. Without any neighbor, all values are
+        # 0, so the output is 0, too
+        neighbors = retrieved.states.flatten(0, 1)                      # (B G, K, 2m, C)
+        mask = retrieved.mask.flatten(0, 1).repeat_interleave(2 * m, 1) # (B G, K 2m)
+        y = self.attention(groups, neighbors, m - 1, mask[:, None, None])
+
+        # without the zero at the start and the zeros at the end
+        y = y.view(len(x), -1, x.size(2))                               # (B, G m, C)
+        return y[:, 1:1 + x.size(1)] * retrieved.in_document            # (B, t, C)
 
 
 class Block(nn.Module):
@@ -651,41 +722,40 @@ class Block(nn.Module):
 # supervision
 def bm25_candidates(chunks, doc, window_chunks, J, idf):
     """§3.2: the J chunks most similar to chunk i and its target, c_i and c_{i+1}, by BM25. Their
-    score is s_t of RPT-Lex: 1 - r / J at rank r = 0, 1, ... (ours); that of all others is 0.
+    score is s_t of RPT-Lex (§5.1): 1 - r / J at rank r = 0, 1, ... (ours); that of all others is 0.
 
     chunks (..., N, m), doc (..., N), idf (V,) -> (..., N, N)"""
     # chunks c_i and c_{i+1} are one query: their occurrences are added
-    tf, keys = bm25_vectors(chunks, idf)                                    # (..., N, V)
-    scores = (tf + tf.roll(-1, -2)) @ keys.mT                               # (..., N, N)
+    tf, keys = bm25_vectors(chunks, idf)                                # (..., N, V)
+    scores = (tf + tf.roll(-1, -2)) @ keys.mT                           # (..., N, N)
 
     # the last chunk of a document has no target, so it has no candidates
-    has_target = F.pad(doc.diff() == 0, (0, 1))                             # (..., N)
+    has_target = F.pad(doc.diff() == 0, (0, 1))                         # (..., N)
     mask = permitted(doc, window_chunks) & has_target[..., None] & (scores > 0)
-    rank = rank_of(scores * mask)                                           # r = 0, 1, ...
-    return (1 - rank / J).relu() * mask
+    rank = rank_of(scores.masked_fill(~mask, 0))                        # r = 0, 1, ...
+    return (1 - rank / J).relu().masked_fill(~mask, 0)
 
 
-def target_log_p(reference, prompts, m, autocast):
+def target_log_p(reference, prompts, m, lam, autocast):
     """Mean of log P of the last m tokens of prompts (n, 4m) -> (n,). Small LMs hardly copy from
-    their context, so P is a mixture with a continuous cache (Grave et al. 2017):
+    their context, so P is a mixture with a continuous cache (Grave et al. 2017) of weight λ, lam:
 
         P(w) = (1 - λ) P_LM(w) + λ P_cache(w)
         P_cache(w) = Σ_{u: token u + 1 is w} softmax_u(f · f_u / sqrt(C))
 
     f is the state that predicts w, f_u are those before it. The model is run under autocast()."""
-    lam = reference.config.reference_cache                                  # λ
     with autocast():
-        states = reference.encode(prompts)[0]                               # (n, 4m, C)
-    f = states[:, -m - 1:-1]                                                # (n, m, C)
-    w = prompts[:, -m:, None]                                               # (n, m, 1)
+        states = reference.encode(prompts).f                            # (n, 4m, C)
+    f = states[:, -m - 1:-1]                                            # (n, m, C)
+    w = prompts[:, -m:, None]                                           # (n, m, 1)
 
     # P_cache. Query q = 0 ... m - 1 is the state of position 3m - 1 + q; it may use
     # u < 3m - 1 + q, whose next token u + 1 is known
-    scores = product(f, states[:, :-1].mT) / f.size(2) ** 0.5               # (n, m, 4m - 1)
-    later = torch.full_like(scores, -math.inf).triu(3 * m - 1)              # 0 for those it may use
+    scores = product(f, states[:, :-1].mT) / f.size(2) ** 0.5           # (n, m, 4m - 1)
+    later = torch.full_like(scores, -math.inf).triu(3 * m - 1)          # 0 for those it may use
     p_u = (scores + later).softmax(2)
-    follows = prompts[:, None, 1:] == w                                     # (n, m, 4m - 1)
-    p_cache = (p_u * follows).sum(2)                                        # (n, m)
+    follows = prompts[:, None, 1:] == w                                 # (n, m, 4m - 1)
+    p_cache = (p_u * follows).sum(2)                                    # (n, m)
 
     # in logarithms, because P_LM can be 0 in fp32
     log_lm = reference.logits(f).log_softmax(2).gather(2, w).squeeze(2)
@@ -693,35 +763,33 @@ def target_log_p(reference, prompts, m, autocast):
     return log_p.mean(1)
 
 
-def target_scores(reference, chunks, candidates, autocast=contextlib.nullcontext):
-    """§3.2: what candidate j of chunk i gains the reference LM when it predicts the target c_{i+1}:
+def target_scores(reference, chunks, candidates, lam, autocast=contextlib.nullcontext):
+    """§3.2: what candidate j of chunk i gains the reference LM when it predicts the target c_{i+1},
+    compared with the two chunks before chunk i:
 
         s_t(c_j) = (log P(c_{i+1} | c_j, c_{j+1}, c_i) - log P(c_{i+1} | c_{i-2}, c_{i-1}, c_i)) / m
 
-    chunks (N, m), candidates (N, N) bool, of chunks 2 <= i <= N - 2
-    -> s_t (N, N), 0 for all others"""
+    chunks (N, m); candidates (N, N) bool, j of chunks 2 <= i <= N - 2; lam, autocast: see
+    target_log_p -> s_t (N, N), 0 where j is no candidate of i"""
     N, m = chunks.shape
     chunks = chunks.to(reference.embedding.weight.device)
     candidates = candidates.to(chunks.device)
 
-    # the second term is the first one of j = i - 2, which may be a candidate, too
-    needed = candidates | torch.diag(candidates[2:].any(1), -2)
+    # the first term is computed for all candidates; the second term is the first one of j = i - 2,
+    # so it is computed for each i that has candidates, too
+    has_candidates = candidates.any(1)                                  # (N,)
+    needed = candidates | torch.diag(has_candidates[2:], -2)            # (N, N)
 
-    # the first terms, of 4,096 tokens at once
+    # prompts of 4,096 tokens at once
     log_p = torch.zeros(N, N, device=chunks.device)
     for pairs in needed.nonzero().split(max(1, 1024 // m)):
-        i, j = pairs.unbind(1)                                              # (n,)
-        prompts = chunks[torch.stack([j, j + 1, i, i + 1], 1)]              # (n, 4, m)
-        log_p[i, j] = target_log_p(reference, prompts.flatten(1), m, autocast)
+        i, j = pairs.unbind(1)                                          # (n,)
+        prompts = chunks[torch.stack([j, j + 1, i, i + 1], 1)]          # (n, 4, m)
+        log_p[i, j] = target_log_p(reference, prompts.flatten(1), m, lam, autocast)
 
-    baseline = F.pad(log_p.diagonal(-2), (2, 0))                            # (N,)
-    return (log_p - baseline[:, None]) * candidates
-
-
-def rank_of(scores):
-    """0 for the highest of scores (..., n), 1 for the next, ...; the first of equals is higher
-    -> (..., n)"""
-    return scores.argsort(descending=True, stable=True).argsort()
+    second_term = F.pad(log_p.diagonal(-2), (2, 0))                     # (N,)
+    s_t = log_p - second_term[:, None]
+    return s_t.masked_fill(~candidates, 0)
 
 
 def differences(x):
@@ -734,21 +802,28 @@ def ranking_loss(s_q, s_t, tau):
     that was no candidate has s_t = 0. r = 1, 2, ... is the rank by s_q.
 
         L_ret = Σ_{l, j: s_t(l) > s_t(j)} λ_lj max(0, τ - (s_q(l) - s_q(j)))
-        λ_lj  = |2^s_t(l) - 2^max(s_t(j), 0)| |1 / log2(1 + r_l) - 1 / log2(1 + r_j)| / IDCG
+
+    λ_lj is how much NDCG changes if l and j exchange their ranks (Burges et al. 2006):
+
+        λ_lj  = |gain_l - gain_j| |discount_l - discount_j| / IDCG
+        gain  = 2^max(s_t, 0) - 1,    discount = 1 / log2(1 + r)
+
+    IDCG is the DCG, Σ gain · discount, of the best order, that by s_t.
 
     s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret and NDCG@20 of each chunk, (B, N)"""
-    # the terms of DCG: a positive has gain / log2(1 + r); IDCG is that of the order by s_t
-    gain = torch.exp2(s_t.relu()) - 1                                       # (B, N, N)
+    gain = torch.exp2(s_t.relu()) - 1                                   # (B, N, N)
     rank = 1 + rank_of(s_q)
     discount = 1 / torch.log2(1 + rank)
-    sorted_discount = discount.sort(descending=True).values
-    ideal = gain.sort(descending=True).values * sorted_discount
 
-    # λ_lj is 0 unless s_t(l) > s_t(j): a swap changes DCG by the difference of the gains times that
-    # of the discounts. Pairs with a chunk that is not permitted: as l its gain is 0, as j the hinge
-    # is 0 (s_q = -1e9)
-    weight = differences(gain).relu() * differences(discount).abs()         # λ_lj IDCG
-    hinge = (tau - differences(s_q.clamp(min=-1e9))).relu()                 # (B, N, N, N)
+    # the terms of IDCG: the largest gain has rank 1
+    ideal_rank = torch.arange(1, 1 + s_q.size(2), device=s_q.device)    # (N,)
+    ideal_discount = 1 / torch.log2(1 + ideal_rank)
+    ideal = gain.sort(descending=True).values * ideal_discount          # (B, N, N)
+
+    # Only pairs with gain_l > gain_j count. Pairs with a chunk that is not permitted do not: as l
+    # its gain is 0, as j its s_q = -1e9 makes the hinge 0
+    weight = differences(gain).relu() * differences(discount).abs()     # λ_lj IDCG
+    hinge = (tau - differences(s_q.clamp(min=-1e9))).relu()             # (B, N, N, N)
     loss = (weight * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
 
     # NDCG of the first 20
@@ -767,23 +842,70 @@ class Traced(NamedTuple):
     end: int
 
 
+class Index(NamedTuple):
+    """What can be retrieved of a text (§3.4): its M whole chunks so far"""
+    keys: torch.Tensor          # (B, M, C) of chunks 0 to M - 1; RETRO: (B, M, V)
+    chunk_pairs: torch.Tensor   # (B, M, 2m, C) row j + 1: states of chunks j and j + 1, for j from
+                                # 0 to M - 2; row 0: zeros, in place of no chunk. M is at least 1
+    last: torch.Tensor          # (B, 0 or 1, m, C) states of chunk M - 1, until it has a next one
+
+
+class Neighbors(NamedTuple):
+    """What the last n whole chunks of a text have retrieved, the latest in row n - 1: the N chunks
+    of a piece, and before them window_chunks chunks, because gates depend on the neighbors of a
+    window of chunks. The rows before chunk 0 have no neighbors.
+
+    For example, with windows of 4 chunks and pieces of 5 and 3 chunks: after the second piece n is
+    4 + 3, for chunks 1 to 7. The gates of chunks 1 to 3 lack a part of their window, and are not
+    used; those of chunk 4 are, because group 0 of the piece reads its neighbors"""
+    chosen: torch.Tensor        # (B, n, K) numbers j of retrieved chunks, -1: none
+    states: torch.Tensor        # (B, n, K, 2m, C) of chunks j and j + 1, see NeighborEncoder
+    gates: torch.Tensor         # (B, n, K)
+
+
 class Memory(NamedTuple):
-    """What can be retrieved of a text with M whole chunks; what its last n chunks, a window or
-    more, have retrieved"""
-    last: torch.Tensor          # (B, 0 or 1, m, C) states of the last chunk: it has no next one yet
-    joined: torch.Tensor        # (B, M, 2m, C) row j + 1: of chunks j and j + 1; row 0: zeros
-    keys: torch.Tensor          # (B, M, C) of all chunks; RETRO: (B, M, V)
-    chosen: torch.Tensor        # (B, n, K) the numbers j of neighbors, -1: none
-    neighbors: torch.Tensor     # (B, n, K, 2m, C) their states
-    gates: torch.Tensor         # (B, n, K) their weights; the first window_chunks - 1 rows lack a
-                                # part of their window, and are not used
+    """What retrieval needs of the text before a piece"""
+    index: Index
+    neighbors: Neighbors
 
 
 class State(NamedTuple):
-    """What a stream keeps of a text"""
+    """What a stream keeps of a text. For example, after 70 tokens in chunks of 32: the keys and
+    values of tokens 0 to 63, the tokens 64 to 69, and a Memory of two chunks"""
     past: list                  # of each layer; Block: keys and values (B, s, 2, H, D)
     unfinished: torch.Tensor    # (B, t) the tokens of the unfinished chunk, t < m
     memory: Memory
+
+
+class Forced(NamedTuple):
+    """Neighbors that are retrieved in place of those of highest s_q, in teacher forcing (§3.4)"""
+    chosen: torch.Tensor        # (B, N, K) numbers j of the chunks for each chunk, -1: none
+    mask: torch.Tensor          # (B, N, 1), False: this chunk retrieves those of highest s_q
+
+
+class UpperInputs(NamedTuple):
+    """What RPT.upper_inputs returns"""
+    retrieved: Retrieved | None     # for each upper layer, with x; None: nothing is retrieved
+    memory: Memory                  # the new one
+    s_q: torch.Tensor | None        # (B, N, M), -inf: j may not be retrieved; None: no scores
+
+
+class Encoded(NamedTuple):
+    """What RPT.encode returns"""
+    f: torch.Tensor                 # (B, t, C) states that predict the next tokens
+    state: State                    # the new one
+    s_q: torch.Tensor | None        # see UpperInputs
+
+
+class TaughtBatch(NamedTuple):
+    """data.Batch with the scores of its chunks"""
+    tokens: torch.Tensor            # (B, T)
+    targets: torch.Tensor           # (B, T)
+    doc: torch.Tensor               # (B, T)
+    seed: int
+    target_scores: torch.Tensor     # (B, N, N) s_t
+    ranked: float                   # chunks with a positive: the mean over the micro-batches of the
+                                    # step, so each chunk of a step has the same weight in L_ret
 
 
 COMPILED = (Block, NeighborEncoder)     # layers that train.py compiles
@@ -804,21 +926,42 @@ def init_weights(model, seed):
             nn.init.zeros_(p)
 
 
+def pseudorandom(M, first, device):
+    """For the evaluation `shuffled`: pseudorandom scores of the M chunks j for each chunk i from
+    `first` on -> (N, M). They are functions of i and j, so they are the same in pieces of any size.
+    Cubes modulo a prime p look random, and the cubes of 0 to p - 1 differ, because 3 does not
+    divide p - 1."""
+    p = 1_000_037
+    j = torch.arange(M, device=device)
+    i = j[first:, None]
+    return ((7919 * i + j) % p) ** 3 % p
+
+
 class RPT(nn.Module):
     """A sliding-window LM whose upper layers attend to chunks that its lower layers retrieve. By
-    default it has the fields marked (ours); --preset paper has the paper's."""
+    default it has the fields marked (ours); --preset paper has the paper's.
+
+    The models of compared/ are subclasses. What they can override:
+
+    make_layers         the lower and the upper layers: modules that are called with x (B, t, C),
+                        their past, None at the beginning of a text, and, if they are upper ones,
+                        UpperInputs.retrieved -> x, the past of the next piece
+    queries_and_keys    what s_q compares
+    upper_inputs        what all upper layers get, with x -> UpperInputs. Its `retrieved` can be any
+                        object that these layers expect. Without retrieval its `memory` is the
+                        argument and its s_q is None
+    ways                names of the ways of evaluation"""
     PIECE = 2048                        # tokens of a text that are encoded at once
-    NOT_TAUGHT = -2                     # in place of a teacher's neighbors: the model chooses
 
     def __init__(self, config):
         super().__init__()
-        seed = torch.randint(2 ** 48, (), device='cpu').item()              # of the weights
+        seed = torch.randint(2 ** 48, (), device='cpu').item()          # of the weights
         self.config = config
-        self.way = 'on'                                                     # see ways
-        self.kernel = 'auto'                                                # see cross_entropy
+        self.way = 'on'                                                 # see ways
+        self.kernel = 'auto'                                            # see cross_entropy
 
         # the decoder
-        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)     # also the output's
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd) # also the output's
         self.lower, self.upper = self.make_layers(config)
 
         # retrieval: learned, by BM25 with the idf of the corpus (see setup), or none
@@ -830,7 +973,7 @@ class RPT(nn.Module):
         self.neighbor_encoder = None
         if config.retriever != 'none':
             self.neighbor_encoder = NeighborEncoder(config)
-        self.norm = RMSNorm(config.n_embd)                                  # of the output
+        self.norm = RMSNorm(config.n_embd)                              # of the output
         init_weights(self, seed)
 
     def make_layers(self, config):
@@ -844,6 +987,116 @@ class RPT(nn.Module):
         upper = nn.ModuleList(Block(config, i >= n_upper - n_cca) for i in range(n_upper))
         return lower, upper
 
+    # retrieval
+    def retrieve(self, x, tokens, chunk_doc, forced, memory):
+        """§3.1, for the N whole chunks of a piece, at least one
+
+        x (B, t, C), tokens (B, t)  states of the lower layers, and their tokens
+        chunk_doc (B, N)            documents of the chunks, -1: of no document
+        forced                      Forced, or None
+        memory                      of the chunks before
+        returns                     the new memory; s_q (B, N, M), -inf: j may not be retrieved"""
+        m = self.config.chunk_size
+        K = memory.neighbors.chosen.size(2)
+        chunk_states = in_chunks(x, m)                                  # (B, N, m, C)
+        states, query, key = self.queries_and_keys(chunk_states, in_chunks(tokens, m))
+
+        # each chunk scores all chunks so far
+        index = self.extend_index(memory.index, states, key)
+        s_q = self.scores(query, index.keys)                            # (B, N, M)
+        s_q = self.mask_scores(s_q, chunk_doc)
+
+        # it retrieves the K best, or those that a teacher has chosen
+        chosen = self.choose(s_q, K)                                    # (B, N, K)
+        if forced is not None:
+            chosen = forced.chosen.where(forced.mask, chosen)
+
+        # their states and gates
+        neighbors = self.encode_neighbors(index, chosen, chunk_states, memory.neighbors)
+        return Memory(index, neighbors), s_q
+
+    def queries_and_keys(self, chunk_states, chunk_tokens):
+        """The factors of s_q, and the states that are retrieved with a chunk
+
+        chunk_states (B, N, m, C), chunk_tokens (B, N, m)
+        -> states (B, N, m, C), queries and keys (B, N, C); RETRO: (B, N, V)"""
+        if self.config.retriever == 'bm25':
+            query, key = bm25_vectors(chunk_tokens, self.idf)
+            return chunk_states, query, key
+        return self.retriever(chunk_states)
+
+    def extend_index(self, index, states, keys):
+        """Adds N chunks to what can be retrieved: their states (B, N, m, C) and keys (B, N, C). A
+        chunk is found by its key, and retrieved with the next one -> the new Index"""
+        states = torch.cat([index.last, states], 1)                     # N or N + 1 chunks
+        pairs = self.neighbor_encoder.encode_pairs(states)
+        chunk_pairs = torch.cat([index.chunk_pairs, pairs], 1)          # (B, M, 2m, C)
+        keys = torch.cat([index.keys, keys], 1)                         # (B, M, C)
+        return Index(keys, chunk_pairs, states[:, -1:])
+
+    def scores(self, query, keys):
+        """s_q(c) = <W_Q c_q, W_K c> / sqrt(C). query (B, N, C), keys (B, M, C) -> (B, N, M)"""
+        return product(query, keys.mT) / query.size(2) ** 0.5
+
+    def mask_scores(self, s_q, chunk_doc):
+        """s_q (B, N, M) with -inf where chunk i may not retrieve chunk j, see `permitted`; with
+        BM25, also where they have no term in common. chunk_doc (B, N) of the chunks i
+        -> (B, N, M)"""
+        n_before = s_q.size(2) - s_q.size(1)                            # chunks before the piece
+        doc = F.pad(chunk_doc, (n_before, 0))                           # a stream is document 0
+        mask = permitted(doc, self.config.window_chunks, n_before)
+        if self.config.retriever == 'bm25':
+            mask = mask & (s_q > 0)
+        return s_q.where(mask, -math.inf)
+
+    def choose(self, s_q, K):
+        """R(c_q): the K chunks of highest s_q (B, N, M); -1: there are fewer above -inf
+        -> their numbers (B, N, K)"""
+        if not self.training:
+            s_q = self.evaluation_scores(s_q)
+        return top(s_q, K)
+
+    def evaluation_scores(self, s_q):
+        """The scores by which chunks are chosen in evaluation: s_q (B, N, M), rounded to 1 / 256.
+        Without this, the scores of a chunk that recurs differ by errors of rounding, which depend
+        on the pieces in which a text is read. Rounded scores are equal, so the first of these
+        chunks is chosen. BM25 is exact already. The way `shuffled`: random numbers -> (B, N, M)"""
+        if self.way == 'shuffled':
+            N, M = s_q.shape[1:]
+            random = pseudorandom(M, M - N, s_q.device)                 # (N, M)
+            return random.where(s_q > -math.inf, -math.inf)
+        if self.config.retriever == 'bm25':
+            return s_q
+        return (256 * s_q).round()
+
+    def encode_neighbors(self, index, chosen, chunk_states, before):
+        """The states and gates of chosen chunks (B, N, K), for the chunks that retrieve them,
+        chunk_states (B, N, m, C); before: Neighbors of the chunks before -> Neighbors"""
+        states = self.neighbor_encoder(index.chunk_pairs, chosen, chunk_states) # (B, N, K, 2m, C)
+
+        # the gates depend on the neighbors of a window of chunks before
+        window_chunks = self.config.window_chunks
+        states = torch.cat([before.states[:, -window_chunks:], states], 1)      # (B, n, K, 2m, C)
+        chosen = torch.cat([before.chosen[:, -window_chunks:], chosen], 1)      # (B, n, K)
+        return Neighbors(chosen, states, self.neighbor_encoder.gates(states, chosen))
+
+    def for_groups(self, neighbors, doc, chunk_doc):
+        """What the G = N + 1 groups of a piece read: group g what chunk g - 1 of the N has
+        retrieved, group 0 what the chunk before the piece has.
+
+        doc (B, t) of tokens, chunk_doc (B, N) -> Retrieved"""
+        m = self.config.chunk_size
+        G = chunk_doc.size(1) + 1
+        gates = neighbors.gates[:, -G:, :, None, None]                  # (B, G, K, 1, 1)
+        states = neighbors.states[:, -G:] * gates                       # (B, G, K, 2m, C) C^g
+        mask = neighbors.chosen[:, -G:] >= 0                            # (B, G, K)
+
+        # the first token of group 0 precedes the piece, so these t tokens begin with the second.
+        # The chunk before the piece is of document 0, that of a stream
+        group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, 1)    # (B, G m)
+        in_document = group_doc[:, 1:1 + doc.size(1)] == doc            # (B, t)
+        return Retrieved(states, mask, in_document[:, :, None])
+
     # lower layers, retrieval, upper layers
     def lower_layers(self, tokens, past):
         """tokens (B, t), past of these layers -> states x (B, t, C), the past of the next piece"""
@@ -854,105 +1107,24 @@ class RPT(nn.Module):
             new_past.append(block_past)
         return x, new_past
 
-    def queries_and_keys(self, chunk_states, chunk_tokens):
-        """The factors of s_q (§3.1), and the states that are retrieved with a chunk
-
-        chunk_states (B, N, m, C), chunk_tokens (B, N, m)
-        -> states (B, N, m, C), queries and keys (B, N, C); RETRO: (B, N, V)"""
-        if self.config.retriever == 'bm25':
-            query, key = bm25_vectors(chunk_tokens, self.idf)
-            return chunk_states, query, key
-        return self.retriever(chunk_states)
-
-    def scores(self, query, keys):
-        """§3.1: s_q(c) = <W_Q c_q, W_K c> / sqrt(C). query (B, N, C), keys (B, M, C)
-        -> (B, N, M)"""
-        return product(query, keys.mT) / query.size(2) ** 0.5
-
-    def choose(self, s_q, mask, K):
-        """§3.1: the K chunks of highest s_q (B, N, M) where mask (B, N, M) is True; -1: there are
-        fewer -> their numbers (B, N, K)"""
-        scores = s_q
-        if self.way == 'shuffled':
-            N, M = s_q.shape[1:]
-            scores = pseudorandom(M, M - N, s_q.device)                     # (N, M)
-        elif self.config.retriever != 'bm25' and not self.training:
-            # the scores of a chunk that recurs differ by errors of rounding, which depend on the
-            # pieces in which a text is read. Rounded to 1 / 256 they are ties: the first is chosen
-            scores = (256 * s_q).round()
-        return top(scores, mask, K)
-
-    def retrieve(self, x, tokens, chunk_doc, teacher, memory):
-        """§3.1, for N whole chunks, at least one
-
-        x (B, t, C), tokens (B, t)  of the lower layers; chunk_doc (B, N)
-        teacher (B, N, K)           chunks to retrieve in training, -1: none, NOT_TAUGHT: those of
-                                    highest s_q; or None: no teacher
-        memory                      of the chunks before
-        -> the new memory, s_q (B, N, M), -inf where a chunk may not be retrieved"""
-        m = self.config.chunk_size
-        window_chunks = self.config.window_chunks
-        chunk_states = in_chunks(x, m)                                      # (B, N, m, C)
-        states, query, key = self.queries_and_keys(chunk_states, in_chunks(tokens, m))
-
-        # what can be retrieved: each chunk and the next one, by the key of the first
-        states = torch.cat([memory.last, states], 1)                    # N or N + 1 chunks
-        joined = torch.cat([memory.joined, self.neighbor_encoder.join(states)], 1)
-        keys = torch.cat([memory.keys, key], 1)                         # (B, M, C)
-
-        # which chunks may be retrieved; RETRO's have a term in common
-        s_q = self.scores(query, keys)                                  # (B, N, M)
-        n_before = keys.size(1) - query.size(1)                         # chunks of memory
-        mask = permitted(F.pad(chunk_doc, (n_before, 0)), window_chunks, n_before)
-        if self.config.retriever == 'bm25':
-            mask = mask & (s_q > 0)
-
-        # the K chunks that each chunk retrieves
-        K = memory.chosen.size(2)
-        chosen = self.choose(s_q, mask, K)                              # (B, N, K)
-        if teacher is not None:
-            chosen = chosen.where(teacher == self.NOT_TAUGHT, teacher)
-
-        # their states and gates; the gates depend on the neighbors of a window of chunks before
-        neighbors = self.neighbor_encoder(joined, chosen, chunk_states)     # (B, N, K, 2m, C)
-        neighbors = torch.cat([memory.neighbors[:, -window_chunks:], neighbors], 1)
-        chosen = torch.cat([memory.chosen[:, -window_chunks:], chosen], 1)
-        gates = self.neighbor_encoder.gates(neighbors, chosen)
-        memory = Memory(states[:, -1:], joined, keys, chosen, neighbors, gates)
-        return memory, s_q.where(mask, -math.inf)
-
-    def for_groups(self, memory, doc, chunk_doc):
-        """What the G = N + 1 groups of a piece attend to. Group 0 reads what the chunk before these
-        N chunks has retrieved. doc (B, t) of tokens, chunk_doc (B, N) -> Retrieved"""
-        m = self.config.chunk_size
-        G = chunk_doc.size(1) + 1
-        states = memory.neighbors[:, -G:] * memory.gates[:, -G:, :, None, None]
-        valid = (memory.chosen[:, -G:] >= 0).flatten(0, 1)                  # (B G, K)
-        mask = valid.repeat_interleave(2 * m, 1)                            # (B G, K 2m)
-
-        # the first token of group 0 precedes these t tokens. A stream is one document, number 0
-        group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, 1)        # (B, G m)
-        in_document = group_doc[:, 1:1 + doc.size(1)] == doc                # (B, t)
-        return Retrieved(states, mask[:, None, None], in_document[:, :, None])
-
-    def upper_inputs(self, x, tokens, doc, teacher, memory):
-        """What the upper layers get apart from x: each whole chunk retrieves, the tokens after it
-        attend to its neighbors. doc (B, t) of tokens; other arguments as in retrieve
-        -> Retrieved, or None where nothing is retrieved; the new memory; s_q, or None"""
+    def upper_inputs(self, x, tokens, doc, forced, memory):
+        """Each whole chunk retrieves; a group of tokens reads its neighbors. x (B, t, C) of the
+        lower layers; tokens, doc (B, t); forced, memory: see retrieve -> UpperInputs"""
         if self.neighbor_encoder is None or self.way == 'off':
-            return None, memory, None
+            return UpperInputs(retrieved=None, memory=memory, s_q=None)
         s_q = None
-        chunk_doc = doc_of_chunks(doc, self.config.chunk_size)              # (B, N)
+        chunk_doc = doc_of_chunks(doc, self.config.chunk_size)          # (B, N)
         if chunk_doc.size(1) > 0:
-            memory, s_q = self.retrieve(x, tokens, chunk_doc, teacher, memory)
-        return self.for_groups(memory, doc, chunk_doc), memory, s_q
+            memory, s_q = self.retrieve(x, tokens, chunk_doc, forced, memory)
+        retrieved = self.for_groups(memory.neighbors, doc, chunk_doc)
+        return UpperInputs(retrieved, memory, s_q)
 
-    def upper_layers(self, x, past, inputs):
-        """x (B, t, C), past of these layers, what upper_inputs returns
-        -> (B, t, C), the past of the next piece"""
+    def upper_layers(self, x, past, retrieved):
+        """x (B, t, C), past of these layers, UpperInputs.retrieved -> (B, t, C), the past of the
+        next piece"""
         new_past = []
         for block, block_past in zip(self.upper, past, strict=True):
-            x, block_past = block(x, block_past, inputs)
+            x, block_past = block(x, block_past, retrieved)
             new_past.append(block_past)
         return x, new_past
 
@@ -961,28 +1133,30 @@ class RPT(nn.Module):
         config = self.config
         m = config.chunk_size
         C = config.n_embd
-        key_size = config.vocab_size if config.retriever == 'bm25' else C
-        slots = B, config.window_chunks, K                                  # (B, n, K)
         zeros = self.embedding.weight.new_zeros
-        memory = Memory(
-            last=zeros(B, 0, m, C),
-            joined=zeros(B, 1, 2 * m, C),                                   # row 0
+        key_size = config.vocab_size if config.retriever == 'bm25' else C
+        index = Index(
             keys=zeros(B, 0, key_size),
-            chosen=zeros(slots).long() - 1,                                 # none
-            neighbors=zeros(*slots, 2 * m, C),
-            gates=zeros(slots))
+            chunk_pairs=zeros(B, 1, 2 * m, C),                          # row 0
+            last=zeros(B, 0, m, C))
+        n = config.window_chunks                                        # rows before chunk 0
+        neighbors = Neighbors(
+            chosen=zeros(B, n, K).long() - 1,                           # none
+            states=zeros(B, n, K, 2 * m, C),
+            gates=zeros(B, n, K))
         n_layers = len(self.lower) + len(self.upper)
-        return State([None] * n_layers, zeros(B, 0).long(), memory)
+        return State([None] * n_layers, zeros(B, 0).long(), Memory(index, neighbors))
 
-    def encode(self, tokens, doc=None, teacher=None, state=None):
+    def encode(self, tokens, doc=None, forced=None, state=None):
         """Encodes tokens (B, t), which continue the text of `state` or begin a text (None).
 
-        doc (B, t)          documents of the tokens, if there are several; without a state only
-        teacher (B, N, K)   of a training batch, see retrieve; K can be another one than the model's
-        -> f (B, t, C), which predicts the next tokens, the new state, s_q (B, N, M) or None"""
+        doc (B, t)      documents of the tokens, if there are several; without a state only
+        forced          Forced, or None: all chunks retrieve those of highest s_q. Its K can be
+                        another one than the model's
+        returns         Encoded"""
         m = self.config.chunk_size
         if state is None:
-            K = self.config.n_neighbors if teacher is None else teacher.size(2)
+            K = self.config.n_neighbors if forced is None else forced.chosen.size(2)
             state = self.empty_state(len(tokens), K)
         n_lower = len(self.lower)
         n_unfinished = state.unfinished.size(1)
@@ -992,14 +1166,15 @@ class RPT(nn.Module):
         if doc is None:
             doc = torch.zeros_like(tokens)
 
-        # each whole chunk retrieves after the lower layers; the upper ones read its neighbors
+        # the lower decoder, the retriever, the upper decoder (Figure 2)
         x, lower_past = self.lower_layers(tokens, state.past[:n_lower])
-        inputs, memory, s_q = self.upper_inputs(x, tokens, doc, teacher, state.memory)
-        x, upper_past = self.upper_layers(x, state.past[n_lower:], inputs)
+        retrieved, memory, s_q = self.upper_inputs(x, tokens, doc, forced, state.memory)
+        x, upper_past = self.upper_layers(x, state.past[n_lower:], retrieved)
         f = self.norm(x[:, n_unfinished:])
 
-        end = tokens.size(1) // m * m                                       # of the whole chunks
-        return f, State(lower_past + upper_past, tokens[:, end:], memory), s_q
+        end = tokens.size(1) // m * m                                   # of the whole chunks
+        state = State(lower_past + upper_past, tokens[:, end:], memory)
+        return Encoded(f, state, s_q)
 
     def logits(self, f):
         """f (..., C) -> (..., V) fp32"""
@@ -1007,45 +1182,58 @@ class RPT(nn.Module):
 
     # training
     def schedule(self, progress):
-        """-> the chance that the teacher chooses (§3.4); α and τ of L_ret (§3.3)"""
+        """What changes in the course of training; progress: from 0 to 1. Returns
+
+        p_ss    §3.4: probability that the teacher chooses, a cosine from 1 to 0 in the first 90%
+        α       §3.3: weight of L_ret, rises in the first fifth (paper: 100K of 500K steps)
+        τ       §3.3: margin of L_ret, rises"""
         config = self.config
-        annealed = 0.5 * (1 + math.cos(math.pi * min(1, progress / 0.9)))
-        chances = {'annealed': annealed, 'always': 1, 'never': 0}
+        p_ss = 0.5 * (1 + math.cos(math.pi * min(1, progress / 0.9)))
+        if config.teacher == 'always':
+            p_ss = 1
+        elif config.teacher == 'never':
+            p_ss = 0
         alpha = config.alpha * min(1, progress / 0.2)
         tau = 1 + (config.tau - 1) * progress
-        return chances[config.teacher], alpha, tau
+        return p_ss, alpha, tau
 
-    def teacher_neighbors(self, s_t, chance):
-        """§3.4, scheduled sampling: with this chance a chunk gets the K chunks that help most, else
-        those that the model chooses. RETRO always gets the first. s_t (B, N, N) -> (B, N, K)"""
-        best = top(s_t, s_t > 0, self.config.n_neighbors)
-        if self.retriever is None:
-            return best
-        not_taught = torch.rand_like(s_t[..., :1]) >= chance                # (B, N, 1)
-        return best.masked_fill(not_taught, self.NOT_TAUGHT)
+    def scheduled_sampling(self, s_t, p_ss):
+        """§3.4: with probability p_ss a chunk reads the K chunks that help most, else those that it
+        retrieves. Chunks of RETRO always read the first (§5.1). s_t (B, N, N) -> Forced"""
+        best = top(s_t.where(s_t > 0, -math.inf), self.config.n_neighbors)      # (B, N, K)
+        mask = torch.ones_like(best[..., :1], dtype=torch.bool)                 # (B, N, 1)
+        if self.retriever is not None:
+            mask = torch.rand_like(s_t[..., :1]) < p_ss
+
+        # ours: some sequences read nothing
+        if self.config.p_off:
+            off = torch.rand(len(s_t), device=s_t.device) < self.config.p_off
+            off = off[:, None, None]                                            # (B, 1, 1)
+            best = best.masked_fill(off, -1)
+            mask = mask | off
+        return Forced(best, mask)
 
     def forward(self, batch, progress):
-        """batch: data.Batch, in training with s_t a TaughtBatch; progress: step / max_steps
+        """batch: data.Batch, or the TaughtBatch of a training step; progress: step / max_steps
         -> L_LM + α L_ret () in nats per token, what to log"""
-        chance, alpha, tau = self.schedule(progress)
-        s_t = teacher = None
+        p_ss, alpha, tau = self.schedule(progress)
         if self.training:
             torch.manual_seed(batch.seed)                   # for scheduled sampling, dropout
-            s_t = getattr(batch, 'target_scores', None)                     # (B, N, N)
-        if s_t is not None:
-            teacher = self.teacher_neighbors(s_t, chance)
-            if self.config.p_off:
-                off = torch.rand(len(s_t), device=s_t.device) < self.config.p_off
-                teacher[off] = -1
+        is_taught = self.training and isinstance(batch, TaughtBatch)
+        forced = None
+        if is_taught:
+            forced = self.scheduled_sampling(batch.target_scores, p_ss)
 
-        f, _, s_q = self.encode(batch.tokens, batch.doc, teacher)
+        f, _, s_q = self.encode(batch.tokens, batch.doc, forced)
         lm_loss = cross_entropy(f, self.embedding.weight, batch.targets, self.kernel)
-        if s_t is None or self.retriever is None:
+        if not is_taught or self.retriever is None:
             return lm_loss, {}
 
-        # means over the chunks with a positive; `ranked` of them are in a micro-batch of the step
-        of_chunks = ranking_loss(s_q, s_t, tau)                             # 2 x (B, N)
-        ret_loss, ndcg = (x.sum() / batch.ranked for x in of_chunks)
+        # means over the chunks with a positive: `ranked` is how many a micro-batch has on average
+        s_t = batch.target_scores                                       # (B, N, N)
+        ret_loss, ndcg = ranking_loss(s_q, s_t, tau)                    # (B, N)
+        ret_loss = ret_loss.sum() / batch.ranked
+        ndcg = ndcg.sum() / batch.ranked
         log = dict(lm_loss=lm_loss, ret_loss=ret_loss, ndcg=ndcg, ranked=(s_t > 0).any(2).sum())
         return lm_loss + alpha * ret_loss, log
 
@@ -1075,7 +1263,7 @@ class RPT(nn.Module):
             state = self.empty_state(len(tokens), self.config.n_neighbors)
         for piece in tokens.split(self.PIECE, 1):
             if piece.numel():
-                _, state, _ = self.encode(piece, state=state)
+                state = self.encode(piece, state=state).state
         return state
 
     def ways(self):
@@ -1089,12 +1277,14 @@ class RPT(nn.Module):
         largest gate first. state: of read(tokens[None, :t]), computed if None"""
         if state is None:
             state = self.read(tokens[None, :t])
-        memory = self.read(tokens[None, t:t + 1], state).memory
+        neighbors = self.read(tokens[None, t:t + 1], state).memory.neighbors
 
         # the last whole chunk has retrieved chunks j and j + 1
         m = self.config.chunk_size
+        gates = neighbors.gates[0, -1].tolist()
+        chosen = neighbors.chosen[0, -1].tolist()
         rows = []
-        for gate, j in zip(memory.gates[0, -1].tolist(), memory.chosen[0, -1].tolist()):
+        for gate, j in zip(gates, chosen):
             if j >= 0:
                 rows.append(Traced(gate, tokens, j * m, (j + 2) * m))
         return sorted(rows, key=lambda row: -row.weight)
@@ -1111,18 +1301,19 @@ def corpus_idf(corpus, config):
     n = len(tokens) // m
     df = np.zeros(config.vocab_size)
     for chunk in tokens[:n * m].reshape(n, m):
-        df[chunk] += 1                                                      # a repeated id: once
+        df[chunk] += 1                                                  # a repeated id: once
     return torch.from_numpy(idf_lucene(n, df))
 
 
 def warn_if_too_short(config, corpus):
-    """Prints a warning if no document is long enough for retrieval: a chunk retrieves chunks that
-    have left its window, for its target, the chunk after it."""
+    """Prints a warning if no document is long enough to teach retrieval. The first chunk that can
+    retrieve one comes after window_chunks others; its target is the chunk after it."""
     needed = config.window + 2 * config.chunk_size
     longest = np.diff(corpus.train.offsets).max()
     if longest < needed and not corpus.hops:
-        print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
-              f'than {needed}. Try longer documents or smaller --window and --chunk-size')
+        print(f'warning: nothing can be taught: the longest document has {longest} tokens, but the '
+              f'first chunk that can retrieve another, and the next one, which it predicts, end at '
+              f'token {needed}. Try longer documents or smaller --window and --chunk-size')
 
 
 def reference_lm(config, run):
@@ -1146,19 +1337,7 @@ def reference_lm(config, run):
     if not fits or reference.neighbor_encoder or tokenizer.ids != run.corpus.tokenizer.ids:
         raise SystemExit(f'--reference {config.reference}: no RPT of retriever none with this '
                          f'tokenizer and window >= {window}')
-    reference.config.reference_cache = config.reference_cache
     return reference.eval().requires_grad_(False)
-
-
-class TaughtBatch(NamedTuple):
-    """data.Batch with the scores of its chunks"""
-    tokens: torch.Tensor        # (B, T)
-    targets: torch.Tensor       # (B, T)
-    doc: torch.Tensor           # (B, T)
-    seed: int
-    target_scores: torch.Tensor     # s_t (B, N, N)
-    ranked: float               # chunks with a positive: the mean over the micro-batches of the
-                                # step, so each chunk of a step has the same weight in L_ret
 
 
 class Teacher:
@@ -1171,23 +1350,24 @@ class Teacher:
         self.idf = idf
         self.reference = reference
 
-        # the folder
-        facts = [VERSION, run.corpus.fingerprint,
-                 run.corpus.hops, run.corpus.hops and run.config.seed,          # of the needles
-                 run.config.dtype, config.chunk_size, config.window_chunks, config.n_candidates,
+        # the folder. Needles are drawn by the seed, so their scores depend on it
+        corpus = run.corpus
+        seed = run.config.seed if corpus.hops else 0
+        facts = [VERSION, corpus.fingerprint, corpus.hops, seed, run.config.dtype,
+                 config.chunk_size, config.window_chunks, config.n_candidates,
                  config.score_every, config.reference_cache]
         digest = hashlib.sha256(repr(facts).encode())
         if reference is not None:
             for p in reference.parameters():
                 digest.update(p.numpy())
             reference.to(model.embedding.weight.device)
-        self.folder = run.corpus.folder / f'scores-{digest.hexdigest()[:16]}'
+        self.folder = corpus.folder / f'scores-{digest.hexdigest()[:16]}'
         self.folder.mkdir(exist_ok=True)
 
-        # attach needs all micro-batches of a step for each of them: their scores are kept
+        # for each micro-batch, attach needs the scores of all micro-batches of its step
         tokens_per_pass = run.batches.B * run.batches.T
-        self.per_step = run.config.tokens_per_step // tokens_per_pass           # micro-batches
-        self.scores_of = functools.lru_cache(self.per_step)(self.scores_of)
+        self.per_step = run.config.tokens_per_step // tokens_per_pass   # micro-batches
+        self.cached_scores_of = functools.lru_cache(self.per_step)(self.scores_of)
 
     def sequence_scores(self, chunks, doc):
         """s_t (N, N) of a sequence: by the reference LM for every n-th chunk, else as in RPT-Lex.
@@ -1198,7 +1378,8 @@ class Teacher:
             return s_t.float()
         candidates = s_t > 0
         candidates[torch.arange(len(doc)) % config.score_every > 0] = False
-        by_reference = target_scores(self.reference, chunks, candidates, self.run.autocast)
+        by_reference = target_scores(
+            self.reference, chunks, candidates, config.reference_cache, self.run.autocast)
         return by_reference.cpu().where(candidates, s_t).float()
 
     def stored_scores(self, path, chunks, doc):
@@ -1218,8 +1399,8 @@ class Teacher:
         """s_t (B, N, N) of a micro-batch of the run, by its number"""
         batch = self.run.batches[number]
         m = self.config.chunk_size
-        chunks = in_chunks(batch.tokens, m)                                 # (B, N, m)
-        doc = doc_of_chunks(batch.doc, m)                                   # (B, N)
+        chunks = in_chunks(batch.tokens, m)                             # (B, N, m)
+        doc = doc_of_chunks(batch.doc, m)                               # (B, N)
         s_t = torch.zeros(*doc.shape, doc.size(1))
         for b, row in enumerate(self.run.batches.rows(number)):
             path = self.folder / f'{batch.tokens.size(1)}-{row}.npy'
@@ -1237,8 +1418,8 @@ class Teacher:
 
     def attach(self, batch, number):
         """Adds the scores to a micro-batch -> TaughtBatch"""
-        first = number // self.per_step * self.per_step                     # of the step
-        scores = [self.scores_of(first + i) for i in range(self.per_step)]
+        first = number // self.per_step * self.per_step                 # micro-batch of the step
+        scores = [self.cached_scores_of(first + i) for i in range(self.per_step)]
         ranked = sum((s_t > 0).any(2).sum().item() for s_t in scores)
         return TaughtBatch(*batch, scores[number - first], max(1, ranked) / self.per_step)
 
@@ -1266,41 +1447,61 @@ def setup(model, run):
 # --------------------------------------------------------------------------------------------------
 # evaluation
 def ranking_measures(s_q, s_t):
-    """Of the order by s_q (n, N, N): {name: (n, N), nan: the chunk has no positive, s_t > 0}"""
-    rank = rank_of(s_q)                                                     # (n, N, N)
+    """§5.1, of the order by s_q (n, N, N): {name: (n, N), nan: the chunk has no positive}. A chunk
+    j is a positive if s_t > 0, and its rank is 0, 1, ..."""
+    rank = rank_of(s_q)                                                 # (n, N, N)
     positive = s_t > 0
-    n_positives = positive.sum(2)                                           # (n, N)
-    nan = torch.tensor(math.nan, dtype=s_q.dtype, device=s_q.device)
+    n_positives = positive.sum(2)                                       # (n, N)
 
     # NDCG of one text at a time, because a text takes (N, N, N)
-    ndcg = [ranking_loss(q[None], t[None], tau=1)[1] for q, t in zip(s_q, s_t)]
+    ndcg = []
+    for q, t in zip(s_q.split(1), s_t.split(1)):
+        _, ndcg_of_text = ranking_loss(q, t, tau=1)                     # (1, N)
+        ndcg.append(ndcg_of_text)
     measures = {'precision@2': (positive & (rank < 2)).sum(2) / 2,
                 'recall@10': (positive & (rank < 10)).sum(2) / n_positives,
                 'ndcg@20': torch.cat(ndcg)}
-    return {name: x.where(n_positives > 0, nan) for name, x in measures.items()}
+    return {name: x.masked_fill(n_positives == 0, math.nan) for name, x in measures.items()}
 
 
 def target_losses(model, texts, chosen):
-    """Nats per token of the targets of chunks 0 to N - 2 of texts (n, N m), whose chunks have
-    retrieved `chosen` (n, N, K) -> (n, N - 1)"""
+    """Nats per token of the targets of chunks 0 to N - 2 of texts (n, N m), whose chunks retrieve
+    `chosen` (n, N, K), whatever their s_q is -> (n, N - 1)"""
     m = model.config.chunk_size
     nats = []
-    for tokens, neighbors in zip(texts.split(1), chosen.split(1)):
-        f = model.encode(tokens, teacher=neighbors)[0]
-        logits = model.logits(f[:, m - 1:-1])                               # (1, N m - m, V)
+    for tokens, row in zip(texts.split(1), chosen.split(1)):
+        all_chunks = torch.ones_like(row[..., :1], dtype=torch.bool)    # (1, N, 1)
+        f = model.encode(tokens, forced=Forced(row, all_chunks)).f      # (1, N m, C)
+        logits = model.logits(f[:, m - 1:-1])                           # (1, N m - m, V)
         nats.append(F.cross_entropy(logits.mT, tokens[:, m:], reduction='none'))
     return in_chunks(torch.cat(nats), m).mean(2)
 
 
 def check_ranked_runs(rankers, reference, texts):
     """SystemExit unless the last run can score what each of the others retrieves from the texts."""
-    runs = [*rankers, reference]
-    kinds = {(run.corpus.fingerprint, run.model.config.chunk_size) for run in runs}
-    all_retrieve = rankers and all(run.model.neighbor_encoder for run in rankers)
-    is_lm = not reference.model.neighbor_encoder and reference.model.config.window_chunks >= 4
-    if not (len(texts) and all_retrieve and is_lm and len(kinds) == 1):
-        raise SystemExit('ranks: runs that retrieve, then their reference LM (window: 4 chunks), '
-                         'of one tokenizer and chunk size; a document of --block-size tokens')
+    if not rankers:
+        raise SystemExit('ranks: there is one run only. Name runs that retrieve chunks, then their '
+                         'reference LM: eval.py out/rpt out/rpt-reference --task ranks')
+    for run in rankers:
+        if not run.model.neighbor_encoder:
+            raise SystemExit(f'ranks: {run.name} retrieves no chunks. All runs but the last, which '
+                             'is the reference LM, must be RPTs with a retriever')
+        if run.corpus.fingerprint != reference.corpus.fingerprint:
+            raise SystemExit(f'ranks: {run.name} and the reference LM {reference.name} differ in '
+                             'text or tokenizer. Use the reference LM that was trained for the run')
+        m = run.model.config.chunk_size
+        if m != reference.model.config.chunk_size:
+            raise SystemExit(f'ranks: {run.name} has chunks of {m} tokens, the reference LM '
+                             f'{reference.name} has others. Use runs of one --chunk-size')
+    if reference.model.neighbor_encoder:
+        raise SystemExit(f'ranks: the last run, {reference.name}, retrieves chunks. It must be the '
+                         'reference LM, an RPT of --retriever none, as out/rpt-reference is')
+    if reference.model.config.window_chunks < 4:
+        raise SystemExit(f'ranks: the window of the reference LM {reference.name} is shorter than '
+                         'the 4 chunks that it scores. Train one with a larger --window')
+    if len(texts) == 0:
+        raise SystemExit(f'ranks: no document has {texts.size(1)} tokens, the --block-size of '
+                         f'{rankers[0].name}. Use another --split or --data')
 
 
 class Report:
@@ -1316,41 +1517,60 @@ class Report:
         print(f'{name:24}', *(f'{column} {x:.4f}' for column, x in row.items()))
 
 
-def rows_of_losses(model, texts, rankings, mask, s_t, shared):
+def rankings_by(rankers, texts, bm25_scores, mask):
+    """The scores by which chunks are ranked: random numbers, recency, BM25, s_q of each run.
+    texts (n, N m), bm25_scores (n, N, N), mask (N, N): which chunks may be retrieved
+    -> {name: scores (n, N, N), -inf where mask is False}"""
+    N = len(mask)
+    rankings = {'chance': torch.rand_like(bm25_scores),
+                'latest first': torch.arange(N).expand_as(bm25_scores),
+                'BM25': bm25_scores}
+    for run in rankers:
+        rankings[run.name] = run.model.encode(texts).s_q
+    return {name: s.to(bm25_scores).where(mask, -math.inf) for name, s in rankings.items()}
+
+
+def rows_of_losses(model, texts, rankings, s_t, shared):
     """Table 2, Figures 4 and 6: yields for each ranking its name and a row of columns.
 
-    texts (n, N m)        rankings {name: s (n, N, N)}      mask (N, N): which may be retrieved
-    s_t (n, N, N)         shared (n, N, N): the different ids that chunks i and j have in common"""
+    texts (n, N m)        rankings {name: scores (n, N, N), -inf: may not be retrieved}
+    s_t (n, N, N)         shared (n, N, N): how many different ids chunks i and j have in common"""
     n, N, _ = s_t.shape
     nothing = torch.full((n, N, 1), -1, device=s_t.device)
-    off = target_losses(model, texts, nothing)                              # (n, N - 1)
+    off = target_losses(model, texts, nothing)                          # (n, N - 1)
+    shared_with_target = shared.roll(-1, 1)                             # row i is that of i + 1
     for name, s in rankings.items():
-        chosen = top(s, mask, 4)                                            # (n, N, 4)
+        chosen = top(s, 4)                                              # (n, N, 4)
         row = {f'loss {K}': target_losses(model, texts, chosen[..., :K]) for K in (2, 3, 4)}
 
         # what the first two gain if one of them helps the reference LM, and if none does
-        rank = rank_of(s)                                                   # (n, N, N)
+        rank = rank_of(s)                                               # (n, N, N)
         positive = (rank < 2) & (s > -math.inf) & (s_t > 0)
-        missed = ~positive.any(2)[:, :-1]                                   # (n, N - 1)
+        missed = ~positive.any(2)[:, :-1]                               # (n, N - 1)
         gain = off - row['loss 2']
         row['gain with positive'] = gain.masked_fill(missed, math.nan)
         row['without'] = gain.masked_fill(~missed, math.nan)
 
         # ids that the first one shares with chunk i, and with its target
-        row['shares'] = (shared * (rank < 1)).sum(2)
-        row['with target'] = (shared.roll(-1, 1) * (rank < 1)).sum(2)
+        is_first = rank == 0
+        row['shares'] = (shared * is_first).sum(2)
+        row['with target'] = (shared_with_target * is_first).sum(2)
         yield name, row
 
 
 @torch.no_grad()
 def ranks(runs, args):
-    """Table 3: are the chunks that help ranked first? By chance, recency, BM25 and each run but the
-    last, which is the reference LM; its s_t is positive if a chunk helps.
+    """Compares rankings of the past chunks: by chance, recency, BM25 and s_q of each run. The last
+    of the runs is the reference LM, whose s_t > 0 if a chunk helps. Prints for each ranking
 
-    Table 2, Figures 4 and 6: the loss of each run when it reads the first K chunks of a ranking, of
-    its s_q, of another run's (Table 4) or of s_t (the oracle); for K = 2, what reading them gains
-    where a positive is among them, and elsewhere; the different ids that the first one shares with
-    the chunk and its target. Figure 5: the best s_t of the first k by BM25, as in training
+    Table 3     whether the chunks that help are ranked first, see ranking_measures
+    Table 2     the loss of each run when it reads the first K chunks of the ranking, which can be
+                another run's (Table 4) or that by s_t (the oracle)
+    Figure 6    what reading the first two gains, where one of them helps and where none does
+    Figure 4    how many different ids the first one shares with the chunk and its target
+
+    and, for Figure 5, the best s_t of the first k by BM25 of chunk and target, as in training.
+
     -> {name of a line: {column: mean}}"""
     *rankers, reference = runs
     config = runs[0].model.config
@@ -1360,42 +1580,39 @@ def ranks(runs, args):
     # at most 16 sequences, evenly spread
     texts = torch.cat([in_chunks(x[None], N * m)[0] for x in runs[0].documents])
     check_ranked_runs(rankers, reference, texts)
-    texts = texts[::math.ceil(len(texts) / 16)]                             # (n, N m)
-    chunks = in_chunks(texts, m)                                            # (n, N, m)
+    texts = texts[::math.ceil(len(texts) / 16)]                         # (n, N m)
+    chunks = in_chunks(texts, m)                                        # (n, N, m)
 
     # s_t of all chunks that each of the runs may retrieve
     window_chunks = max(run.model.config.window_chunks for run in rankers)
-    doc = texts.new_zeros(N)                                                # of one document
-    mask = permitted(doc, window_chunks)                                    # (N, N)
-    mask[-1] = False                                                        # it has no target
-    s_t = torch.stack([target_scores(reference.model, x, mask)              # (n, N, N)
+    doc = texts.new_zeros(N)                                            # of one document
+    mask = permitted(doc, window_chunks)                                # (N, N)
+    mask[-1] = False                                                    # it has no target
+    lam = reference.model.config.reference_cache                        # λ
+    s_t = torch.stack([target_scores(reference.model, x, mask, lam)     # (n, N, N)
                        for x in args.progress_bar(chunks, 'texts scored')])
 
-    # the scores by which chunks are ranked
+    # Table 3
     idf = corpus_idf(runs[0].corpus, config).to(s_t)
     tf, keys = bm25_vectors(chunks, idf)
     torch.manual_seed(args.seed)
-    rankings = {'chance': torch.rand_like(s_t),
-                'latest first': torch.arange(N).expand_as(s_t),
-                'BM25': tf @ keys.mT}
-    for run in rankers:
-        _, _, rankings[run.name] = run.model.encode(texts)                  # s_q (n, N, N)
-    rankings = {name: s.to(s_t).where(mask, -math.inf) for name, s in rankings.items()}
-
-    # Table 3, Figure 5
+    rankings = rankings_by(rankers, texts, tf @ keys.mT, mask)
     report = Report(slice(window_chunks, N - 1))
     for name, s in rankings.items():
         report.add(name, ranking_measures(s, s_t))
-    rankings['oracle'] = oracle = s_t.where(mask, -math.inf)
-    rank = rank_of(bm25_candidates(chunks, doc, window_chunks, N, idf))     # (n, N, N)
+
+    # Figure 5
+    oracle = s_t.where(mask, -math.inf)
+    rank = rank_of(bm25_candidates(chunks, doc, window_chunks, N, idf)) # (n, N, N)
     report.add('best s_t', {f'of {k}': oracle.where(rank < k, -math.inf).amax(2)
                             for k in (1, 2, 5, 20)})
 
     # Table 2, Figures 4 and 6
-    terms = tf.clamp(max=1)
-    shared = terms @ terms.mT                                               # (n, N, N)
+    rankings['oracle'] = oracle
+    occurs = tf.clamp(max=1)
+    shared = occurs @ occurs.mT                                         # (n, N, N)
     for run in rankers:
-        rows = rows_of_losses(run.model, texts, rankings, mask, s_t, shared)
+        rows = rows_of_losses(run.model, texts, rankings, s_t, shared)
         for name, row in args.progress_bar(rows, f'{run.name}: rankings read', len(rankings)):
             report.add(f'{run.name} reads {name}', row)
     return report.result
@@ -1407,23 +1624,30 @@ TASKS = {'ranks': ranks}
 # --------------------------------------------------------------------------------------------------
 # a demo
 def demo():
-    """The first 1,024 bytes of this file, from tokens to the loss; 20 steps of training without
-    L_ret; then what is retrieved"""
+    """The first 1,024 bytes of this file, from tokens to the loss; 20 steps of training; then what
+    is retrieved.
+
+    See the shapes, and how the loss falls. It is L_LM alone, because there is no reference LM here:
+    the retriever is not trained, so its choice means nothing, and the gates are near σ(0) = 1/2.
+    train.py --model rpt trains it; eval.py --task examples then shows what it retrieves"""
     torch.manual_seed(0)
     text = Path(__file__).read_bytes()[:1024]
-    tokens = torch.tensor([list(text)])                                     # (1, 1024)
-    model = RPT(RPTConfig(vocab_size=256))
+    tokens = torch.tensor([list(text)])                                 # (1, 1024)
+    config = RPTConfig(vocab_size=256)
+    model = RPT(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     n_parameters = sum(p.numel() for p in model.parameters())
     for step in range(20):
         f, state, s_q = model.encode(tokens[:, :-1])
         loss = cross_entropy(f, model.embedding.weight, tokens[:, 1:])
         if step == 0:
+            chunks = in_chunks(tokens[:, :-1], config.chunk_size)
+            neighbors = state.memory.neighbors
             print(f"""RPTConfig()                {n_parameters:,} parameters
-{f.size(1)} tokens in chunks      (B, N, m)         {tuple(in_chunks(tokens[:, :-1], 32).shape)}
+{f.size(1)} tokens in chunks      (B, N, m)         {tuple(chunks.shape)}
 scores s_q of all pairs    (B, N, M)         {tuple(s_q.shape)}
-neighbors, n = N + window  (B, n, K, 2m, C)  {tuple(state.memory.neighbors.shape)}
-their gates                (B, n, K)         {tuple(state.memory.gates.shape)}
+neighbors, n = N + window  (B, n, K, 2m, C)  {tuple(neighbors.states.shape)}
+their gates                (B, n, K)         {tuple(neighbors.gates.shape)}
 states that predict        (B, T, C)         {tuple(f.shape)}
 loss at first              {loss:.3f}, ln 256 = {math.log(256):.3f}""")
         loss.backward()
@@ -1431,7 +1655,7 @@ loss at first              {loss:.3f}, ln 256 = {math.log(256):.3f}""")
         optimizer.zero_grad()
     print(f'loss after 20 steps        {loss:.3f}')
     t = 1023
-    print(f'To predict what follows {text[t - 40:t]!r}, it reads:')
+    print(f'To predict what follows {text[t - 40:t]!r}, it reads, with an untrained retriever:')
     for row in model.eval().trace(tokens[0], t - 1):
         print(f'gate {row.weight:.3f}  {text[row.start:row.end]!r}')
 

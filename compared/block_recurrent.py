@@ -8,13 +8,15 @@ and DRT compare with.
 It starts from the Transformer-XL of rpt.py (retriever none). One upper layer also has states:
 vectors that the tokens of a block attend to, and that the block then updates.
 
-Where this differs from the paper (its configuration is skip, its gate fixed)
-    Blocks have half a window (paper: a window). In a block in which a document begins, and at its
-    end, the states are the initial ones. The states begin as the vectors that tell them apart. The
-    keys and values of tokens, for the states, are not the window's. RPT's layer is the middle of
-    the upper half (paper: the tenth of twelve).
+Where this differs from the paper (of which this is the configuration "skip" with a fixed gate)
+    The layer is the middle one of the upper half: of twelve layers the tenth, as in the paper; of
+    four, the default here, the last.
+    Blocks have half a window (paper: a window).
+    In a block in which a document begins, and after it, the states are the initial ones.
+    The learned vectors that tell the states apart are also the initial states.
+    Tokens have other keys and values for the states than for the window (paper: the same).
 
-Letters as in rpt.py; n_states vectors s
+Letters as in rpt.py; s the n_states vectors
 
     $ python train.py --model block_recurrent
 """
@@ -22,11 +24,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import rpt
-from rpt import RPT, Block, Linear, RMSNorm, RPTConfig, check_positive, softmax_attention
+from rpt import (RPT, Block, Linear, RMSNorm, RPTConfig, UpperInputs, begins_document,
+                 check_positive, softmax_attention)
 
 
 @dataclass
@@ -57,16 +59,15 @@ class StateBlock(Block):
         C = config.n_embd
         self.initial = nn.Parameter(torch.randn(1, config.n_states, C))
         self.norm = RMSNorm(C)
-        self.states = Linear(C, 4 * C)                      # keys, values, queries for both
-        self.tokens = Linear(C, 3 * C)                      # keys, values, queries for s
+        self.states = Linear(C, 4 * C)                      # keys, values, two queries of s
+        self.tokens = Linear(C, 3 * C)                      # keys, values, queries of tokens
         self.state_proj = Linear(C, C)
         self.mix = nn.Linear(2 * C, C)                      # W, b
         self.gate = nn.Parameter(torch.randn(C))
 
     def forward(self, x, past, begins):
         """x (B, t, C); past: that of SelfAttention and s (B, n_states, C), None at the beginning of
-        a text; begins (B, t), True: the token begins another document -> (B, t, C), the past of the
-        next piece"""
+        a text; begins (B, t), see begins_document -> (B, t, C), the past of the next piece"""
         past, s = past or (None, self.initial)
         z = self.norm1(x)
         y, past = self.attention(z, past)
@@ -104,13 +105,12 @@ class StateBlock(Block):
 
 
 class BlockRecurrent(RPT):
-    """Transformer-XL, one upper layer of which has states"""
+    """Transformer-XL, one upper layer of which has states. What is overridden: see RPT"""
     def make_layers(self, config):
         lower, upper = super().make_layers(config)
         upper[len(upper) // 2] = StateBlock(config)
         return lower, upper
 
-    def upper_inputs(self, x, tokens, doc, teacher, memory):
-        """In place of what is retrieved: begins (B, t), True: the token begins another document"""
-        begins = F.pad(doc.diff() != 0, (1, 0))
-        return begins, memory, None
+    def upper_inputs(self, x, tokens, doc, forced, memory):
+        """Upper layers get `begins`, see begins_document."""
+        return UpperInputs(begins_document(doc), memory, s_q=None)

@@ -7,23 +7,28 @@ compare with.
     Gautier Izacard et al., "Unsupervised Dense Information Retrieval with Contrastive Learning",
     TMLR 2022, arXiv:2112.09118;  RPT_contriever of DRT, §4.1
 
-It starts from rpt.py. The retriever has its own embeddings, sees the tokens of a chunk alone, and
-learns by contrast: chunk i is to score a positive above all other chunks of a micro-batch.
+It starts from rpt.py. The retriever has embeddings of its own and reads the tokens of a chunk, not
+the states of the decoder. It is trained by contrast before the model is: each chunk has one other
+chunk as its positive, whose score must be above those of all other chunks of a micro-batch.
 
 Where this differs from the papers
-    Both     a Retriever of rpt.py on new embeddings, trained on the same documents (papers: BERT);
-             scores are divided by sqrt(C)
-    DPR      positives are BM25's first chunk (paper: an answer's passage); one encoder for queries
-             and passages, with W_Q and W_K on it (paper: two); no hard negatives
-    Contriever  the positive is the chunk before (paper: another span of the document); no queue of
-             negatives, no momentum encoder; W_Q and W_K differ (paper: one encoder)
-    Padding is a chunk like the others among the negatives.
+    Both        The encoder is the Retriever of rpt.py on new embeddings, trained on the same
+                documents (papers: BERT). Scores are divided by sqrt(C). Negatives are all other
+                chunks of the micro-batch, also padding.
+    DPR         The positive is the first chunk by BM25 for a chunk and its target, as in RPT's
+                App. C (DPR: the passage with the answer). There are no hard negatives (App. C: the
+                fifth chunk by BM25). Queries and passages have one encoder, then W_Q and W_K (DPR:
+                two encoders).
+    Contriever  The positive is the chunk before (paper: another span of the document). There is no
+                queue of negatives and no momentum encoder. W_Q and W_K differ (paper: queries and
+                keys have one encoder).
 
 Letters as in rpt.py
 
     $ python train.py --model dense --n-inner 640
     $ python train.py --model dense --retriever contriever --n-inner 640
 """
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,7 +66,7 @@ class DenseRetriever(nn.Module):
 
 
 class Dense(RPT):
-    """RPT, whose retriever reads no states of the decoder"""
+    """RPT, whose retriever reads tokens, no states of the decoder. What is overridden: see RPT"""
     def __init__(self, config):
         super().__init__(config)
         seed = torch.randint(2 ** 48, (), device='cpu').item()
@@ -70,6 +75,7 @@ class Dense(RPT):
         self.retriever.requires_grad_(False)
 
     def queries_and_keys(self, chunk_states, chunk_tokens):
+        """As in RPT; the states that are retrieved are those of the lower layers."""
         query, key = self.retriever(chunk_tokens)
         return chunk_states, query, key
 
@@ -84,15 +90,18 @@ def positives(chunks, doc, config, idf):
 
 
 def contrast(retriever, chunks, doc, config, idf):
-    """The contrastive loss: -log softmax_j(s_q(j)) at the positive, over all other chunks j of the
-    micro-batch; the mean over the chunks that have a positive, 0 if none has
+    """The contrastive loss, the mean over the chunks that have a positive of
 
-    chunks (B, N, m), doc (B, N) -> ()"""
+        -log (exp s_q(positive) / Σ_j exp s_q(j)),   j: all other chunks of the micro-batch
+
+    0 if no chunk has one. chunks (B, N, m), doc (B, N) -> ()"""
     is_positive = torch.block_diag(*positives(chunks, doc, config, idf))    # (B N, B N)
     query, key = retriever(chunks)                                          # (B, N, C)
     s_q = query.flatten(0, 1) @ key.flatten(0, 1).T / key.size(2) ** 0.5    # (B N, B N)
-    log_p = s_q.fill_diagonal_(-1e9).log_softmax(1)
-    return -(log_p * is_positive).sum() / is_positive.sum().clamp(min=1)
+    is_itself = torch.eye(len(s_q), dtype=torch.bool, device=s_q.device)
+    log_p = s_q.masked_fill(is_itself, -math.inf).log_softmax(1)
+    log_p = log_p.masked_fill(~is_positive, 0)
+    return -log_p.sum() / is_positive.sum().clamp(min=1)
 
 
 def train_retriever(retriever, run, idf):

@@ -2,19 +2,21 @@
 Griffin: a sliding-window language model with linear recurrent layers, which RPT compares with.
 
     Soham De et al., "Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient
-    Language Models", 2024, arXiv:2402.19427;  RPT, §5 and Table 2
+    Language Models", 2024, arXiv:2402.19427;  RPT, §5.1 and Table 2
 
-It starts from the Transformer-XL of rpt.py (retriever none). After the upper layers come recurrent
-layers, as many as RPT has layers with cross-attention: so RPT's Table 2 builds it. A recurrent
-layer keeps a vector h of the whole past.
+It starts from the Transformer-XL of rpt.py (retriever none). As in RPT's comparison (§5.1),
+recurrent layers come after all others: there 5 after 12 layers, with a state of 2,048 channels for
+C = 1,024, and convolutions over 3 tokens. A recurrent layer keeps a vector h of the whole past.
 
 Where this differs from the paper
-    §2.3   The added layers have no MLP. h has 2C channels, the convolution 3 tokens (RPT, Table 2).
+    The layers are those of RPT, §5.1 (paper: two recurrent ones, one with attention, and so on;
+    convolutions over 4 tokens).
+    §2.3   The recurrent layers have no MLP.
     §2.4   At first, where r_t = 1, a_t is 0.9 to 0.999 with log(1 - a_t) evenly spaced (paper: a_t
            uniform in a²).
     h does not continue into another joined document. Self-attention and the convolution do.
 
-Letters as in rpt.py; R = 2C channels of h
+Letters as in rpt.py, except R = 2C, the channels of h
 
     $ python train.py --model griffin
 """
@@ -26,13 +28,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import rpt
-from rpt import RPT, Block, RMSNorm, RPTConfig, check_positive, fp32
+from rpt import (RPT, Block, RMSNorm, RPTConfig, UpperInputs, begins_document, check_positive,
+                 fp32)
 
 
 @dataclass
 class GriffinConfig(RPTConfig):
     retriever: Literal['none'] = 'none'     # nothing is retrieved
-    n_recurrent: int = 1                    # recurrent layers, after all others (RPT's Table 2: 5)
+    n_recurrent: int = 1                    # recurrent layers, after all others (RPT, §5.1: 5)
 
     def __post_init__(self):
         super().__post_init__()
@@ -60,7 +63,8 @@ class RecurrentLayer(nn.Module):
         h_t = a_t h_{t-1} + sqrt(1 - a_t²) i_t u_t
         a_t = exp(-8 r_t softplus(Λ)),   r_t = σ(W_r u_t + b_r),   i_t = σ(W_i u_t + b_i)
 
-    W_r and W_i are block-diagonal, with a block for each head."""
+    W_r and W_i are block-diagonal, with a block for each head. Their rows are interleaved in one
+    matrix: r_0, i_0, r_1, i_1, ... of the R channels."""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
@@ -69,29 +73,32 @@ class RecurrentLayer(nn.Module):
         self.norm = RMSNorm(C)
         self.inputs = nn.Linear(C, 2 * R)                                   # W_y, W_u
         self.conv = nn.Conv1d(R, R, 3, groups=R)
-        self.gates = nn.Conv1d(R, 2 * R, 1, groups=config.n_head)           # of r and i in turn
+        self.gates = nn.Conv1d(R, 2 * R, 1, groups=config.n_head)           # W_r and W_i, b_r, b_i
         self.decay = nn.Parameter(torch.linspace(-4.3, -9, R))              # Λ
         self.proj = nn.Linear(R, C)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, past, begins):
         """x (B, t, C); past: the last two inputs of conv (B, R, 2) and h (B, R, 1), None at the
-        beginning of a text; begins (B, t), True: the token begins another document
-        -> y (B, t, C), the past of the next piece"""
+        beginning of a text; begins (B, t), see begins_document -> y (B, t, C), the past of the next
+        piece"""
         gate, z = self.inputs(self.norm(x)).mT.chunk(2, 1)                  # 2 x (B, R, t)
         if past is None:
-            past = z.new_zeros(*z.shape[:2], 3).split((2, 1), 2)
+            zeros = z.new_zeros(*z.shape[:2], 2)                            # (B, R, 2)
+            past = zeros, zeros[..., :1]
         past_z, past_h = past
         z = torch.cat([past_z, z], 2)                                       # (B, R, 2 + t)
         u = self.conv(z)                                                    # (B, R, t)
 
-        # in fp32; with a clamp, because the derivative of sqrt at 0 is infinite
-        gates = fp32(self.gates(u)).sigmoid()                               # (B, 2R, t)
+        # a_t, and b_t = sqrt(1 - a_t²) i_t u_t, in fp32; with a clamp, because the derivative of
+        # sqrt at 0 is infinite
+        gates = fp32(self.gates(u)).sigmoid()                               # (B, 2R, t) interleaved
         r, i = gates.unflatten(1, (-1, 2)).unbind(2)                        # 2 x (B, R, t)
         a = torch.exp(-8 * r * F.softplus(self.decay)[:, None])
         b = (1 - a * a).clamp(min=1e-6).sqrt() * i * u
 
-        # a document does not continue h; the sum begins with h of the past
+        # where a document begins, a_t = 0, so h of the document before is lost. The first term of
+        # the sum is h of the past
         a = F.pad(a.masked_fill(begins[:, None], 0), (1, 0))
         h = scan(a, torch.cat([past_h, b], 2))                              # (B, R, 1 + t)
         y = self.proj((F.gelu(gate) * h[..., 1:]).mT)
@@ -105,13 +112,12 @@ COMPILED = (Block, RecurrentLayer)
 
 
 class Griffin(RPT):
-    """Transformer-XL, then recurrent layers"""
+    """Transformer-XL, then recurrent layers. What is overridden: see RPT"""
     def make_layers(self, config):
         lower, upper = super().make_layers(config)
         upper.extend(RecurrentLayer(config) for _ in range(config.n_recurrent))
         return lower, upper
 
-    def upper_inputs(self, x, tokens, doc, teacher, memory):
-        """In place of what is retrieved: begins (B, t), True: the token begins another document"""
-        begins = F.pad(doc.diff() != 0, (1, 0))
-        return begins, memory, None
+    def upper_inputs(self, x, tokens, doc, forced, memory):
+        """Upper layers get `begins`, see begins_document. Those with self-attention ignore it."""
+        return UpperInputs(begins_document(doc), memory, s_q=None)

@@ -4,17 +4,22 @@ The Memorizing Transformer: attention to the nearest of all earlier tokens, whic
     Yuhuai Wu, Markus N. Rabe, DeLesley Hutchins and Christian Szegedy, "Memorizing Transformers",
     ICLR 2022, arXiv:2203.08913;  RPT, §5 and Table 2
 
-It starts from the Transformer-XL of rpt.py (retriever none). In one upper layer each head also
-attends to tokens that have left the window: to the few whose keys are most similar to its query.
+It starts from the Transformer-XL of rpt.py (retriever none). One upper layer has a memory: keys and
+values of tokens that have left the window. In this layer each head of a token also attends to a few
+tokens of the memory, those whose keys are most similar to its query.
 
 Where this differs from the paper
-    §3.2   In training the memory is of the sequence (paper: of the sequences before it, too). A
-           memory is of one document; self-attention crosses joined ones.
-    §3.1   Keys and queries of the memory are normalized, with a learned scale (paper: all keys).
-    With --shift-values (ours), the query is the token's own key, because queries learn to match
-    keys of the window only, and the value is that of the token after the one found.
+    §3.1   For the memory, keys and queries have length 1, and a learned scale multiplies their
+           products (paper: for the window, too).
+    §3.2   In training, the memory has tokens of the sequence (paper: of those before it, too). A
+           token reads the memory of its document only; its window can have another joined one.
+    §4     The layer is the middle one of the upper half: of twelve layers the tenth (paper: the
+           ninth), of four the last.
+    With --shift-values (ours), a token of the memory has the value of the next one, so what
+    followed it can be copied. The query is then the token's own key, because queries learn to match
+    keys of the window only.
 
-Letters as in rpt.py
+Letters as in rpt.py; i a token that reads, j a token of the memory
 
     $ python train.py --model memorizing --n-layer 6
 """
@@ -27,7 +32,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import rpt
-from rpt import RPT, Block, RPTConfig, SelfAttention, attend, check_positive, rotate
+from rpt import (RPT, Block, RPTConfig, SelfAttention, UpperInputs, attend, begins_document,
+                 check_positive, rotate)
 
 
 @dataclass
@@ -49,12 +55,16 @@ PRESETS = {'tiny': {}, 'paper': dict(rpt.PRESETS['paper'], chunk_size=1024, memo
 
 
 def nearest(scores, n_nearest):
-    """Which of scores (..., n) are the n_nearest highest. They are rounded to 1 / 256: those of a
-    token that recurs differ by errors of rounding, which depend on the pieces in which a text is
-    read. Of equal ones the first are chosen -> (..., n) bool"""
+    """Which of scores (..., n) are the n_nearest highest, the first of equal ones -> (..., n) bool
+
+    scores [1, 2, 1, 1, 0], n_nearest = 3: True, True, True, False, False"""
+    # the scores of a token that recurs differ by errors of rounding, which depend on the pieces in
+    # which a text is read. Rounded to 1 / 256 they are equal
     scores = (256 * scores).round()
     n_nearest = min(scores.size(-1), n_nearest)
-    lowest = scores.topk(n_nearest).values[..., -1:]
+    lowest = scores.topk(n_nearest).values[..., -1:]                    # that is chosen
+
+    # all scores above the lowest one, and the first of those that are equal to it
     above = scores > lowest
     equal = scores == lowest
     n_missing = n_nearest - above.sum(-1, keepdim=True)
@@ -62,12 +72,12 @@ def nearest(scores, n_nearest):
 
 
 class MemorizingAttention(SelfAttention):
-    """The paper's §3.1 and §3.2. With the window's output y_window:
+    """§3.1 and §3.2: in each head, attention to the window and to the memory, mixed by a gate:
 
         y = (1 - g) y_window + g Σ_j softmax_j(s cosine(q, k_j)) v_j,   g = σ(b)
 
-    over the n_nearest tokens j of largest cosine. b and s are learned for each head; no gradient
-    reaches k_j and v_j."""
+    The sum is over the n_nearest tokens j of the memory that have the largest cosine. b and s are
+    learned for each head. No gradient reaches k_j and v_j. g = 0 if the memory has no token."""
     def __init__(self, config):
         super().__init__(config)
         self.config = config
@@ -75,9 +85,11 @@ class MemorizingAttention(SelfAttention):
         self.scale = nn.Parameter(torch.full((config.n_head,), 10.0))       # s
 
     def forward(self, x, past, begins):
-        """x (B, t, C); past (B, s - t, 2, H, D): keys and values of the last block and, before it,
-        of the memory, in whole blocks, None at the beginning of a text; begins (B, t), True: the
-        token begins another document -> (B, t, C), the past of the next piece"""
+        """x (B, t, C)             the tokens of a piece
+        past (B, s - t, 2, H, D)    keys and values of the tokens before it: of the memory, then of
+                                    the last block; whole blocks; None at the beginning of a text
+        begins (B, t)               see begins_document
+        returns                     (B, t, C), the past of the next piece"""
         block = self.block
         qkv = self.qkv(x).unflatten(2, (3, self.n_head, -1))                # (B, t, 3, H, D)
         q = qkv[:, :, 0]
@@ -91,24 +103,24 @@ class MemorizingAttention(SelfAttention):
         k, v = kv[:, start:].unbind(2)
         y = attend(rotate(q, n_past - start), rotate(k), v, block, 2 * block)   # (B, t, H, D)
 
-        # the memory, for one block of queries at a time
+        # the memory
         memory, is_found = self.read_memory(q, kv, begins)
-        g = self.gate.sigmoid()[:, None] * is_found                         # (B, t, H, 1)
+        g = self.gate.sigmoid()[:, None].where(is_found, 0)                 # (B, t, H, 1)
         y = (1 - g) * y + g * memory
 
-        # what the next piece needs
+        # what the next piece needs: whole blocks, the last of which is the window's
         end = kv.size(1) // self.m * self.m
         start = max(0, (end - self.config.memory_size) // block - 1) * block
         return self.proj(y.flatten(2)), kv[:, start:end]
 
     def read_memory(self, q, kv, begins):
-        """q (B, t, H, D), kv (B, s, 2, H, D), begins (B, t) -> Σ_j of the formula (B, t, H, D), and
-        whether any token was found (B, t, 1, 1)"""
+        """q (B, t, H, D) of the last t tokens, kv (B, s, 2, H, D), begins (B, t) -> Σ_j of the
+        formula (B, t, H, D), and whether the memory has any token for i (B, t, 1, 1)"""
         block = self.block
         t = q.size(1)
         n_past = kv.size(1) - t
 
-        # queries, and keys and values of all tokens
+        # keys and values of all tokens, without a gradient
         k, v = kv.detach().unbind(2)                                        # 2 x (B, s, H, D)
         if self.config.shift_values:
             q = kv[:, n_past:, 0]
@@ -116,15 +128,19 @@ class MemorizingAttention(SelfAttention):
         q = self.scale[:, None] * F.normalize(q, dim=3)                     # (B, t, H, D)
         k = F.normalize(k, dim=3)
 
-        # each block of tokens i reads tokens j of its document that have left its window
-        doc = begins.cumsum(1)                                              # (B, t)
-        doc_j = F.pad(doc, (n_past, 0))                                     # (B, s)
+        # Documents are numbered 0, 1, ... in the piece; what is before it is of document 0: a
+        # stream, which has past, is one document
+        doc_i = begins.cumsum(1)                                            # (B, t)
+        doc_j = F.pad(doc_i, (n_past, 0))                                   # (B, s)
+
+        # one block of tokens i at a time. The memory is what comes before the block that precedes
+        # them, so it is the same for all of them
         outputs, found = [], []
         for start in range(0, t, block):
             i = slice(start, start + block)
-            left = max(0, n_past + start - block)
-            j = slice(max(0, left - self.config.memory_size), left)
-            mask = doc[:, None, i, None] == doc_j[:, None, None, j]         # (B, 1, block, n)
+            end = max(0, n_past + start - block)
+            j = slice(max(0, end - self.config.memory_size), end)
+            mask = doc_i[:, None, i, None] == doc_j[:, None, None, j]       # (B, 1, block, n)
             s_cos = torch.einsum('bihd, bjhd -> bhij', q[:, i], k[:, j])    # s cosine(q, k_j)
             s_cos = s_cos.masked_fill(~mask, -1e9)
 
@@ -150,19 +166,19 @@ class MemorizingBlock(Block):
 
 
 class Memorizing(RPT):
-    """Transformer-XL, one upper layer of which has a memory"""
+    """Transformer-XL, one upper layer of which has a memory. What is overridden: see RPT"""
     def make_layers(self, config):
         lower, upper = super().make_layers(config)
         upper[len(upper) // 2] = MemorizingBlock(config)
         return lower, upper
 
-    def upper_inputs(self, x, tokens, doc, teacher, memory):
-        """In place of what is retrieved: begins (B, t), True: the token begins another document. In
-        the way `off` every token does, so nothing is in its memory."""
-        begins = F.pad(doc.diff() != 0, (1, 0))
+    def upper_inputs(self, x, tokens, doc, forced, memory):
+        """Upper layers get `begins`, see begins_document. In the way `off` each token is a document
+        of its own, so it has no memory."""
+        begins = begins_document(doc)
         if self.way == 'off':
             begins = torch.ones_like(begins)
-        return begins, memory, None
+        return UpperInputs(begins, memory, s_q=None)
 
     def ways(self):
         return ('on', 'off')

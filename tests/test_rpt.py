@@ -13,7 +13,8 @@ from pytest import approx, fixture, mark
 import data, rpt, train
 from helpers import (assert_causal, assert_ties, batch_of, close, formula, learn, one_line,
                      random_tokens, ranking, rope, streamed, write_splits)
-from rpt import RPT, RPTConfig, bm25_candidates, ranking_loss, target_scores
+from rpt import (RPT, Forced, RPTConfig, TaughtBatch, bm25_candidates, ranking_loss,
+                 target_scores)
 
 V, CHUNK, WINDOW, K = 23, 4, 2, 2               # ids, m, chunks of a window, neighbors
 N, B = 11, 2                                    # chunks, sequences
@@ -88,7 +89,7 @@ def taught(tokens, J=4):
     scores[:, 2::3] = -scores[:, 2::3].abs()
     scores = scores.where(candidates, 0)
     ranked = (scores > 0).any(2).sum().item()
-    return batch_of(tokens, target_scores=scores, ranked=ranked)
+    return TaughtBatch(**vars(batch_of(tokens, target_scores=scores, ranked=ranked)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -251,8 +252,8 @@ def by_definition(model, tokens, doc):
 
 def retrieved_by(model, tokens, doc=None):
     """For each chunk of a text (1, t): the chunks that it retrieves, the best first"""
-    memory = model.encode(tokens, doc)[1].memory
-    chosen = memory.chosen[0, model.config.window_chunks:].tolist()     # before these: none
+    neighbors = model.encode(tokens, doc).state.memory.neighbors
+    chosen = neighbors.chosen[0, model.config.window_chunks:].tolist()  # before these: none
     return [[j for j in row if j >= 0] for row in chosen]
 
 
@@ -318,9 +319,10 @@ def test_without_neighbors_cross_attention_is_zero():
     """Exactly: as with an empty choice of a teacher"""
     model = small()
     nothing = torch.full((B, N, K), -1)
-    empty = model.encode(tokens_of(), teacher=nothing)[0]
+    all_chunks = torch.ones(B, N, 1, dtype=torch.bool)
+    empty = model.encode(tokens_of(), forced=Forced(nothing, all_chunks)).f
     model.way = 'off'
-    assert torch.equal(empty, model.encode(tokens_of())[0])
+    assert torch.equal(empty, model.encode(tokens_of()).f)
 
 
 def assert_streams(model, t=12 * CHUNK + 3):
@@ -470,11 +472,10 @@ def prompt_log_p(reference, chunks, j, i, cache):
 @mark.parametrize('cache', [0.0, 0.3])
 def test_target_scores_by_reading_each_prompt(cache):
     reference = small(retriever='none', window=4 * CHUNK)
-    reference.config.reference_cache = cache
     chunks = (tokens_of() % 9)[0].view(N, CHUNK)                        # tokens return
     candidates = bm25_candidates(chunks, torch.zeros(N), WINDOW, 4, IDF) > 0
     candidates[5, 3] = True                                             # the baseline itself
-    scores = target_scores(reference, chunks, candidates)
+    scores = target_scores(reference, chunks, candidates, cache)
     for i, j in candidates.nonzero().tolist():
         wanted = prompt_log_p(reference, chunks, j, i, cache)
         wanted = wanted - prompt_log_p(reference, chunks, i - 2, i, cache)
@@ -482,7 +483,7 @@ def test_target_scores_by_reading_each_prompt(cache):
     assert candidates.sum() > 15
     assert not scores[~candidates].any()
     reference.norm.weight.data *= 1e5                                   # some P are 0 in fp64
-    assert target_scores(reference, chunks, candidates).isfinite().all()
+    assert target_scores(reference, chunks, candidates, cache).isfinite().all()
 
 
 def test_bm25(J=3, n=24):
@@ -527,9 +528,9 @@ def test_scheduled_sampling(teacher, retriever, chances, b=60):
     encode, chosen = model.encode, []
 
     def recorded(*args):
-        f, state, s_q = encode(*args)
-        chosen.append(state.memory.chosen[:, WINDOW:])                  # (b, N, K)
-        return f, state, s_q
+        encoded = encode(*args)
+        chosen.append(encoded.state.memory.neighbors.chosen[:, WINDOW:])    # (b, N, K)
+        return encoded
     model.encode = recorded
     model.train().encode(batch.tokens)
     retrieved = chosen[0]
@@ -549,13 +550,13 @@ def test_scheduled_sampling_is_drawn_by_the_seed_of_the_batch():
 
     def drawn(seed):
         torch.manual_seed(seed)
-        return model.teacher_neighbors(batch.target_scores, 0.5)
+        return model.scheduled_sampling(batch.target_scores, 0.5).mask
     with mock.patch.object(model, 'encode', wraps=model.encode) as encode:
-        for batch.seed in (5, 5, 6):
-            model(batch, 0.45)
-    teachers = [call.args[2] for call in encode.call_args_list]
-    assert torch.equal(teachers[0], drawn(5)) and torch.equal(teachers[0], teachers[1])
-    assert not torch.equal(teachers[0], teachers[2])
+        for seed in (5, 5, 6):
+            model(batch._replace(seed=seed), 0.45)
+    masks = [call.args[2].mask for call in encode.call_args_list]
+    assert torch.equal(masks[0], drawn(5)) and torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
 
 
 @mark.parametrize('eta_gradient', [False, True])
@@ -579,8 +580,8 @@ def test_a_share_of_the_sequences_reads_nothing(b=40):
     batch = taught(tokens_of(b=b))
     with mock.patch.object(model, 'encode', wraps=model.encode) as encode:
         _, log = model(batch, 0.5)
-    teacher = encode.call_args.args[2]
-    off = (teacher == -1).all(2).all(1)
+    forced = encode.call_args.args[2]
+    off = ((forced.chosen == -1) & forced.mask).all(2).all(1)
     assert 10 < off.sum() < 30
     model.config.p_off = 1.0
     loss, log_off = model(batch, 0.5)
@@ -594,7 +595,7 @@ def test_the_loss_in_training():
     model = small(n_layer=2, alpha=0.5, tau=3.0).train()
     batch = taught(tokens_of(4))
     n_positive = batch.ranked
-    batch.ranked = 2.5 * n_positive                                     # a mean over micro-batches
+    batch = batch._replace(ranked=2.5 * n_positive)                     # a mean over micro-batches
     _, _, s_q = model.encode(batch.tokens)
     for progress in (0, 0.1, 0.3, 0.9):
         loss, log = model(batch, progress)
@@ -660,7 +661,8 @@ def test_setup_scores_the_candidates(start, capsys, retriever):
             if retriever == 'sem':
                 candidates = wanted > 0
                 candidates[1::2] = False
-                wanted[::2] = target_scores(reference, chunks, candidates)[::2].double()
+                by_reference = target_scores(reference, chunks, candidates, 0.2)
+                wanted[::2] = by_reference[::2].double()
                 n_scored += candidates.sum()
             close(s_t.double(), wanted, 1e-6)
     assert any((batch.doc < 0).any() for batch in taught)
@@ -717,7 +719,7 @@ def test_broken_scores_are_computed_again(count, tmp_path):
 def test_documents_too_short_for_retrieval(start, capsys, n_chunks, warns):
     """They have up to 542 tokens."""
     start(retriever='lex', window=n_chunks * CHUNK, block_size=(n_chunks + 2) * CHUNK, n=0)
-    assert ('nothing can be retrieved' in capsys.readouterr().out) == warns
+    assert ('nothing can be taught' in capsys.readouterr().out) == warns
 
 
 # --------------------------------------------------------------------------------------------------
@@ -758,18 +760,18 @@ def test_ranks_by_loops(n=26):
 
     i = torch.arange(n)
     permitted = (i <= i[:, None] - WINDOW) & (i[:, None] < n - 1)
-    s_t = target_scores(runs[2].model, chunks, permitted)
+    s_t = target_scores(runs[2].model, chunks, permitted, 0.2)
     tf, keys = rpt.bm25_vectors(chunks, corpus_idf(tokens[0].tolist(), V))
     s_q = {'BM25': tf @ keys.T, 'latest first': i.expand(n, n).double()}
     for run in runs[:2]:
-        s_q[run.name] = run.model.encode(tokens)[2][0]
+        s_q[run.name] = run.model.encode(tokens).s_q[0]
     for name, scores in s_q.items():
         assert list(result[name]) == ['precision@2', 'recall@10', 'ndcg@20']
         wanted = measures_by_loops(scores, s_t, permitted)
         assert list(result[name].values()) == approx(wanted)
 
     i = i[WINDOW:-1]
-    chosen = model.encode(tokens)[1].memory.chosen[0, WINDOW:][i]
+    chosen = model.encode(tokens).state.memory.neighbors.chosen[0, WINDOW:][i]
     nats = {}
     for way in 'off', 'on':
         model.way = way
@@ -787,13 +789,21 @@ def test_ranks_by_loops(n=26):
 
 
 def test_ranks_refuses_runs_that_do_not_fit():
-    """A reference LM alone; in place of a run; with two chunks of window; with another tokenizer"""
+    """Each with a line of its own"""
     tokens = tokens_of(5, b=1)[0]
     run = run_of('x', tokens)
     near = run_of('r', tokens, retriever='none')
-    far = run_of('r', tokens, 'z', retriever='none', window=4 * CHUNK)
-    for runs in ([far], [far, far], [run, near], [run, far]):
-        assert 'reference' in one_line(rpt.TASKS['ranks'], runs, None)
+    far = run_of('r', tokens, retriever='none', window=4 * CHUNK)
+    other = run_of('r', tokens, 'z', retriever='none', window=4 * CHUNK)
+    chunks = run_of('r', tokens, retriever='none', window=4 * CHUNK, chunk_size=2)
+    long = run_of('x', tokens, block_size=T + CHUNK)
+    for runs, message in [
+            ([far], 'one run only'), ([far, far], 'r retrieves no chunks'),
+            ([run, run], 'the last run, x, retrieves chunks'), ([run, near], 'shorter than the 4'),
+            ([run, other], 'differ in text or tokenizer'), ([run, chunks], 'chunks of 4 tokens'),
+            ([long, far], 'no document has')]:
+        line = one_line(rpt.TASKS['ranks'], runs, None)
+        assert message in line and line.startswith('ranks: ')
 
 
 @mark.slow
@@ -808,7 +818,7 @@ def test_retrieval_is_learned():
         batch = batch_of(torch.cat([text, noise, text], 1), seed=seed, ranked=n * 12,
                          target_scores=s_t.expand(n, -1, -1))
         batch.targets[:, :16 * CHUNK - 1] = -1                          # the first asks for it
-        return batch
+        return TaughtBatch(**vars(batch))
     torch.manual_seed(0)
     model = RPT(RPTConfig(vocab_size=24, block_size=27 * CHUNK, n_layer=2, n_embd=64,
                           window=WINDOW * CHUNK, chunk_size=CHUNK, n_neighbors=1, n_candidates=27))
