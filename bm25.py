@@ -80,7 +80,7 @@ def count(texts):
 # the best documents
 def lower_bound(scores, k):
     """A score that at least k of scores (N,) reach, without a sort of all scores: the k-th largest
-    of the maxima of some 16 k groups, because maxima are scores of different documents. Two of the
+    of the maxima of some 16 · k groups, since maxima are scores of different documents. Two of the
     k best are seldom in one group, so not many more than k documents reach it."""
     size = max(1, len(scores) // (16 * k))                          # of a group
     groups = len(scores) // size
@@ -127,7 +127,7 @@ class BM25:
 
         # frequent terms: a dense matrix
         self.is_frequent = df > FREQUENT * N                        # (V,)
-        self.row = self.is_frequent.cumsum() - 1                    # (V,) of frequent terms only
+        self.row = self.is_frequent.cumsum() - 1                    # (V,) of frequent terms
         self.dense = np.zeros((self.is_frequent.sum(), N))          # (F, N)
         in_matrix = self.is_frequent[term]                          # (P,)
         row = self.row[term[in_matrix]]

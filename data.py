@@ -210,8 +210,9 @@ class Grid(Batches):
     segments     segments of T tokens, shuffled
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
     packed       the same, but if bm25 is True, the segments of a micro-batch are similar (see
-                 pack); of different documents, if same_document is True, because then a memory
-                 of another segment has to be of another document (trime.py)
+                 pack). If same_document is True, they are of different documents: with this flag
+                 TRIME's memory ext leaves out the query's own document, so others of it would
+                 be of no use
     documents    T tokens of one document; the ends of documents, shorter than T, are joined
 
     An epoch predicts each token of the split except the first; with `documents`, except the first
@@ -471,8 +472,10 @@ class Needles(Batches):
     def check(self):
         """SystemExit if a chunk is too short for a sentence, or a row for questions and answers."""
         T, S = self.T, self.chunk
+        # a row has 8 chunks or more; with grow, the shortest rows, of T / 8 tokens, have 4 for each
+        # hop
         least_T = 8 * S
-        if self.grow:                   # the shortest rows have T / 8 tokens
+        if self.grow:
             least_T = 32 * self.hops * S
         check_length(self.split, T, multiple_of=S, least=least_T)
         if len(self.words) < LEAST_WORDS:
@@ -523,7 +526,8 @@ class Needles(Batches):
         needles = [pair for names in chains for pair in pairwise(names)]
         self.hide(rng, ids, zip(rng.permutation(half), needles))
 
-        # answers, each at the start of a chunk of the second half, and questions before them
+        # answers, each at the start of a chunk of the second half, `hops` chunks apart: as many
+        # chunks before an answer end with its question
         answers = rng.permutation(np.arange(half + self.hops, N, self.hops))
         for chunk, names in zip(answers, chains):
             self.ask(ids, predicted, chunk, names)
@@ -1473,7 +1477,8 @@ def limits_of_lines(sources, held_out):
 
 # a text that is cut, and its articles
 def cut_text(text, limits):
-    """Yields (split, its part of a text): first train's, then HELD_OUT percent for each limit"""
+    """Yields (split, its part of a text): first train's, then HELD_OUT percent for each split that
+    has a limit; the limits themselves are not used"""
     first = 100 - HELD_OUT * len(limits)
     yield 'train', text[:cut_position(text, first)]
     for split in limits:
@@ -1482,17 +1487,17 @@ def cut_text(text, limits):
 
 
 def cut_position(text, percent):
-    """Where a part of a text begins, before which are about so many percent of it: after blanks, if
-    the next 2.5% of the text have any"""
-    start = max(1, len(text) * percent // 100)          # also of a short text something is before
+    """The position before which about so many percent of a text are. It is moved to the end of the
+    next blanks, if there are some in the next 2.5% of the text"""
+    start = max(1, len(text) * percent // 100)          # at least one character is before it
     after_blanks = re.compile(r'(?<=\s)(?!\s)|\Z')      # or where the search ends
     return after_blanks.search(text, start, start + len(text) // 40).start()
 
 
 def article_start(text):
     """A regular expression that matches where an article of WikiText begins, after some text:
-    before ' = Title = ' between blank lines, but not before ' = = Part = = '. Where a text has no
-    such place, some blank lines are missing, or all, as in files of others.
+    before ' = Title = ' between blank lines, but not before ' = = Part = = '. If a
+    text has no such place, because other tools left out blank lines, fewer of them are required.
 
     >>> text = ' = A = \\n \\n = = Part = = \\n x \\n \\n = B = \\n \\n y'
     >>> regex.split(article_start(text), text)
@@ -1862,7 +1867,7 @@ def new_folder(folder):
         if fcntl:
             with contextlib.suppress(OSError):          # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                lock.write(platform.node())             # last: who reads it knows of the lock
+                lock.write(platform.node())             # last: whoever reads it relies on the lock
                 lock.flush()
         else:
             lock.close()                                # Windows renames no open file

@@ -21,25 +21,32 @@ Where the paper is in this file
     Eq. 2          H + O                                    Block
     §3.2           Gumbel top-k                             DRT.choose
     §3.2           MLM of the encoder                       DRT.masked_for_mlm, DRT.forward
-    §3.3           inference from a bounded state           DRT.stream, DRT.read
+    §3.3           inference, piece by piece                DRT.stream, DRT.read
     §3.3           memory offloading                        DRT.store, gather_chunks
     §4.1.2         a sliding window, ALiBi                  SelfAttention
     Table 1 to 3   Landmark Attention                       compared/landmark.py
     §4.4, Table 4  retrieval from a corpus                  prepare_eval
     App. A.5       random retrieval                         DRT.random_query
+    App. A.1       sizes and optimizer                      PRESETS
+    Table 2, A.4   needles in a haystack                    Needles in data.py, niah in eval.py
+    Table 3        time and memory                          speed in eval.py
+    Figure 3       loss by position                         plot_positions in eval.py
 
 Letters in the shape comments
     B sequences    T tokens    L positions: tokens and landmarks    C width (the paper's d)
     H heads        D width of a head           V vocabulary         W window
-    N chunks       S positions of a chunk: S - 1 tokens and a landmark (the paper's S are tokens)
+    N chunks (the paper's N are layers)        t tokens of a call   n, m, s any other size
+    S positions of a chunk: S - 1 tokens and a landmark (the paper's S are tokens)
     K chunks retrieved for one                 M chunks to retrieve from
 
 Vectors and indices, as in the paper
     t, k           a chunk that retrieves, a chunk that can be retrieved; both are numbered from 0
+                   (t in formulas, and as an index; in shapes it is a number of tokens)
     g              a group of upper layers, numbered from 0
     C_k            the encoder's states of chunk k, (S, C); l_k, its vector for Eq. 1, (C,)
     h_t, r_k, w_k  the query of chunk t, its score of chunk k, the softmax of its scores
-    x, f           states of positions: between layers; after the last, where f predicts
+    x, f           states of positions: x between layers; f after the last, it predicts a token
+    H, O           in H + O of Eq. 2: hidden states, x in the code, and what GCA adds to them
     idx            the numbers k of the chunks that are retrieved, the paper's set C_t
 
 Where we differ from the paper, and why
@@ -52,7 +59,8 @@ Where we differ from the paper, and why
     Streams keep chunks in 16 bits. Of a corpus, keys and values are stored, too (paper, §3.3: only
     landmarks; chunks are encoded again).
     Retrieval never crosses joined documents; self-attention does.
-    With --next-chunk, the chunk after the last permitted one is the retrieving chunk itself.
+    With --next-chunk, the chunk after the last permitted one is the retrieving chunk itself. It is
+    whole before the next chunk, which attends to it.
     Weights start with std 0.02 for C = 768 (as in the official code), divided by sqrt(2 n_layer)
     where they add to the residual, except in GCA.
 
@@ -201,8 +209,8 @@ def fp32(x):
 
 
 def product(a, b):
-    """a b with sums in fp32, under autocast too: near 20, bf16 has steps of 0.125. In bf16 runs the
-    factors may be rounded, see train.precision.
+    """a b with sums in fp32, under autocast too: bf16 would round a logit near 20 to a multiple of
+    0.125. In bf16 runs the factors may be rounded, see train.precision.
 
     a (..., n, C), b (..., C, m) -> (..., n, m)"""
     with torch.autocast(a.device.type, enabled=False):
@@ -309,8 +317,8 @@ def attend(q, k, v, block, window, slopes=0.0):
     t = q.size(1)
     n_past = k.size(1) - t
 
-    # 1. the queries up to the end of the block that the past has begun; if it ends with a whole
-    # block, or is empty, a whole block
+    # 1. the queries up to the end of the block that the past has begun. If the past is empty or
+    # ends with a whole block, they are those of the first new block
     n_first = min(t, block - n_past % block)
     end = n_past + n_first
     first = window_attention(q[:, :n_first], k[:, :end], v[:, :end], window, slopes)
@@ -606,11 +614,11 @@ class Traced(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a stream keeps of a text (§3.3). Only l_k and kv grow, once a chunk: they are lists,
-    because a list is extended without a copy of what it has."""
+    """What a stream keeps of a text (§3.3). Only l_k and kv grow, once a chunk: encode_lower
+    appends to these lists, without a copy of what they have."""
     past: list                  # of each layer, keys and values of the last W positions
     unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the unfinished chunk
-    l_k: list                   # (B, n, C) of the n chunks that end in a piece, for each piece
+    l_k: list                   # (B, n, C) of n chunks each; encode_upper joins them to one
     kv: list                    # (B, 2, S, H, D) of each chunk, 16 bits
     chosen: list                # of each group, w and idx (B, n, K) of the last piece, of which the
                                 # last row, that of the unfinished chunk, is needed
@@ -820,9 +828,10 @@ class DRT(nn.Module):
 
         # a stable sort, because among equal scores the choice of topk depends on M
         idx = sort_by.argsort(descending=True, stable=True)[..., :K]    # (B, N, K)
-        w = r.gather(2, idx)
-        valid = w > MASKED
-        return w.softmax(2) * valid, idx.masked_fill(~valid, NO_CHUNK).int()
+        r_k = r.gather(2, idx)                                          # (B, N, K)
+        valid = r_k > MASKED
+        w = r_k.softmax(2) * valid                                      # Eq. 2
+        return w, idx.masked_fill(~valid, NO_CHUNK).int()
 
     def retrieve(self, g, x, candidates):
         """What the landmarks of a piece retrieve for group g: query, scores, choice. x (B, N, C) at
@@ -964,7 +973,7 @@ class DRT(nn.Module):
         loss = cross_entropy(f, E, targets, self.kernel)
         log = {}
         if config.groups > 0:
-            # of the whole chunks, except those that retrieve nothing
+            # the mean of the largest w_k over the whole chunks that retrieve any
             w, _ = chosen[-1]
             largest = w[:, :-1].amax(2)                                 # (B, N)
             log['top_weight'] = largest.sum() / (largest > 0).sum().clamp(min=1)
@@ -1120,7 +1129,8 @@ class DRT(nn.Module):
         return state
 
     def ways(self):
-        """The names of the ways in which a text can be read: values of `way`, see eval.py"""
+        """The ways in which a text can be read, values of `way`. on: as trained; shuffled: random
+        chunks; off: nothing is retrieved; corpus, both: chunks of a corpus, of corpus and text"""
         if self.config.groups == 0 or self.config.retriever == 'none':
             return ('off',)
         if self.corpus is None:
@@ -1156,8 +1166,9 @@ class DRT(nn.Module):
 # evaluation
 @torch.no_grad()
 def prepare_eval(model, corpus, external, args, path):
-    """Table 4: with --retrieve-from, reads external.train as a text before each other one. Raises
-    SystemExit if a text would retrieve from itself, or if there is no chunk."""
+    """Table 4: with --retrieve-from, reads external.train once; each text that is evaluated can
+    retrieve its chunks, too. Raises SystemExit if a text would retrieve from itself, or if
+    there is no chunk."""
     model.offload = args.offload
     if not args.retrieve_from or 'on' not in model.ways():
         return

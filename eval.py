@@ -40,6 +40,9 @@ beginning. A model is evaluated in several ways, values of its attribute `way`:
     off             it retrieves nothing
     corpus, both    with --retrieve-from: it retrieves from that corpus; from corpus and text
     on+cache, ...   with --cache: the same with a continuous cache (compared/cache.py)
+
+Letters in the shape comments
+    B texts    t tokens of a call    n tokens of a document    N documents    V vocabulary
 """
 import train    # before torch: it sets how torch's idle threads wait
 import argparse, heapq, importlib.util, itertools, json, os, re, sys, time
@@ -284,8 +287,8 @@ class EvalRun:
 
 
 def check_cache(run, args):
-    """SystemExit if --cache is for a model that has memories of single tokens. It is known before
-    the model is prepared."""
+    """SystemExit if --cache is for a model that has memories of single tokens. Called before the
+    model is prepared, which can take minutes."""
     if not args.cache or run.chunk > 1:
         return
     has_memories = run.ways != ('off',)
@@ -337,7 +340,9 @@ def by_position(log_p, edges):
 
 
 def metrics(log_p, log_p_off, split):
-    """The columns of a row. split: its bytes are those of the scored tokens, its words all words
+    """The columns of a row
+
+    split               its n_bytes are those of the scored tokens, its n_words of the whole text
     log_p, log_p_off    log P in this way and in the way off, [(n_d,)] of each document d
 
     Tokens of a document depend on each other, so N documents are the sample. D_d: sum of log_p -
@@ -673,7 +678,7 @@ class Hypothesis(NamedTuple):
 
     def normalized_log_p(self, length=None):
         """log P / length^0.6 (ours; with log P alone short texts win), by which hypotheses are
-        compared. length: in tokens, of the text, or of a longer one"""
+        compared. length: tokens of the text (None), or of a longer one, for a bound"""
         length = length or len(self.ids) - 1
         return self.log_p / length ** 0.6
 
@@ -941,7 +946,7 @@ def chunks_of_depths(depths, n_chunks, hops):
     questions. None if there are not enough: each needle has its own, and one more with two hops"""
     last = n_chunks - 3
     chunks = [depth * last // 100 for depth in depths]
-    if len(set(chunks)) < len(chunks) or hops * len(chunks) > last:
+    if len(set(chunks)) < len(chunks) or hops * len(chunks) > last + 1:
         return None
     return chunks
 
@@ -1221,7 +1226,7 @@ PAGE_TOKENS = 8192              # tokens of a document that a page shows, at mos
 
 def traces_of(run, tokens):
     """What is retrieved to predict tokens (n,) -> traces[i][group], a list of what is retrieved for
-    chunk i + 1 (TRIME: for token i + 1), at most 8 [weight, start, end, other_text]. other_text:
+    chunk i + 1 (TRIME: for token i + 2), at most 8 [weight, start, end, other_text]. other_text:
     its tokens, if it is of another text, else []. A model without groups of layers has one group
     """
     n_groups = getattr(run.model.config, 'groups', 0)

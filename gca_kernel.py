@@ -14,7 +14,7 @@ Where the paper is in this file
     Eq. 3        O_k = softmax(Q K_kᵀ / sqrt(D)) V_k        gca_reference, chunk_softmax
     App. A.2     Algorithms 1 and 2                         forward_kernel; dq_kernel, dkdv_kernel
 
-Three layers, from the last section upwards
+Three layers, from the public function inwards
     gca                the public function: checks the sizes, chooses PyTorch or Triton
     gca_forward        the operator nanorlm::gca, with autograd: allocates o, launches the kernel
     forward_kernel     the kernel; likewise gca_backward launches dq_kernel, then dkdv_kernel
@@ -26,10 +26,10 @@ Letters used in the shape comments
 
 Indices
     b, h     a sequence, a head of queries
-    n        a chunk of queries
+    n        a chunk of queries; in kernels, its number among the B N chunks of all sequences
     slot     0 ... K - 1, the place of one of the chunks that n retrieves; k in formulas
     c        idx[b, n, slot], the chunk of keys in a slot; -1: the slot is unused
-    entry    n K + slot, the number of a slot among all slots of a sequence
+    entry    n K + slot, the number of a slot among all slots of a sequence (kernels: of all)
 
 Matrices in the formulas, of one chunk of queries in one head
     Q, O, dO       (S, D)
@@ -43,7 +43,7 @@ The same in the kernels. A GPU computes 2^x, not e^x, so scores are multiplied b
     s              S_k log2(e): 2^s is exp(S_k)
     exp_s          2^(s - largest), largest the maximum of a row: at most 1, not yet normalized (the
                    paper's P with a tilde)
-    total          sums of the rows of exp_s, and exp of the sink's score
+    total          sum of each row of exp_s; with a sink, whose score is 0, plus 2^(0 - largest)
     p, wp          P_k = exp_s / total; w_k P_k
     lse2           L_k log2(e) = largest + log2(total), log-sum-exp in base 2: P_k = 2^(s - lse2)
     delta          δ_k
@@ -201,7 +201,7 @@ def chunk_softmax(q, k, scale, S: tl.constexpr,
     """The softmax P_k (S, S) over the keys of a chunk (Eq. 3), in parts: P_k = exp_s / total
 
     -> exp_s = 2^(s - largest) (S, S), largest = rowmax(s) (S,), total (S,), the sum of each row of
-    exp_s and of the sink"""
+    exp_s, plus 2^-largest with a sink"""
     s = scores_log2(q, k, scale)
     is_key = tl.arange(0, S) < N_KEYS
     s = tl.where(is_key[None, :], s, float('-inf'))

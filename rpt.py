@@ -40,6 +40,7 @@ Letters in the shape comments
     G = N + 1 groups of m tokens, see ChunkedCrossAttention     n any other size
     i a chunk that retrieves (the paper's c_q = c_i)    j a chunk that is retrieved
     l a positive, in L_ret    w a target token
+    λ the weight of the reference LM's cache    λ_lj LambdaRank's factor, in L_ret
 
 Letters of the paper with another meaning here: its d is C, its C (states of neighbors) is `states`
 in Neighbors, its w (chunks of a window) is window_chunks.
@@ -48,8 +49,9 @@ A text is a sequence of a training batch, or it is read in pieces, one after the
 A neighbor is a retrieved chunk together with the chunk after it.
 
 Where we differ from the paper, and why
-    Settings: by default, fields marked (ours) differ; --preset paper has the paper's. Those that
-    change the method, not only its size, are a group of their own in RPTConfig.
+    Settings: by default, fields marked (ours) differ; --preset paper has the paper's, except those
+    named at PRESETS. Those that change the method, not only its size, are a group of their own in
+    RPTConfig.
     Scores: s_q is divided by sqrt(C). Search is exact (paper: faiss). A chunk without neighbors
     gets 0 from cross-attention.
     Layers: the retriever and the gate have norms and biases. Retrieved states have passed the
@@ -187,8 +189,8 @@ def fp32(x):
 
 
 def product(a, b):
-    """a b with sums in fp32, under autocast too: near 20, bf16 has steps of 0.125. In bf16 runs the
-    factors may be rounded, see train.precision.
+    """a b with sums in fp32, under autocast too: bf16 would round a logit near 20 to a multiple of
+    0.125. In bf16 runs the factors may be rounded, see train.precision.
 
     a (..., n, C), b (..., C, m) -> (..., n, m)"""
     with torch.autocast(a.device.type, enabled=False):
@@ -295,8 +297,8 @@ def attend(q, k, v, block, window, slopes=0.0):
     t = q.size(1)
     n_past = k.size(1) - t
 
-    # 1. the queries up to the end of the block that the past has begun; if it ends with a whole
-    # block, or is empty, a whole block
+    # 1. the queries up to the end of the block that the past has begun. If the past is empty or
+    # ends with a whole block, they are those of the first new block
     n_first = min(t, block - n_past % block)
     end = n_past + n_first
     first = window_attention(q[:, :n_first], k[:, :end], v[:, :end], window, slopes)
@@ -606,7 +608,7 @@ class NeighborEncoder(nn.Module):
         chunk_pairs (B, M, 2m, C)   see Index: row j + 1 has chunks j and j + 1, row 0 has zeros
         chosen (B, N, K)            numbers j of retrieved chunks; -1: none, so row 0 is read
         chunk_states (B, N, m, C)   of the chunks that retrieve
-        returns                     C (B, N, K, 2m, C)"""
+        returns                     states (B, N, K, 2m, C), the paper's C"""
         # not chunk_pairs[b, rows]: on a CPU the sums of its gradient have no fixed order
         rows = (chosen + 1).flatten(1)                                  # (B, N K)
         selected = [pairs.index_select(0, r) for pairs, r in zip(chunk_pairs, rows)]
@@ -618,9 +620,9 @@ class NeighborEncoder(nn.Module):
 
     def gates(self, neighbors, chosen):
         """The gate of neighbor k of chunk i, from η to 1; 0 if there is no such neighbor. C_{i,k}
-        are the neighbor's states, d is the width:
+        are the neighbor's states (the paper's letter). The logit is divided by the width, n_embd:
 
-            gate = max(η, σ((w_ng · norm(ĉ_{i,k}) + b) / d)),    C^g_{i,k} = gate · C_{i,k}
+            gate = max(η, σ((w_ng · norm(ĉ_{i,k}) + b) / n_embd)),    C^g_{i,k} = gate · C_{i,k}
 
         ĉ_{i,k} is the mean of C_{i,k}, after attention to the means of the neighbors of chunk i of
         higher rank, and of all neighbors of the chunks before chunk i in a window.
@@ -799,7 +801,8 @@ def differences(x):
 
 def ranking_loss(s_q, s_t, tau):
     """§3.3: LambdaRank with a margin, over positives l (s_t > 0) and all permitted chunks j; one
-    that was no candidate has s_t = 0. r = 1, 2, ... is the rank by s_q.
+    that was no candidate has s_t = 0. r = 1, 2, ... is the rank by s_q, from 1 because of the
+    logarithm.
 
         L_ret = Σ_{l, j: s_t(l) > s_t(j)} λ_lj max(0, τ - (s_q(l) - s_q(j)))
 
@@ -812,7 +815,7 @@ def ranking_loss(s_q, s_t, tau):
 
     s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret and NDCG@20 of each chunk, (B, N)"""
     gain = torch.exp2(s_t.relu()) - 1                                   # (B, N, N)
-    rank = 1 + rank_of(s_q)
+    rank = 1 + rank_of(s_q)                                             # r
     discount = 1 / torch.log2(1 + rank)
 
     # the terms of IDCG: the largest gain has rank 1
@@ -846,7 +849,8 @@ class Index(NamedTuple):
     """What can be retrieved of a text (§3.4): its M whole chunks so far"""
     keys: torch.Tensor          # (B, M, C) of chunks 0 to M - 1; RETRO: (B, M, V)
     chunk_pairs: torch.Tensor   # (B, M, 2m, C) row j + 1: states of chunks j and j + 1, for j from
-                                # 0 to M - 2; row 0: zeros, in place of no chunk. M is at least 1
+                                # 0 to M - 2; row 0: zeros, in place of no chunk. Before the
+                                # first chunk M is 0, and there is row 0 alone
     last: torch.Tensor          # (B, 0 or 1, m, C) states of chunk M - 1, until it has a next one
 
 
@@ -872,7 +876,7 @@ class Memory(NamedTuple):
 class State(NamedTuple):
     """What a stream keeps of a text. For example, after 70 tokens in chunks of 32: the keys and
     values of tokens 0 to 63, the tokens 64 to 69, and a Memory of two chunks"""
-    past: list                  # of each layer; Block: keys and values (B, s, 2, H, D)
+    past: list                  # of each layer; of a Block, keys and values (B, s, 2, H, D)
     unfinished: torch.Tensor    # (B, t) the tokens of the unfinished chunk, t < m
     memory: Memory
 
@@ -939,7 +943,7 @@ def pseudorandom(M, first, device):
 
 class RPT(nn.Module):
     """A sliding-window LM whose upper layers attend to chunks that its lower layers retrieve. By
-    default it has the fields marked (ours); --preset paper has the paper's.
+    default it has the fields marked (ours); --preset paper has the paper's, see PRESETS.
 
     The models of compared/ are subclasses. What they can override:
 
@@ -1161,7 +1165,8 @@ class RPT(nn.Module):
         n_lower = len(self.lower)
         n_unfinished = state.unfinished.size(1)
 
-        # the tokens of the unfinished chunk are encoded again
+        # the tokens of the unfinished chunk are encoded again: when it is whole, it retrieves by
+        # the states of all its tokens
         tokens = torch.cat([state.unfinished, tokens], 1)
         if doc is None:
             doc = torch.zeros_like(tokens)
@@ -1199,7 +1204,8 @@ class RPT(nn.Module):
 
     def scheduled_sampling(self, s_t, p_ss):
         """§3.4: with probability p_ss a chunk reads the K chunks that help most, else those that it
-        retrieves. Chunks of RETRO always read the first (§5.1). s_t (B, N, N) -> Forced"""
+        retrieves. Chunks of RETRO always read those that help most (§5.1).
+        s_t (B, N, N) -> Forced"""
         best = top(s_t.where(s_t > 0, -math.inf), self.config.n_neighbors)      # (B, N, K)
         mask = torch.ones_like(best[..., :1], dtype=torch.bool)                 # (B, N, 1)
         if self.retriever is not None:
@@ -1267,7 +1273,8 @@ class RPT(nn.Module):
         return state
 
     def ways(self):
-        """The names of the ways in which a text can be read: values of `way`, see eval.py"""
+        """The ways in which a text can be read, values of `way`. on: as trained; shuffled: random
+        chunks; off: nothing is retrieved"""
         if self.neighbor_encoder is None:
             return ('off',)
         return ('on', 'shuffled', 'off')
@@ -1447,8 +1454,10 @@ def setup(model, run):
 # --------------------------------------------------------------------------------------------------
 # evaluation
 def ranking_measures(s_q, s_t):
-    """§5.1, of the order by s_q (n, N, N): {name: (n, N), nan: the chunk has no positive}. A chunk
-    j is a positive if s_t > 0, and its rank is 0, 1, ..."""
+    """§5.1: how well the order by s_q finds the positives. Chunk j is a positive of chunk i if
+    s_t > 0; its rank is 0, 1, ...
+
+    s_q, s_t (n, N, N) -> {name: (n, N), nan where chunk i has no positive}"""
     rank = rank_of(s_q)                                                 # (n, N, N)
     positive = s_t > 0
     n_positives = positive.sum(2)                                       # (n, N)

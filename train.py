@@ -27,10 +27,13 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
                             the text of state or begin one (None); the new state
     .PIECE                  the largest t of a call of stream
     .log_probs(tokens)      log P alone, of whole texts
-    .states(tokens, state)  what log P is made of by .logits, for eval.py --cache; the new state
+    .states(tokens, state)  states f (B, t, C), of which .logits makes log P without memories, for
+                            eval.py --cache; the new state
+    .logits(f)              logits (B, t, V)
     .read(tokens, state)    the new state alone, for any t
     .ways()                 names of ways to read a text, the last one `off`, see eval.py
-    .way, .kernel           which of them is set; --kernel
+    .way                    the one of ways() that is set
+    .kernel                 the value of --kernel
     .trace(tokens, t, state)    [Traced]: what is read to predict token t + 1 of tokens (n,), by the
                             state of tokens[:t], the largest weight first
     prepare_eval(model, corpus, external, args, path)   optional: computes what an evaluation needs
@@ -208,7 +211,8 @@ def train(Model, model_config, config, corpus=None, stage=''):
         run.attach = setup(run.model, run)
     run.make_optimizers()
 
-    # the first files: a run that is killed early can be resumed
+    # The first files: a run that is killed early can be resumed. Of a new run `saved` is {}, so
+    # both settings count as changed, and config.json is written
     changed = {key for key in ('max_steps', 'micro_batch') if saved.get(key) != run.settings[key]}
     if run.resumes and 'max_steps' in changed:
         print(f'--max-steps was {saved["max_steps"]}: the learning rate is now that of '
@@ -305,7 +309,8 @@ class Run:
         not_packed = dict(sizes, bm25=False)
         self.val_batches = corpus.batches(corpus.val, seed=0, **not_packed)
 
-        # the settings now have what the tokenizer is
+        # config.tokenizer can be the Tokenizer of --init, vocab_size a wish: now they are what the
+        # corpus has
         config.tokenizer = corpus.tokenizer.name
         model_config.vocab_size = corpus.tokenizer.n_vocab
         self.settings = dict(model=model_name(self.Model), corpus=corpus.fingerprint,
@@ -381,7 +386,8 @@ class Run:
         n = self.n_micro_batches
         metrics = collections.Counter()
         for i in range(n):
-            number = (done * n + i) * WORLD + RANK          # the same for any WORLD
+            # a step has the same numbers for any WORLD, because n WORLD is the same
+            number = (done * n + i) * WORLD + RANK
             batch = self.batches[number]
             if self.attach:
                 batch = self.attach(batch, number)
@@ -446,6 +452,7 @@ class Run:
                 minutes = (time.perf_counter() - began) / 60
                 left = minutes / (done + 1 - first) * (config.max_steps - done - 1)
                 self.show(entry, seconds, left, is_first=done == first, due=due)
+            # in the last validation too, because more may come after this training
             if stopped or (is_last and signals):
                 raise SystemExit(f'stopped at step {done + 1}; run it again to resume')
         barrier()                       # until ckpt.pt is written
@@ -601,8 +608,8 @@ def model_name(Model):
 
 
 def part_of(Model, name, default=None):
-    """What a model's file defines under a name; else what the file of the class defines that it
-    inherits from, and so on"""
+    """What a model's file defines under a name; else what the file of its parent class defines,
+    and so on"""
     for cls in Model.__mro__:
         module = sys.modules[cls.__module__]
         if hasattr(module, name) and issubclass(cls, torch.nn.Module):
@@ -620,6 +627,8 @@ def config_of(Model):
             break
     else:
         raise SystemExit(f'{Model.__module__}.py has no {Model.__name__}Config')
+
+    # an inherited config: the file of X must not extend it under another name than XConfig
     own = sys.modules[Model.__module__]
     for name, value in vars(own).items():
         is_own = getattr(value, '__module__', '') == Model.__module__ and isinstance(value, type)
@@ -758,7 +767,8 @@ def parse(argv=None):
     args, _ = parser.parse_known_args(argv)
     parser.set_defaults(**presets[args.preset])
 
-    # the file of --init replaces those of the model's fields, and the tokenizer
+    # with --init, the settings of the file that the run starts from (its own ckpt.pt, if it is
+    # resumed) replace the model's defaults, and the tokenizer
     if args.init:
         file = start_of(args)
         state, _, tokenizer = read_checkpoint(file, [Model])
@@ -916,7 +926,8 @@ def check_folder(out, settings, state, kind):
 
     settings: config.json as it will be; state: what the run starts from; kind: of its batches
     -> the settings of the run that is resumed, {} if it is new"""
-    files = sorted({*os.listdir(out)} - {LOCK, 'config.json'})      # that of a run killed at once
+    # config.json alone is of a run that was killed before its first ckpt.pt
+    files = sorted({*os.listdir(out)} - {LOCK, 'config.json'})
     saved = read_config(out, state) if 'ckpt.pt' in files else {}
     trouble = trouble_of(out, files, saved, settings, state, kind)
     barrier()                                           # before the first process writes

@@ -23,7 +23,7 @@ Where the paper is in this file
     App. A                  continuous cache, kNN-LM                LinearInference
     App. A, Eq. 7           memories at test time                   TRIME.memories
     App. B, Algorithm 1     similar segments in a micro-batch       pack in data.py
-    App. C                  translation                             TRIME.past_memories; data.py
+    App. C                  translation                             TRIME.same_side; data.Pairs
     App. D                  overlapping windows                     TRIME.windows
     App. E                  SRU++                                   compared/sru.py
     Table 1, 5              which memories a model has              prepare_eval
@@ -32,9 +32,10 @@ Where the paper is in this file
     Table 14                perplexity by frequency                 frequency in eval.py
 
 Letters in the shape comments and formulas
-    B segments    T tokens of a segment    t of a piece, n of a window    s keys    C width
+    B segments    T tokens of a segment (the paper's L)    t of a piece    s keys    C width (its d)
     H heads       D width of a head        V vocabulary    N = B T contexts of a micro-batch
-    Q queries     M memories               K neighbors     L tokens that a stream keeps
+    Q queries     M memories               K neighbors     n any other size
+    L tokens that a stream keeps
     m segments that share long memory (§4.2)
     w a target word    i a query    j a memory: (c_j, x_j), a context and the token after it. Its
     key is g(c_j), its value x_j. x without an index: hidden states
@@ -213,8 +214,8 @@ def fp32(x):
 
 
 def product(a, b):
-    """a b with sums in fp32, under autocast too: near 20, bf16 has steps of 0.125. In bf16 runs the
-    factors may be rounded, see train.precision.
+    """a b with sums in fp32, under autocast too: bf16 would round a logit near 20 to a multiple of
+    0.125. In bf16 runs the factors may be rounded, see train.precision.
 
     a (..., n, C), b (..., C, m) -> (..., n, m)"""
     with torch.autocast(a.device.type, enabled=False):
@@ -368,29 +369,30 @@ class Embedding(nn.Module):
         return logits, logits.logsumexp(1, keepdim=True)
 
     def rows_of(self, f, w):
-        """Where TrimeLoss finds E_w · f: in column w of f weightᵀ, plus 0 (AdaptiveEmbedding: plus
-        log P_a(w)). f (Q, C), w (Q,) -> w and 0, 2 x (Q, 1)"""
+        """Where the logit of word w is: a row of weight, whose product with f is taken, and what is
+        added to this product. Here they are w and 0; AdaptiveEmbedding has others.
+        f (Q, C), w (Q,) -> 2 x (Q, 1)"""
         return w[:, None], f.new_zeros(len(w), 1)
 
 
-def memory_mask(kinds, doc, config, rows, columns):
+def memory_mask(kinds, doc, config, queries, columns):
     """The memories of some queries in training. Each of the N positions of a micro-batch is a query
     and a memory: memory j is the context of position j and the token after it.
 
     kinds       which memories, of local, long and ext, from TRIME.training_memory
     doc (B, T)  the document of each position
-    rows        a slice of the N queries, Q of them
+    queries     a slice of the N queries, Q of them
     columns     a slice of the N memories, M of them
     -> True where a query has a memory (Q, M)"""
     B, T = doc.shape
     doc = doc.flatten()
     position = torch.arange(len(doc), device=doc.device)
-    i = position[rows, None]                                        # (Q, 1)
+    i = position[queries, None]                                     # (Q, 1)
     j = position[columns]                                           # (M,)
     same_segment = i // T == j // T                                 # (Q, M)
     same_document = doc[i] == doc[j]
 
-    # memory i has the answer to query i, so a query has only memories before it
+    # memory i has the answer to query i: local and long memories are those before it
     earlier = j < i
     mask = torch.zeros_like(earlier)
 
@@ -406,7 +408,8 @@ def memory_mask(kinds, doc, config, rows, columns):
             long &= same_document
         mask |= long
 
-    # §4.3: memory ext, all positions of other segments
+    # §4.3: memory ext, all positions of other segments; if long memory is of the query's document
+    # (same_document), ext is of other documents
     if 'ext' in kinds:
         ext = ~same_segment
         if config.same_document:
@@ -415,16 +418,17 @@ def memory_mask(kinds, doc, config, rows, columns):
     return mask
 
 
-def memory_columns(kinds, doc, rows):
+def memory_columns(kinds, doc, queries):
     """A slice of the N positions that has all memories of these queries, for speed. doc (B, T),
-    rows: a slice of the queries -> a slice, not empty"""
+    queries: a slice of the N queries -> a slice, not empty"""
     B, T = doc.shape
     if 'ext' in kinds:
         return slice(0, B * T)                                      # later segments, too
     if 'long' in kinds:
-        return slice(0, rows.stop)
+        return slice(0, queries.stop)
     if 'local' in kinds:
-        return slice(rows.start // T * T, rows.stop)                # from the first segment on
+        begin = queries.start // T * T                              # of the first query's segment
+        return slice(begin, queries.stop)
     return slice(0, 1)              # one that is masked: it adds exp(-1e30), 0, to each sum
 
 
@@ -475,7 +479,7 @@ class TrimeLoss(torch.autograd.Function):
         d(-log P(w | c)) / dz  =  exp(z) / Σ  -  exp(z) / Σ_w, the latter for the terms of w
 
     f, query, key (N, C)      f(c), g(c), g(c_j) of all contexts of a micro-batch
-    E (rows, C)               Embedding.weight
+    E (n_rows, C)             Embedding.weight: a row for each word (AdaptiveEmbedding: or cluster)
     rows_of_w, extra (N, 1)   of the targets, from Embedding.rows_of
     targets (N,)              w and x_j; -1: neither scored nor a memory
     memories_of               a slice of queries -> memory_columns, memory_mask
@@ -494,16 +498,16 @@ class TrimeLoss(torch.autograd.Function):
         word_loss = f.new_zeros(())
         df, dquery, dkey, dE, dextra = map(torch.zeros_like, (f, query, key, E, extra))
         for start in range(0, len(f), block):
-            rows = slice(start, min(start + block, len(f)))         # Q queries
-            memories, mask = memories_of(rows)
-            w = targets[rows, None]                                 # (Q, 1)
+            queries = slice(start, min(start + block, len(f)))      # Q queries
+            memories, mask = memories_of(queries)
+            w = targets[queries, None]                              # (Q, 1)
             values = targets[memories]                              # x_j (M,)
             weight = (w >= 0).to(f) / n_scored                      # (Q, 1) 0: it is not scored
 
             # exponents of Eq. 5: of the first term for all words, of the second for all memories
-            logits = output_product(f[rows], E.T)                   # (Q, aligned rows)
+            logits = output_product(f[queries], E.T)                # (Q, aligned rows)
             logits[:, n_rows:] = -math.inf                          # rows of zeros: no words
-            sim = query[rows] @ key[memories].T * scale             # (Q, M)
+            sim = query[queries] @ key[memories].T * scale          # (Q, M)
             sim.masked_fill_(~mask | (values < 0), MASKED)
 
             # softmaxes over all words, over all memories, over the memories with x_j = w
@@ -512,7 +516,7 @@ class TrimeLoss(torch.autograd.Function):
             P_match, log_sum_match = softmax_and_log_sum(sim.masked_fill(values != w, MASKED))
 
             # log Σ_w, log Σ and the loss, log Σ - log Σ_w
-            logit_w = logits.gather(1, rows_of_w[rows]) + extra[rows]       # first term of Eq. 5
+            logit_w = logits.gather(1, rows_of_w[queries]) + extra[queries]     # term 1 of Eq. 5
             log_sum_w = torch.logaddexp(logit_w, log_sum_match)             # with the second term
             log_sum_all = torch.logaddexp(log_sum_words, log_sum_memory)
             loss += (weight * (log_sum_all - log_sum_w)).sum()
@@ -524,16 +528,16 @@ class TrimeLoss(torch.autograd.Function):
 
             # gradients of the exponents: exp(z) / Σ, minus exp(z) / Σ_w for the terms of w
             dlogits = P_words.mul_(weight * (log_sum_words - log_sum_all).exp())
-            dextra[rows] = -weight * (logit_w - log_sum_w).exp()            # (Q, 1)
-            dlogits.scatter_add_(1, rows_of_w[rows], dextra[rows])
+            dextra[queries] = -weight * (logit_w - log_sum_w).exp()     # (Q, 1)
+            dlogits.scatter_add_(1, rows_of_w[queries], dextra[queries])
             dsim = P_memory.mul_(P_on_memory)                               # (Q, M)
             dsim -= P_match.mul_(weight * (log_sum_match - log_sum_w).exp())
 
             # and of the vectors whose products they are
-            df[rows] = output_product(dlogits, E)
-            dE += output_product(dlogits.T, f[rows])
-            dquery[rows] = dsim @ key[memories] * scale
-            dkey[memories] += dsim.T @ query[rows] * scale
+            df[queries] = output_product(dlogits, E)
+            dE += output_product(dlogits.T, f[queries])
+            dquery[queries] = dsim @ key[memories] * scale
+            dkey[memories] += dsim.T @ query[queries] * scale
         ctx.gradients = df, dquery, dkey, dE[:n_rows], dextra
         ctx.mark_non_differentiable(memory_prob, word_loss)
         return loss, memory_prob, word_loss
@@ -558,6 +562,7 @@ class AdaptiveEmbedding(Embedding):
         # vocabulary ends before some cutoffs
         cutoffs = parse_cutoffs(config.cutoffs)
         ends = [x for x in cutoffs if x < config.vocab_size] + [config.vocab_size]
+        # rows of the head: its words, then one for each cluster
         super().__init__(replace(config, vocab_size=ends[0] + len(ends) - 1))
         self.ends = ends
         self.tables = nn.ParameterList()
@@ -591,6 +596,7 @@ class AdaptiveEmbedding(Embedding):
         head = f @ self.weight.T
         words, clusters = head.tensor_split([self.ends[0]], 1)
         tails = [row[:, None] + self.tail(a, f) for a, row in enumerate(clusters.T, 1)]
+        # the words of a cluster sum to its row, so the sum over the head is that over all words
         return torch.cat([words, *tails], 1), head.logsumexp(1, keepdim=True)
 
     def rows_of(self, f, w):
@@ -601,8 +607,8 @@ class AdaptiveEmbedding(Embedding):
         for a, start, inside in self.clusters(w):
             row[inside] = self.ends[0] + a - 1
             # (Q, words) in pieces; a GPU takes those of 0.5 GiB
-            n_rows = 2 ** 27 // len(self.tables[a - 1]) if f.is_cuda else 256
-            pieces = torch.where(inside)[0].split(n_rows)
+            n_queries = 2 ** 27 // len(self.tables[a - 1]) if f.is_cuda else 256
+            pieces = torch.where(inside)[0].split(n_queries)
             for queries in pieces:
                 if f.is_cuda and len(pieces) == 1:
                     log_P = self.tail(a, f[queries])
@@ -634,7 +640,7 @@ class Window(NamedTuple):
 
 @dataclass
 class Inference:
-    """Which memories are used at test time"""
+    """Which memories are used at test time. Subclasses define `probabilities` and `constants`"""
     local: bool = False         # local memory: the window
     long: int = 0               # tokens of long memory; not used without local
     n_neighbors: int = 0        # K of external memory; 0: none
@@ -645,7 +651,7 @@ class Inference:
 
     def log_p(self, window):
         """log P (Q, 1) of the target words of a Window, by these memories: the last `long` before
-        the local ones, the first n_neighbors after them"""
+        the local ones, the first n_neighbors after them (see Memories)"""
         local = window.local
         used = slice(max(0, local.start - self.long), local.stop + self.n_neighbors)
         P, log_factor = self.probabilities(window.log_words, window.sim[:, used])
@@ -743,8 +749,8 @@ def open_index(folder, about):
         if saved != about:
             raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
 
-        # keys.ivfdata is memory-mapped: a search reads from disk what it needs. In a shorter file
-        # that ends the process (SIGBUS).
+        # keys.ivfdata is memory-mapped: a search reads from disk what it needs. Reading beyond the
+        # end of a file that was cut short would kill the process (SIGBUS), so its size is compared
         index = faiss.read_index(
             f'{folder}/keys.faiss', faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
         lists = faiss.downcast_InvertedLists(index.invlists)
@@ -793,7 +799,7 @@ class Datastore:
             self.factor = 1.0                                       # TRIME: q · k
 
     def keys(self, text, model, progress_bar, desc, pairs):
-        """Yields keys (n, C) of some contexts of the text (1, L), and their positions (n,)."""
+        """Yields keys (m, C) of some contexts of the text (1, n), and their positions (m,)."""
         if pairs:                                                   # each is encoded alone
             for i in progress_bar(range(len(pairs)), desc):
                 batch = pairs[i]
@@ -881,7 +887,7 @@ class State(NamedTuple):
     text: torch.Tensor      # (B, L) its last tokens, at most long + T
     keys: torch.Tensor      # (B, L, C) g of each of them, as first encoded
     window: torch.Tensor    # (B, n, C) g of the tokens of the current window, the last of the text
-    past: list | None       # of each layer; Block: keys and values of the window
+    past: list | None       # of each layer; of a Block, keys and values of the window
 
 
 @dataclass
@@ -981,10 +987,10 @@ class TRIME(nn.Module):
         key = g if self.config.memory_grad else g.detach()
         targets = batch.targets.flatten()                           # (N,)
 
-        def memories_of(rows):
+        def memories_of(queries):
             """Of a slice of queries: a slice of the N memories, and the mask"""
-            columns = memory_columns(kinds, batch.doc, rows)
-            return columns, memory_mask(kinds, batch.doc, self.config, rows, columns)
+            columns = memory_columns(kinds, batch.doc, queries)
+            return columns, memory_mask(kinds, batch.doc, self.config, queries, columns)
 
         # Eq. 5, in fp32 (see product)
         with torch.autocast(g.device.type, enabled=False):
@@ -1039,7 +1045,7 @@ class TRIME(nn.Module):
         value is text[j + 1]. Arguments as in memories -> Memories"""
         text, keys, window, _ = state
         L = text.size(1)
-        start = L - window.size(1)                                  # where the window begins
+        window_start = start = L - window.size(1)                   # where the window begins
         position = torch.arange(L, device=g.device)
         i = position[-g.size(1):, None][queries]                    # (n, 1), n queries of a text
         g = g[:, queries]                                           # (B, n, C)
@@ -1051,7 +1057,7 @@ class TRIME(nn.Module):
         j = position[first:-1]                                      # (M,)
 
         # keys of tokens in the window are of its latest encoding
-        key = append(keys[:, :L - window.size(1)], window)[:, first:-1]     # (B, M, C)
+        key = append(keys[:, :window_start], window)[:, first:-1]   # (B, M, C)
         sim = g @ key.mT / g.size(2) ** 0.5                         # (B, n, M)
         mask = (j < i) & self.same_side(text, i, j)                 # (B, n, M)
         sim = sim.masked_fill(~mask, MASKED)
@@ -1131,7 +1137,8 @@ class TRIME(nn.Module):
         return torch.cat(parts, 1), state
 
     def ways(self):
-        """The names of the ways in which a text can be read: values of `way`, see eval.py"""
+        """The ways in which a text can be read, values of `way`. on: with memory; shuffled:
+        memories exchange their values; off: words alone"""
         if self.eval_memory.inference.is_empty:
             return ('off',)
         if self.eval_memory.tab >= 0:                               # pairs: none are exchanged
@@ -1179,7 +1186,7 @@ def prepare_eval(model, corpus, external, args, path):
     the checkpoint `path`; tunes on another split of corpus. args: EvalConfig, and split,
     retrieve_from, progress_bar of eval.py. SystemExit if tokens would find themselves; see
     Datastore, too"""
-    # which memories: those of Table 1, or with --retrieve-from of Table 5
+    # which memories: those of Table 1 or, with --retrieve-from, those of Table 5
     memory = model.eval_memory
     memory.inference = TrimeInference()
     memory.stride = args.stride or memory.stride
@@ -1275,7 +1282,8 @@ def tune(windows, inference):
     # sizes of long memory: 256, 512, ... tokens, at most inference.long
     long = {min(256 * 2 ** n, inference.long) for n in range(20)}
     grids, first = inference.constants()
-    grids = dict(tau=grids.pop('tau'), long=sorted(long), **grids)
+    tau = grids.pop('tau')
+    grids = dict(tau=tau, long=sorted(long), **grids)                   # in this order
     if inference.n_neighbors:
         grids['n_neighbors'] = [1, 8, 64, 512, 1024]
         first['n_neighbors'] = 1

@@ -63,13 +63,13 @@ class LandmarkAttention(SelfAttention):
     k: in training, on short texts, all earlier chunks; else the K of largest scores, of each
     position and head."""
     def forward(self, x, past, docs=None):
-        """x (B, L, C); past: 2 x (B, s, H, D), keys and values of all positions before, None at the
-        beginning of a text; docs (B, L): documents of a training sequence, None: one document
+        """x (B, L, C); past: 2 x (B, s - L, H, D), keys and values of all positions before, None at
+        the beginning of a text; docs (B, L): documents of a training sequence, None: one document
         -> (B, L, C), keys and values of all positions"""
         q, k, v = self.qkv(x).unflatten(2, (3, self.config.n_head, -1)).unbind(2)  # (B, L, H, D)
         if past is not None:
             past_k, past_v = past
-            k = torch.cat([past_k, k], 1)                               # (B, s + L, H, D)
+            k = torch.cat([past_k, k], 1)                               # (B, s, H, D)
             v = torch.cat([past_v, v], 1)
         q = q.transpose(1, 2) / q.size(3) ** 0.5                        # (B, H, L, D)
         r, chunk = self.score_chunks(q, k, docs)

@@ -74,15 +74,15 @@ def nearest(scores, n_nearest):
 class MemorizingAttention(SelfAttention):
     """§3.1 and §3.2: in each head, attention to the window and to the memory, mixed by a gate:
 
-        y = (1 - g) y_window + g Σ_j softmax_j(s cosine(q, k_j)) v_j,   g = σ(b)
+        y = (1 - g) y_window + g Σ_j softmax_j(scale · cosine(q, k_j)) v_j,   g = σ(b)
 
-    The sum is over the n_nearest tokens j of the memory that have the largest cosine. b and s are
-    learned for each head. No gradient reaches k_j and v_j. g = 0 if the memory has no token."""
+    The sum is over the n_nearest tokens j of the memory that have the largest cosine. b and scale
+    are learned for each head. No gradient reaches k_j and v_j. g = 0 if the memory has no token."""
     def __init__(self, config):
         super().__init__(config)
         self.config = config
         self.gate = nn.Parameter(torch.zeros(config.n_head))                # b
-        self.scale = nn.Parameter(torch.full((config.n_head,), 10.0))       # s
+        self.scale = nn.Parameter(torch.full((config.n_head,), 10.0))
 
     def forward(self, x, past, begins):
         """x (B, t, C)             the tokens of a piece
