@@ -137,6 +137,8 @@ class DRTConfig:
             raise ValueError(f'mlm {self.mlm} is a share, at most 1')
         if self.p_off > 1:
             raise ValueError(f'p_off {self.p_off} is a share, at most 1')
+        if self.p_off and self.groups == 0:
+            raise ValueError('p_off is for models with groups, which retrieve')
 
         # of models that retrieve; the base LM does not
         if self.groups == 0:

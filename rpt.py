@@ -145,6 +145,8 @@ class RPTConfig:
             raise ValueError('a reference is for retriever sem')
         if max(self.dropout, self.eta, self.reference_cache) >= 1 or self.p_off > 1:
             raise ValueError('dropout, eta, reference_cache must be below 1, p_off at most 1')
+        if self.p_off and self.retriever not in ('sem', 'lex', 'bm25'):
+            raise ValueError('p_off is for retriever sem, lex or bm25')
 
     @property
     def window_chunks(self):

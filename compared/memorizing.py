@@ -13,6 +13,8 @@ Where this differs from the paper
            products (paper: for the window, too).
     §3.2   In training, the memory has tokens of the sequence (paper: of those before it, too). A
            token reads the memory of its document only; its window can have another joined one.
+    §3.2   Products with the scale are rounded to 1/256 before the nearest are chosen, so tokens
+           that recur are ties in a stream, too. A small scale makes more of them ties.
     §4     The layer is the middle one of the upper half: of twelve layers the tenth (paper: the
            ninth), of four the last.
     With --shift-values (ours), a token of the memory has the value of the next one, so what

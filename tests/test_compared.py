@@ -413,6 +413,8 @@ def test_the_constants_of_a_cache_are_tuned():
     ('--model drt --groups 0 --landmark', '--model landmark'),
     ('--model drt --retriever off', '--retriever none'), ('--layer sru', '--model sru'),
     ('--model griffin --retriever sem', "choose from"),
+    ('--model dense --p-off 0.5', 'p_off is for retriever sem'),
+    ('--model landmark --n-layer 6 --p-off 0.5', 'p_off is for models with groups'),
     ('--model memorizing --chunk-size 32', 'half of window'),
     ('--model memorizing --window 64', 'half of window'),
     ('--model block_recurrent --chunk-size 16', 'half of window'),
