@@ -173,7 +173,8 @@ class Batches:
         n = self.B // self.group                                # groups of a micro-batch
         groups = groups[i * n:(i + 1) * n]
         if self.group > 1:
-            # the last group can be incomplete; padding has to come after all other rows
+            # The last group can be incomplete. It has to be the last of its micro-batch, so that
+            # group i of the micro-batch begins at row i * self.group
             groups = np.sort(groups)
         starts = self.group * groups
         return np.concatenate([self.order[start:start + self.group] for start in starts])
@@ -210,9 +211,8 @@ class Grid(Batches):
     segments     segments of T tokens, shuffled
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
     packed       the same, but if bm25 is True, the segments of a micro-batch are similar (see
-                 pack). If same_document is True, they are of different documents: with this flag
-                 TRIME's memory ext leaves out the query's own document, so others of it would
-                 be of no use
+                 pack). If same_document is True, only those of other documents count as similar:
+                 with this flag TRIME's memory ext leaves out the query's own document
     documents    T tokens of one document; the ends of documents, shorter than T, are joined
 
     An epoch predicts each token of the split except the first; with `documents`, except the first
@@ -694,9 +694,10 @@ LEARN_FROM = 2 ** 26            # characters of a text that bpe learns from, cou
 # before them or none; blanks up to the last one before a word; other blanks.
 # "it's 12 cats!" -> it, 's, _12, _cats, !  (_ is a blank)
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# the same, except that marks count as letters: Hindi and Thai write most vowels as marks
-BPE_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?[\p{L}\p{M}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+"
-               r"|\s+(?!\S)|\s+")
+# the same, except that marks count as letters, because Hindi and Thai write most vowels as marks;
+# so do the two joiners within words of Persian and Hindi, which have no width
+BPE_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?[\p{L}\p{M}\u200c\u200d]+| ?\p{N}+"
+               r"| ?[^\s\p{L}\p{M}\u200c\u200d\p{N}]+|\s+(?!\S)|\s+")
 
 
 class Tokenizer:
@@ -919,8 +920,8 @@ def long_word(pattern):
     [262, 256, 88]"""
     # what words consist of: letters, numbers, other characters (punctuation), blanks
     letter, other = r'\p{L}', r'[^\s\p{L}\p{N}]'
-    if r'\p{M}' in pattern:                             # BPE_PATTERN: marks are letters
-        letter, other = r'[\p{L}\p{M}]', r'[^\s\p{L}\p{M}\p{N}]'
+    if r'\p{M}' in pattern:                             # BPE_PATTERN: marks and joiners are letters
+        letter, other = r'[\p{L}\p{M}\u200c\u200d]', r'[^\s\p{L}\p{M}\u200c\u200d\p{N}]'
     n = f'{{{LONG_WORD}}}'
     long = rf'{letter}{n}|\p{{N}}{n}|{other}{n}|\s{n}(?=\s)'
     # a part is the shortest text that ends with `long`, or else all of the rest; (?s): . is any
@@ -1224,7 +1225,7 @@ def why_no_text(path, root):
         return 'hidden'
     if os.path.realpath(path) == os.path.realpath(root):
         return 'corpora'
-    if (path / 'ckpt.pt').exists():
+    if (path / 'ckpt.pt').exists() and (path / 'config.json').exists():
         return 'a run of train.py'
     if not path.is_dir() and not path.is_file():
         return 'a broken link or a device'
@@ -1569,8 +1570,9 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
 
 
 def corpus_folders(text, tokenizer, vocab_size, root):
-    """The folders in which the corpus of a Text can be: that with a tokenizer which is trained on
-    it; then, if the tokenizer is given, that with a Tokenizer which was trained on other text"""
+    """The folders in which the corpus of a Text can be. First that of a tokenizer trained on this
+    text, which a given Tokenizer can be; then, of a given Tokenizer, that whose name depends on its
+    tokens, too: it was trained on other text"""
     stamp = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
              for path in text.files.values()]
     hashes = [digest(VERSION, stamp)]
@@ -1829,10 +1831,11 @@ def why_not_utf8(path):
         head = file.read(1000)
         file.seek(0)
         position, value = wrong_byte(file)
-    reason = ('not UTF-8; Latin-1 (iconv -f latin1 -t utf-8), or UTF-8 with wrong bytes (iconv -c '
-              '-f utf-8 -t utf-8)')
-    if 0 in head:
-        reason = 'not UTF-8; binary, or UTF-16 (iconv -f utf-16le -t utf-8)'
+    reason = ('not UTF-8; Latin-1 (iconv -f latin1 -t utf-8), another encoding (iconv -l), or '
+              'UTF-8 with wrong bytes (iconv -c -f utf-8 -t utf-8)')
+    if 0 in head:                                       # of UTF-16: the upper bytes of letters
+        order = 'be' if head[::2].count(0) > head[1::2].count(0) else 'le'
+        reason = f'not UTF-8; binary, or UTF-16 (iconv -f utf-16{order} -t utf-8)'
     for mark, encoding in BYTE_ORDER_MARKS.items():
         if head.startswith(mark):
             reason = f'not UTF-8; {encoding} (iconv -f {encoding} -t utf-8)'

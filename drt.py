@@ -30,7 +30,7 @@ Where the paper is in this file
     App. A.1       sizes and optimizer                      PRESETS
     Table 2, A.4   needles in a haystack                    Needles in data.py, niah in eval.py
     Table 3        time and memory                          speed in eval.py
-    Figure 3       loss by position                         plot_positions in eval.py
+    Figure 3b, c   extrapolation: loss by position          plot_positions in eval.py
 
 Letters in the shape comments
     B sequences    T tokens    L positions: tokens and landmarks    C width (the paper's d)
@@ -441,6 +441,7 @@ class SelfAttention(nn.Module):
             past_k, past_v = past
             k = torch.cat([past_k, k], 1)                               # (B, s + L, H, D)
             v = torch.cat([past_v, v], 1)
+        # blocks count from the first key; with blocks of a window any position can begin one
         y = attend(q, k, v, W, W, self.slopes(x.device))                # (B, L, H, D)
         return self.proj(y.flatten(2)), (k[:, -W:], v[:, -W:])
 
@@ -949,12 +950,12 @@ class DRT(nn.Module):
         return masked & (ids < self.config.vocab_size) & (docs >= 0)
 
     def forward(self, batch, progress):
-        """batch: data.Batch; progress: step / max_steps; in eval mode without Gumbel noise and MLM
+        """batch: data.Batch; progress: step / max_steps; in eval mode no Gumbel noise, MLM, p_off
         -> the loss () in nats per token, what to log"""
         config = self.config
         V = config.vocab_size
         if self.training:
-            torch.manual_seed(batch.seed)                               # for Gumbel noise and MLM
+            torch.manual_seed(batch.seed)                       # for Gumbel noise, MLM and p_off
 
         # landmarks are inserted after the shift of targets: they predict nothing
         ids = self.insert(batch.tokens, V)                              # (B, L)
@@ -975,7 +976,7 @@ class DRT(nn.Module):
         loss = cross_entropy(f, E, targets, self.kernel)
         log = {}
         if config.groups > 0:
-            # the mean of the largest w_k over the whole chunks that retrieve any
+            # of the last group: the mean of the largest w_k, over the whole chunks that read any
             w, _ = chosen[-1]
             largest = w[:, :-1].amax(2)                                 # (B, N)
             log['top_weight'] = largest.sum() / (largest > 0).sum().clamp(min=1)

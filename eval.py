@@ -80,8 +80,9 @@ def numbers(text):
 def new_file(text):
     """The type of a flag: a path, at which train.write can write a file after the work. Its folder
     is made."""
+    taken = os.path.exists(text) and not os.path.isfile(text)   # by a folder, a device, a pipe
     path = Path(os.path.realpath(train.expanded_path(text)))    # a link remains: its file changes
-    taken = path.exists() and not path.is_file()                # by a folder or a device
+    taken = taken or path.is_dir()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -212,7 +213,8 @@ class EvalRun:
         self.source = args.data or self.checkpoint['data']
         named_by = '--data' if args.data else f'--data: {name} was trained on'
         self.corpus = load_text(self.source, self.tokenizer, named_by)
-        if not args.data and self.corpus.fingerprint != self.checkpoint['corpus']:
+        is_its_own = self.source == self.checkpoint['data']
+        if is_its_own and self.corpus.fingerprint != self.checkpoint['corpus']:
             print(f'{name} was trained on another version of {self.source}: what is now in val and '
                   'test can have been in its training', file=sys.stderr)
         self.external = self.corpus
@@ -323,7 +325,8 @@ def ways_of(runs):
 # --------------------------------------------------------------------------------------------------
 # the table of losses, and what else is computed from log P of all tokens
 
-# columns of the table: losses of tokens up to these positions in their document
+# columns of the table: losses of tokens before these positions of their document, but not in the
+# column before
 POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': sys.maxsize}
 # columns of Table 14 of TRIME: tokens that occur at most so often, but not in the column before
 FREQUENCIES = {'<=10': 10, '10-100': 100, '100-1k': 1000, '1k-10k': 10_000, '>10k': sys.maxsize}
@@ -814,7 +817,7 @@ class RougeTokens:
 
 def text_metrics(references, hypotheses):
     """BLEU and chrF of all lines, means of the F1 of ROUGE, in percent; None where a number means
-    nothing: BLEU without a reference of four tokens, ROUGE without a reference that has a token
+    nothing: BLEU without a reference of four tokens, ROUGE without one of a token (ROUGE-2: of two)
     -> {name: value}, {name: how its texts are cut}"""
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics import BLEU, CHRF
@@ -827,16 +830,14 @@ def text_metrics(references, hypotheses):
     if max(n_tokens) < 4:
         values['BLEU'] = None
 
-    # ROUGE of the lines whose reference has a token
-    names = 'rouge1', 'rouge2', 'rougeL'
+    # ROUGE, of the lines whose reference has enough tokens
     tokens = RougeTokens(is_unspaced(text))
-    scorer = RougeScorer(names, tokenizer=tokens)
-    lines = [scorer.score(reference, hypothesis)
-             for reference, hypothesis in zip(references, hypotheses) if tokens.tokenize(reference)]
-    for name in names:
-        values[name] = None
-        if lines:
-            values[name] = 100 * float(np.mean([line[name].fmeasure for line in lines]))
+    n_tokens = [len(tokens.tokenize(reference)) for reference in references]
+    for name, enough in dict(rouge1=1, rouge2=2, rougeL=1).items():
+        scorer = RougeScorer([name], tokenizer=tokens)
+        f1 = [scorer.score(*pair)[name].fmeasure
+              for pair, n in zip(zip(references, hypotheses), n_tokens) if n >= enough]
+        values[name] = 100 * float(np.mean(f1)) if f1 else None
     return values, {'BLEU': str(bleu.get_signature()), 'chrF': str(chrf.get_signature()),
                     'ROUGE': f'{tokens.name} in small letters'}
 
@@ -900,7 +901,7 @@ def check_translate(runs, args):
 
 def translate(runs, args):
     """The lines of --prompt-file as sources of pairs: prints their targets, or writes them to
-    --output, a line each, in the way of the first run that retrieves most -> [target]"""
+    --output, a line each, of the first run, in the way that retrieves most -> [target]"""
     run = runs[0]
     run.model.way = run.on
     lines = args.prompt.removesuffix('\n').split('\n') if args.prompt else []
@@ -942,8 +943,9 @@ def needles_of(run):
 
 
 def chunks_of_depths(depths, n_chunks, hops):
-    """The chunks for needles at these depths, in %, of a text of n_chunks; its last two are for the
-    questions. None if there are not enough: each needle has its own, and one more with two hops"""
+    """The chunks for needles at these depths, in %, of a text of n_chunks; its last two are kept
+    for the question, which takes one for each hop. None if there are not enough: each needle has
+    its own, and one more with two hops"""
     last = n_chunks - 3
     chunks = [depth * last // 100 for depth in depths]
     if len(set(chunks)) < len(chunks) or hops * len(chunks) > last + 1:
@@ -1379,7 +1381,10 @@ def read_prompt(parser, args):
     if args.prompt_file is None:
         return args.prompt
     if args.prompt_file == '-':
-        return data.unix(sys.stdin.read())
+        try:
+            return data.unix(sys.stdin.buffer.read().decode())
+        except UnicodeDecodeError as error:
+            parser.error(f'--prompt-file -: standard input is not UTF-8, at byte {error.start:,}')
     path = Path(args.prompt_file)
     try:
         return data.read_text(path)

@@ -53,6 +53,8 @@ Where we differ from the paper, and why
     forward pass saves neither O_k nor L; dq_kernel computes L again and stores it for dkdv_kernel.
     δ_k is computed as rowsum(P_k ∘ dP_k), which is equal. Algorithm 2's dK, dV are those of a slot;
     here dkdv_kernel sums them over all slots that hold a chunk.
+    n_keys and sink are not in the paper: a landmark is no key, and in its place is a key with score
+    0 and value 0 (as in the official code), see drt.py.
 
     $ python gca_kernel.py           errors against fp64; on a GPU also times
 """

@@ -154,8 +154,8 @@ class RPTConfig:
         return self.window // self.chunk_size
 
 
-# paper: §3.4, App. A and B. Ours are the tokenizer, the reference LM, alpha (App. A: 1e-9), AdamW
-# (AdaBelief) with lr 5e-4 (5e-3) and weight_decay 0.01 (1e-8)
+# paper: §3.4, App. A and B. Ours are the tokenizer, the reference LM, alpha (App. A: 1e-9), warmup,
+# τ at first, and AdamW (AdaBelief) with lr 5e-4 (5e-3) and weight_decay 0.01 (1e-8)
 PRESETS = {
     'tiny': {},                             # the defaults: minutes on two CPU cores
     'paper': dict(
@@ -637,7 +637,8 @@ class NeighborEncoder(nn.Module):
 
         # A row of n K neighbors, in the order of chunks, then of ranks. Each attends to itself and
         # to those before it, of the last window_chunks chunks. They are all of one document: where
-        # a chunk has neighbors, a window of chunks of its document is before it
+        # a chunk has neighbors, a window of chunks of its document is before it. In the mask a row
+        # is a query, a column a key
         chunk = torch.arange(n * K, device=chosen.device) // K          # (n K,) its number
         in_window = chunk > chunk[:, None] - self.config.window_chunks  # (n K, n K)
         mask = in_window.tril() & exists.flatten(1)[:, None, None]      # (B, 1, n K, n K)
@@ -1335,7 +1336,7 @@ def reference_lm(config, run):
     # half as deep as RPT, without retrieval
     settings = {f.name: getattr(config, f.name) for f in fields(RPTConfig)}
     settings |= dict(n_layer=max(1, config.n_layer // 2), n_cca=0, retriever='none', reference='',
-                     window=max(config.window, window))
+                     window=max(config.window, window), p_off=0.0)
     out = f'{Path(run.config.out)}-reference'
     train_config = replace(run.config, out=out, resume='auto', init='', max_steps=steps)
     reference, tokenizer = run.load_reference(

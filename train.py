@@ -13,16 +13,18 @@ A folder with other files but no ckpt.pt is left as it is. One program at a time
 
 What train.py and eval.py use of a model file x.py, for B sequences of T or t tokens, V ids:
 
-    X, XConfig              the model and its config, a dataclass in which each field is a flag; of
-                            block_recurrent.py BlockRecurrent and BlockRecurrentConfig
-    PRESETS                 {name: values of some fields, of this config and of TrainConfig}
+    X, XConfig              the model and its config, a dataclass in which each field is a flag; it
+                            has vocab_size, block_size and micro_batch. Of block_recurrent.py:
+                            BlockRecurrent and BlockRecurrentConfig
+    PRESETS                 {name: values of some fields, of this config and of TrainConfig}; one
+                            is named tiny, the default
     COMPILED                classes of layers, for torch.compile
     batches(config)         arguments of data.Corpus.batches: what a micro-batch consists of
     setup(model, run)       optional, before training: computes what a teacher knows; run: see Run.
                             Returns None or attach(batch, number), which adds that to a micro-batch
     X(config)               the model, an nn.Module
-    .forward(batch, progress)   loss () and a dict of numbers () to log; batch: data.Batch;
-                            progress: step / max_steps
+    .forward(batch, progress)   loss () and a dict of numbers () to log; in eval mode the loss is
+                            the mean over all targets. batch: data.Batch; progress: step / max_steps
     .stream(tokens, state)  log P (B, t, V) of the token after each of tokens (B, t), which continue
                             the text of state or begin one (None); the new state
     .PIECE                  the largest t of a call of stream
@@ -30,12 +32,13 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
     .states(tokens, state)  states f (B, t, C), of which .logits makes log P without memories, for
                             eval.py --cache; the new state
     .logits(f)              logits (B, t, V)
-    .read(tokens, state)    the new state alone, for any t
+    .read(tokens, state=None)   the new state alone, for any t
     .ways()                 names of ways to read a text, the last one `off`, see eval.py
     .way                    the one of ways() that is set
     .kernel                 the value of --kernel
-    .trace(tokens, t, state)    [Traced]: what is read to predict token t + 1 of tokens (n,), by the
-                            state of tokens[:t], the largest weight first
+    .trace(tokens, t, state=None)   [Traced], the largest weight first: what is read to predict
+                            token t + 1 of tokens (n,). state: that of tokens[:t]; None: it is
+                            computed. With config.groups, also group: by this group of layers
     prepare_eval(model, corpus, external, args, path)   optional: computes what an evaluation needs
     EvalConfig, TASKS       optional: flags and tasks of eval.py for this model only
     FLOPS                   optional: operators that torch cannot count, for --task speed
@@ -331,6 +334,9 @@ class Run:
 
         self.state = start
         if not self.resumes:
+            if start and start['data'] == config.data and start['corpus'] != corpus.fingerprint:
+                print(f'{start_of(config)} was trained on another version of {config.data}: what '
+                      'is now in val and test can have been in its training')
             self.state = dict(
                 model_name=model_name(self.Model), data=config.data, corpus=corpus.fingerprint,
                 tokenizer=corpus.tokenizer.to_dict(), step=0, tokens=start.get('tokens', 0),
@@ -452,7 +458,7 @@ class Run:
                 minutes = (time.perf_counter() - began) / 60
                 left = minutes / (done + 1 - first) * (config.max_steps - done - 1)
                 self.show(entry, seconds, left, is_first=done == first, due=due)
-            # in the last validation too, because more may come after this training
+            # a signal in the last validation counts, too: RPT would go on after its reference LM
             if stopped or (is_last and signals):
                 raise SystemExit(f'stopped at step {done + 1}; run it again to resume')
         barrier()                       # until ckpt.pt is written
@@ -628,16 +634,22 @@ def config_of(Model):
     else:
         raise SystemExit(f'{Model.__module__}.py has no {Model.__name__}Config')
 
+    if cls is Model:
+        return Config
+
     # an inherited config: the file of X must not extend it under another name than XConfig
     own = sys.modules[Model.__module__]
     for name, value in vars(own).items():
         is_own = getattr(value, '__module__', '') == Model.__module__ and isinstance(value, type)
-        if cls is not Model and is_own and issubclass(value, Config) and value is not Config:
+        if is_own and issubclass(value, Config) and value is not Config:
             raise SystemExit(f'{own.__file__}: {name} has to be {Model.__name__}Config')
     return Config
 
 
-# Settings of earlier versions, {model: {setting: {value: what replaces it}}}, and names of weights
+# --------------------------------------------------------------------------------------------------
+# earlier versions: their flags and checkpoints (skip this at first)
+
+# {model: {setting: {value: what replaces it}}}; {}: the setting is dropped, whatever its value
 FORMER = {
     'rpt': {
         'memory': {'knn': '--model memorizing', 'lru': '--model griffin',
@@ -750,6 +762,8 @@ def model_choice(text):
 
 def parse(argv=None):
     """-> the model's class, its config, TrainConfig. SystemExit with one line for a bad flag."""
+    argv = sys.argv[1:] if argv is None else argv
+
     # the model has flags, with defaults, and presets, which replace some of the defaults
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = lambda message: sys.exit(f'train.py: {message}')
@@ -779,11 +793,25 @@ def parse(argv=None):
     # what is on the command line comes before all defaults
     parser.add_argument('-h', '--help', action='help')
     values = vars(parse_flags(parser, argv))
+    check_vocab_size(parser, argv, values)
     try:
         model_config, config = (C(**{f.name: values[f.name] for f in fields(C)}) for C in configs)
     except ValueError as e:                             # fields that do not fit together
         parser.error(e)
     return Model, model_config, config
+
+
+def check_vocab_size(parser, argv, values):
+    """An error if --vocab-size is on the command line and the tokenizer has its own size."""
+    tokenizer = values['tokenizer']
+    given = any(re.match('--vocab-size(=|$)', arg) for arg in argv)
+    sizes = {'bytes': 257, 'gpt2': 50_257}
+    has = sizes.get(tokenizer) or getattr(tokenizer, 'n_vocab', values['vocab_size'])
+    if given and has != values['vocab_size']:
+        name = getattr(tokenizer, 'name', tokenizer)
+        parser.error(f'--vocab-size {values["vocab_size"]}: the tokenizer {name} has {has} ids')
+    if given and tokenizer == 'word' and values['data'] != 'random':
+        parser.error('--vocab-size: the tokenizer word has all words of the text')
 
 
 # --------------------------------------------------------------------------------------------------
@@ -866,6 +894,7 @@ def locked(out):
     try:
         if fcntl:                                       # on Windows there is none, and no lock
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # is it still the lock of this folder? A program that ends removes its own
             assert os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK))
     except (BlockingIOError, FileNotFoundError, AssertionError):    # or its program has just ended
         raise SystemExit(f'{out} is in use by another program; try another --out')
@@ -980,12 +1009,13 @@ def check_processes(run):
     it differs, as on machines without a common disk. The weights become those of the first one."""
     if WORLD == 1:
         return
-    settings = {key: x for key, x in run.settings.items() if key not in ('data', 'out', 'corpus')}
     mine = {'the step of ckpt.pt': run.state['step'],
-            'weights': fingerprint(run.model.parameters()),
             'the text': run.corpus.fingerprint,
-            'settings': settings,
             'the version of torch': torch.__version__}
+    for key, x in run.settings.items():
+        if key not in ('data', 'out', 'corpus'):
+            mine[f'the setting {key}'] = x
+    mine['weights'] = fingerprint(run.model.parameters())
     everyone = [None] * WORLD
     dist.all_gather_object(everyone, mine)
     for name, of_first in everyone[0].items():
@@ -1105,6 +1135,9 @@ def short_errors(program, smaller):
             raise SystemExit(f'out of memory; try {smaller}')
         if re.search('unexpected pos|write error|truncate', str(e)):       # of torch, of faiss
             raise SystemExit(f'{program}: is the disk full? {e!r:.200}')
+        if WORLD > 1 and re.search('gloo|NCCL|Connection', str(e)):
+            raise SystemExit(f'{program}: process {RANK}: another process has ended; its message '
+                             'says why')
         raise
 
 

@@ -528,6 +528,7 @@ class TrimeLoss(torch.autograd.Function):
 
             # gradients of the exponents: exp(z) / Σ, minus exp(z) / Σ_w for the terms of w
             dlogits = P_words.mul_(weight * (log_sum_words - log_sum_all).exp())
+            # extra, log P_a(w), is in Σ_w alone: in Σ a cluster's row stands for all its words
             dextra[queries] = -weight * (logit_w - log_sum_w).exp()     # (Q, 1)
             dlogits.scatter_add_(1, rows_of_w[queries], dextra[queries])
             dsim = P_memory.mul_(P_on_memory)                               # (Q, M)
@@ -799,7 +800,7 @@ class Datastore:
             self.factor = 1.0                                       # TRIME: q · k
 
     def keys(self, text, model, progress_bar, desc, pairs):
-        """Yields keys (m, C) of some contexts of the text (1, n), and their positions (m,)."""
+        """Yields keys (s, C) of some contexts of the text (1, n), and their positions (s,)."""
         if pairs:                                                   # each is encoded alone
             for i in progress_bar(range(len(pairs)), desc):
                 batch = pairs[i]
@@ -1042,7 +1043,7 @@ class TRIME(nn.Module):
 
     def past_memories(self, g, state, queries):
         """Long and local memory (Eq. 2, 3). Memory j is the context that ends with text[j], its
-        value is text[j + 1]. Arguments as in memories -> Memories"""
+        value is text[j + 1]. g, state, queries: see `memories`, below -> Memories"""
         text, keys, window, _ = state
         L = text.size(1)
         window_start = start = L - window.size(1)                   # where the window begins
@@ -1246,7 +1247,7 @@ def collect(model, split, n_queries, progress_bar):
     text = split.tokens[:65_536]
     documents = np.split(text, split.offsets[1:-1])
 
-    # the queries are random: each n-th token could be the first of a document, without memory
+    # random queries: of equally spaced ones, each could begin a document, where memory is empty
     windows = []
     tab = model.eval_memory.tab
     rng = np.random.default_rng(0)

@@ -108,7 +108,8 @@ def test_bpe_learns_all_of_a_long_word():
 
 @mark.parametrize('words', [
     'नमस्ते दुनिया हिन्दी में', 'สวัสดี ชาวโลก ที่นี่', 'مُحَمَّد كِتَابٌ',
-    'cafe\u0301 nai\u0308ve', 'עִבְרִית שָׁלוֹם', 'தமிழ் மொழி'])
+    'cafe\u0301 nai\u0308ve', 'עִבְרִית שָׁלוֹם', 'தமிழ் மொழி', 'می\u200cروم خانه\u200cها',
+    'क\u200dष द'])
 def test_marks_are_letters(words):
     """In Hindi, Thai, ..., vowels are marks. A word is one word, and becomes one token."""
     first, *others = words.split()
@@ -256,7 +257,7 @@ def test_the_screen_names_the_files_of_each_split(src, capsys):
     """And all that is not used, with the reason. A file that is not used can be no JSON."""
     path = src(**{f'train_{i}_txt': 'a' for i in range(4)}, dev_txt='bb', x__dev__b_txt='a',
                notes_json='c', x__notes_txt='c', eval_txt=b'a\xff', _git__a='', _b='',
-               my__run__ckpt_pt='', my__run__train_txt='')
+               my__run__ckpt_pt='', my__run__config_json='', my__run__train_txt='')
     (path / 'x/link').symlink_to('nowhere')
     os.mkfifo(path / 'pipe')
     prepared(path)
@@ -272,8 +273,9 @@ def test_the_screen_names_the_files_of_each_split(src, capsys):
         'not used (a run of train.py)': "1 files, ['my/run']",
         'not used (a broken link or a device)': "2 files, ['pipe', 'x/link']",
         'not used (no split in the name)': "2 files, ['notes.json', 'x/notes.txt']",
-        'not used (not UTF-8; Latin-1 (iconv -f latin1 -t utf-8), or UTF-8 with wrong bytes '
-        '(iconv -c -f utf-8 -t utf-8))': "1 files, ['eval.txt: byte 1 is 0xff']"}
+        'not used (not UTF-8; Latin-1 (iconv -f latin1 -t utf-8), another encoding (iconv -l), or '
+        'UTF-8 with wrong bytes (iconv -c -f utf-8 -t utf-8))':
+            "1 files, ['eval.txt: byte 1 is 0xff']"}
 
 
 @mark.parametrize('tokenizer', ['bytes', 'word'])
@@ -694,6 +696,7 @@ def test_no_such_file(path):
     ('abc'.encode('utf-16'), 'utf-16', 'byte 0 is 0xff'),
     (codecs.BOM_UTF16_BE + 'abc'.encode('utf-16be'), 'utf-16', 'byte 0 is 0xfe'),
     ('abc'.encode('utf-16le'), 'utf-16le', 'byte 0 is 0x00'),
+    ('abé'.encode('utf-16be'), 'utf-16be', 'byte 5 is 0xe9'),
     ('abc'.encode('utf-32'), 'utf-32', 'byte 0 is 0xff')])
 @mark.parametrize('name', ['a.txt', 'a.jsonl', 'a.txt.gz'])
 def test_the_encoding_of_a_file(src, capsys, name, content, encoding, where):

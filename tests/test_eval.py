@@ -109,7 +109,7 @@ def run(tmp_path, monkeypatch):
         Path(path).parent.mkdir(exist_ok=True, parents=True)
         torch.save(dict(
             model_name='bigram', config=asdict(config), model=BIGRAM(config).state_dict(), step=3,
-            tokens=1234, best=1.0, data=texts, tokenizer=corpus.tokenizer.to_dict(),
+            tokens=1234, best=1.0, data=train.source(texts), tokenizer=corpus.tokenizer.to_dict(),
             corpus=corpus.fingerprint), path)
 
     make()
@@ -210,8 +210,9 @@ def test_other_texts_are_refused_and_other_tokenizers_are_not(run, capsys):
     rows = evaluate('a c --task table')['rows']
     assert rows[5]['bits/byte'] < rows[2]['bits/byte']                # fewer tokens
     Path('texts/train.jsonl').write_text('{"text": "new"}')
-    evaluate('a --task table')
-    assert 'another version' in capsys.readouterr().err
+    for flags in ('', ' --data texts'):
+        evaluate(f'a --task table{flags}')
+        assert 'another version' in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------
@@ -345,14 +346,17 @@ def test_a_prompt_from_a_file(run, monkeypatch):
     Path('notes.txt').write_text(text)
     x, = evaluate('a --task examples --prompt-file notes.txt')
     assert text.endswith(x['before'])
-    monkeypatch.setattr(sys, 'stdin', io.StringIO(text))
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(text.encode())))
     assert [x] == evaluate('a --task examples --prompt-file -')
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO('café'.encode('latin1'))))
+    message = one_line(evaluate, 'a --task examples --prompt-file -')
+    assert 'standard input is not UTF-8, at byte 3' in message
 
 
 def test_an_empty_prompt_is_a_prompt(run, monkeypatch):
     """A text is generated from the beginning of a document; with words, from that of a line."""
     Path('empty.txt').write_text('')
-    monkeypatch.setattr(sys, 'stdin', io.StringIO(''))
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO()))
     first = {'a': 256}
     run('c/best.pt', tokenizer='word')
     _, words = evaluation.load('c')
@@ -619,19 +623,20 @@ PERFECT = {                 # a right translation -> is BLEU a number?
     'the sun is up, too': True, 'Всё счастливые семьи похожи друг на друга': True,
     '我们明天早上去北京看朋友': True, '明日の朝、友達に会いに行きます': True,
     'พรุ่งนี้เราจะไปหาเพื่อน': True, '내일 아침에 우리는 친구를 만나러 갑니다': True,
-    'कल सुबह हम अपने दोस्त से मिलेंगे': True, 'go on': False, '...': False}
+    'कल सुबह हम अपने दोस्त से मिलेंगे': True, 'go on': False, '안녕하세요': False, '...': False}
 
 
 @mark.parametrize('text, has_bleu', PERFECT.items())
 def test_a_right_translation_is_worth_100_in_any_script(text, has_bleu):
-    """A number that means nothing is None: BLEU of fewer than four tokens, ROUGE of no word."""
+    """A number that means nothing is None: BLEU of fewer than four tokens, ROUGE of no word,
+    ROUGE-2 of one word."""
     pytest.importorskip('sacrebleu')
     values, signatures = evaluation.text_metrics([text, text], [text, text])
     has_rouge = text != '...'
     wanted = [100 if has_bleu else None, 100, *3 * [100 if has_rouge else None]]
     assert list(values)[:2] == ['BLEU', 'chrF']
-    if text == 'go on':
-        wanted[3] = values['rouge2']
+    if text == '안녕하세요':
+        wanted[3] = None
     assert list(values.values()) == approx(wanted)
     unspaced = text[0] in '我明พ'
     assert signatures['ROUGE'].startswith('characters' if unspaced else 'words')
@@ -679,7 +684,7 @@ def test_a_file_is_translated(answers, capsys, monkeypatch):
     wanted = ['d', '', 'the sun is up, too']
     assert evaluate(f'{command} sources.txt --output out/targets.txt') == wanted
     assert Path('out/targets.txt').read_text() == '\n'.join(wanted) + '\n'
-    monkeypatch.setattr(sys, 'stdin', io.StringIO('ab'))
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'ab')))
     capsys.readouterr()
     evaluate(f'{command} -')
     assert capsys.readouterr().out == 'the sun is up, too\n'

@@ -622,7 +622,7 @@ def start(tmp_path):
 
     def run(train_config=CONFIG, shift=0.0, n=2, setup=None, **more):
         model = small(**dict(vocab_size=257, block_size=48, window=4 * CHUNK) | more)
-        of_reference = dict(retriever='none', n_layer=2, n_cca=0, reference='')
+        of_reference = dict(retriever='none', n_layer=2, n_cca=0, reference='', p_off=0.0)
         reference = small(**vars(model.config) | of_reference)
         reference.norm.weight.data += shift
 
@@ -644,8 +644,10 @@ def start(tmp_path):
 
 @mark.parametrize('retriever', ['sem', 'lex', 'bm25'])
 def test_setup_scores_the_candidates(start, capsys, retriever):
-    """The reference LM scores every n-th chunk; the others have the ranks of their candidates."""
-    taught, corpus, model, reference = start(retriever=retriever, score_every=2, n=8)
+    """The reference LM scores every n-th chunk; the others have the ranks of their candidates. It
+    has no p_off, because it retrieves nothing."""
+    settings = dict(retriever=retriever, score_every=2, p_off=0.5)
+    taught, corpus, model, reference = start(**settings, n=8)
     screen = capsys.readouterr().out
     assert 'scores of 12 sequences' in screen
     assert ('first the reference LM, whose predictions show which chunks help: 3 steps' in screen

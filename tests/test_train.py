@@ -291,8 +291,9 @@ def test_machines_that_share_no_disk(here, texts):
     close(outcome('a/run')[0], outcome('straight')[0], atol=1e-6)
 
     Path('b/texts').unlink()
-    (_, last), status = two_machines('--max-steps 7')
-    assert 'process 1: ' in last and 'each machine needs the text' in last and status[1] == 1
+    (first, last), status = two_machines('--max-steps 7')
+    assert 'process 1: ' in last and 'each machine needs the text' in last and status == [1, 1]
+    assert first == 'train.py: process 0: another process has ended; its message says why'
 
 
 # --------------------------------------------------------------------------------------------------
@@ -478,7 +479,9 @@ WRONG = {
     '--model drt --n-layer 1': 'n_layer', '--model drt --groups 4': 'groups',
     '--model drt --chunk-size 1': 'chunk_size', '--model drt --slope 0': 'slope',
     '--model drt --mlm 1.5': 'mlm', '--model drt --block-size 62': 'block_size',
-    '--model drt --encoder tokens --n-encoder 0 --no-compare-means': 'landmarks are equal'}
+    '--model drt --encoder tokens --n-encoder 0 --no-compare-means': 'landmarks are equal',
+    '--tokenizer bytes --vocab-size 5000': 'the tokenizer bytes has 257 ids',
+    '--tokenizer word --vocab-size 99': 'word has all words of the text'}
 
 
 @mark.parametrize('more, message', WRONG.items())
