@@ -255,7 +255,7 @@ class Grid(Batches):
         starts = np.arange(0, len(tokens), T)
         segments = np.split(tokens, starts[1:])
         first_doc = last_doc = np.arange(self.n_rows)           # as if each were a document
-        if same_document:
+        if same_document:                       # segments of one document do not count as similar
             first_doc = self.split.doc_of(starts)
             last_doc = self.split.doc_of(starts + T - 1)
         return pack(similar_segments(segments, first_doc, last_doc), self.seed)
@@ -527,7 +527,8 @@ class Needles(Batches):
         self.hide(rng, ids, zip(rng.permutation(half), needles))
 
         # answers, each at the start of a chunk of the second half, `hops` chunks apart: as many
-        # chunks before an answer end with its question
+        # chunks before an answer end with its question. The last chains may find no place: these
+        # needles are never asked for
         answers = rng.permutation(np.arange(half + self.hops, N, self.hops))
         for chunk, names in zip(answers, chains):
             self.ask(ids, predicted, chunk, names)
@@ -1249,7 +1250,7 @@ class Source(NamedTuple):
     """A file, or all files of a package of `code`, which are one document"""
     name: str               # of the file or package
     paths: list
-    hashes: np.ndarray      # (n,) uint64   of its n documents
+    hashes: np.ndarray      # (n,) uint64   of its n Documents (a package has one for each module)
     sizes: np.ndarray       # (n,) int64    their bytes, in UTF-8
 
     @property
@@ -1302,7 +1303,7 @@ def plan_splits(sources, named, is_code):
 
 
 def split_documents(source, plan):
-    """Yields (split, document) for all documents of a Source: lines and rows, articles, or all"""
+    """Yields (split, text) for all documents of a Source: lines and rows, articles, or all"""
     split = plan.split_of[source.name]
     if source.has_lines:
         for document in read_documents(source.paths[0]):
@@ -1570,9 +1571,9 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
 
 
 def corpus_folders(text, tokenizer, vocab_size, root):
-    """The folders in which the corpus of a Text can be. First that of a tokenizer trained on this
-    text, which a given Tokenizer can be; then, of a given Tokenizer, that whose name depends on its
-    tokens, too: it was trained on other text"""
+    """The folders in which the corpus of a Text can be: that of a tokenizer trained on this text,
+    which a given Tokenizer can be; of a given Tokenizer also that named by a hash of its tokens, if
+    it was trained on other text"""
     stamp = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
              for path in text.files.values()]
     hashes = [digest(VERSION, stamp)]

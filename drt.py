@@ -177,7 +177,7 @@ class EvalConfig:
 
 
 def batches(config):
-    """Arguments of data.Corpus.batches: sequences of one document"""
+    """Arguments of data.Corpus.batches: a row is of one document, or of joined ends of several"""
     return dict(kind='documents', chunk=config.chunk_size - 1)
 
 

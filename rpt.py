@@ -168,7 +168,7 @@ PRESETS = {
 
 
 def batches(config):
-    """Arguments of data.Corpus.batches: sequences of one document"""
+    """Arguments of data.Corpus.batches: a row is of one document, or of joined ends of several"""
     return dict(kind='documents', chunk=config.chunk_size)
 
 
@@ -1064,10 +1064,11 @@ class RPT(nn.Module):
         return top(s_q, K)
 
     def evaluation_scores(self, s_q):
-        """The scores by which chunks are chosen in evaluation: s_q (B, N, M), rounded to 1 / 256.
-        Without this, the scores of a chunk that recurs differ by errors of rounding, which depend
-        on the pieces in which a text is read. Rounded scores are equal, so the first of these
-        chunks is chosen. BM25 is exact already. The way `shuffled`: random numbers -> (B, N, M)"""
+        """The scores by which chunks are chosen in evaluation: s_q (B, N, M) in units of 1 / 256,
+        rounded. Without this, the scores of a chunk that recurs differ by errors of rounding, which
+        depend on the pieces in which a text is read. Rounded scores are equal, so the first of
+        these chunks is chosen. BM25 is exact already. The way `shuffled`: random numbers
+        -> (B, N, M)"""
         if self.way == 'shuffled':
             N, M = s_q.shape[1:]
             random = pseudorandom(M, M - N, s_q.device)                 # (N, M)
@@ -1098,7 +1099,7 @@ class RPT(nn.Module):
         states = neighbors.states[:, -G:] * gates                       # (B, G, K, 2m, C) C^g
         mask = neighbors.chosen[:, -G:] >= 0                            # (B, G, K)
 
-        # the first token of group 0 precedes the piece, so these t tokens begin with the second.
+        # group 0 begins one token before the piece: token 0 of the piece is the second of group 0.
         # The chunk before the piece is of document 0, that of a stream
         group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, 1)    # (B, G m)
         in_document = group_doc[:, 1:1 + doc.size(1)] == doc            # (B, t)

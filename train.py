@@ -886,7 +886,7 @@ def locked(out):
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):          # of a machine of its own, if it is empty
+            with contextlib.suppress(OSError):          # on another machine it is empty: remove it
                 out.rmdir()
         return
 
@@ -999,7 +999,7 @@ def average(tensors):
 
 
 def fingerprint(tensors):
-    """A number that depends on all values, which are rounded to no less than 6 digits"""
+    """The sum of all absolute values, to 7 digits, as text: two sets of weights rarely share it"""
     sums = [x.detach().double().abs().sum().item() for x in tensors]
     return f'{math.fsum(sums):.6e}'
 
@@ -1125,7 +1125,8 @@ def peak_tokens_per_s(device, bf16, n_params):
 # the command
 @contextlib.contextmanager
 def short_errors(program, smaller):
-    """Errors of files and memory, and Ctrl-C, end the program with one line."""
+    """Errors of files, memory and the Triton kernels, Ctrl-C, and the end of another process end
+    the program with one line."""
     try:
         yield
     except (OSError, NotImplementedError, KeyboardInterrupt) as e:
