@@ -210,8 +210,8 @@ def test_other_texts_are_refused_and_other_tokenizers_are_not(run, capsys):
     rows = evaluate('a c --task table')['rows']
     assert rows[5]['bits/byte'] < rows[2]['bits/byte']                # fewer tokens
     Path('texts/train.jsonl').write_text('{"text": "new"}')
-    for flags in ('', ' --data texts'):
-        evaluate(f'a --task table{flags}')
+    for more in ('', ' --data texts'):
+        evaluate(f'a --task table{more}')
         assert 'another version' in capsys.readouterr().err
 
 
