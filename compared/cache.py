@@ -10,7 +10,8 @@ token x_j that followed. With the state f_i that predicts the token after token 
     P(w)  =  (1 - λ) P_model(w)  +  λ Σ_{j < i: x_j = w} softmax_j(f_i · f_j / (τ sqrt(C)))
 
 over the last `size` positions j. Where there is none, at the first token, P is P_model. τ, λ and
-size are tuned on another split than the one that is evaluated. If there is none, a warning is printed.
+size are tuned on another split than the one that is evaluated (if there is none, on that one, with
+a warning).
 
 Where the formula is in this file
     f_i · f_j / sqrt(C)     similarities
