@@ -167,7 +167,8 @@ class Batches:
         return self.take(rows, seed=i)
 
     def rows(self, g):
-        """Numbers of the rows of micro-batch g: (B,), fewer at the end of an epoch"""
+        """Numbers of the rows of micro-batch g: (B,); fewer at the end of an epoch, and where the
+        incomplete group is"""
         epoch, i = divmod(g, len(self))
         groups = shuffled(math.ceil(self.n_rows / self.group), self.seed, epoch)
         n = self.B // self.group                                # groups of a micro-batch
@@ -211,8 +212,8 @@ class Grid(Batches):
     segments     segments of T tokens, shuffled
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
     packed       the same, but if bm25 is True, the segments of a micro-batch are similar (see
-                 pack). If same_document is True, only those of other documents count as similar:
-                 with this flag TRIME's memory ext leaves out the query's own document
+                 pack). same_document is named after a flag of TRIME: its memory ext then leaves
+                 out the query's own document. So if True, only other documents' segments count
     documents    T tokens of one document; the ends of documents, shorter than T, are joined
 
     An epoch predicts each token of the split except the first; with `documents`, except the first
@@ -362,7 +363,7 @@ def similar_segments(segments, first_doc, last_doc):
     similar = []
     all_scores = progress_bar(index.scores(segments), 'packing by BM25', n)     # n arrays (n,)
     for i, scores in enumerate(all_scores):
-        scores[low[i]:high[i]] = 0
+        scores[low[i]:high[i]] = 0              # best_documents leaves out scores of 0
         similar.append(best_documents(scores, N_SIMILAR).tolist())
     return similar
 
@@ -807,7 +808,8 @@ def bpe_tokens(texts, vocab_size, pattern):
     """The 256 bytes and tokens learned from the first LEARN_FROM characters of texts, an iterable
     of str; with <|endoftext|> they are vocab_size, or fewer if no pair of tokens is left."""
     check_vocab_size(vocab_size)
-    counts, n_characters = Counter(), 0                 # of words
+    counts = Counter()                                  # {word: its frequency}
+    n_characters = 0
     for text in texts:
         for piece in short_words(text, pattern):
             counts.update(regex.findall(pattern, piece))
@@ -863,7 +865,7 @@ def learn_bpe(counts, n_merges):
         a, b = pair
         tokens.append(tokens[ord(a)] + tokens[ord(b)])
 
-        # only the words that have the pair are changed and counted again
+        # only words that have or had the pair are counted again; without it, nothing changes
         changed = words_with.pop(pair)
         for w in changed:
             count_pairs(w, -1)
@@ -1490,7 +1492,7 @@ def cut_text(text, limits):
 
 def cut_position(text, percent):
     """The position before which about so many percent of a text are. It is moved to the end of the
-    next blanks, if there are some in the next 2.5% of the text"""
+    next blanks or, if there are none in the next 2.5% of the text, to the end of these 2.5%"""
     start = max(1, len(text) * percent // 100)          # at least one character is before it
     after_blanks = re.compile(r'(?<=\s)(?!\s)|\Z')      # or where the search ends
     return after_blanks.search(text, start, start + len(text) // 40).start()
@@ -1506,8 +1508,8 @@ def article_start(text):
     [' = A = \\n \\n = = Part = = \\n x \\n \\n', ' = B = \\n \\n y']"""
     # ' = A = ' or ' = A =', not ' = = A = = ': no = follows the first one or precedes the last one
     title = r' = (?!= ).*(?<! =) = ?'
-    # the begin of a line (?m)^ where a title and a blank line follow (?=), and which something that
-    # is not blank and a blank line precede (?<=)
+    # (?m)^ the begin of a line; (?=) after it come a title and a blank line; (?<=) before it come
+    # something that is not blank, and a blank line
     article = rf'(?m)^(?={title}\n *$)(?<=\S\s*\n *\n)'
     if regex.search(article, text):
         return article
@@ -1571,9 +1573,9 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
 
 
 def corpus_folders(text, tokenizer, vocab_size, root):
-    """The folders in which the corpus of a Text can be: that of a tokenizer trained on this text,
-    which a given Tokenizer can be; of a given Tokenizer also that named by a hash of its tokens, if
-    it was trained on other text"""
+    """The folders in which the corpus of a Text can be. The first is named by a hash of the text:
+    its tokenizer was trained on this text. A given Tokenizer may be that one; if it was trained on
+    other text, its corpus is in a second folder, named by a hash of text and tokens"""
     stamp = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
              for path in text.files.values()]
     hashes = [digest(VERSION, stamp)]
