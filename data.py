@@ -688,6 +688,7 @@ def progress_bar(items, desc, total=None, quiet=False, size=lambda item: 1):
 TOKENIZERS = 'bytes', 'bpe', 'gpt2', 'word'
 BYTES = tuple(map(chr, range(256)))
 SMALLEST_BPE = 257              # ids: the 256 bytes and <|endoftext|>
+FIXED_SIZES = dict(bytes=257, gpt2=50_257)      # {tokenizer: ids}, whatever --vocab-size is
 LARGEST_VOCAB = 2 ** 20         # learn_bpe writes token i as chr(i), which ends at 1,114,111
 LEARN_FROM = 2 ** 26            # characters of a text that bpe learns from, counted in a minute
 
@@ -1799,7 +1800,7 @@ RANDOM_LENGTH = 2 ** 16
 
 def random_tokenizer(name, vocab_size):
     """A Tokenizer of words w2, w3, ..., with as many ids as the tokenizer with this name"""
-    n_vocab = dict(bytes=257, gpt2=50_257).get(name, vocab_size)
+    n_vocab = FIXED_SIZES.get(name, vocab_size)
     check_vocab_size(n_vocab, 2, '<unk> and <eos>')
     return Tokenizer('word', ['<unk>', '<eos>', *(f'w{i}' for i in range(2, n_vocab))])
 

@@ -80,9 +80,9 @@ def numbers(text):
 def new_file(text):
     """The type of a flag: a path, at which train.write can write a file after the work. Its folder
     is made."""
-    taken = os.path.exists(text) and not os.path.isfile(text)   # by a folder, a device, a pipe
-    path = Path(os.path.realpath(train.expanded_path(text)))    # a link remains: its file changes
-    taken = taken or path.is_dir()
+    name = train.expanded_path(text)
+    taken = os.path.exists(name) and not os.path.isfile(name)   # by a folder, a device, a pipe
+    path = Path(os.path.realpath(name))                         # a link remains: its file changes
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -835,8 +835,8 @@ def text_metrics(references, hypotheses):
     n_tokens = [len(tokens.tokenize(reference)) for reference in references]
     for name, enough in dict(rouge1=1, rouge2=2, rougeL=1).items():
         scorer = RougeScorer([name], tokenizer=tokens)
-        f1 = [scorer.score(*pair)[name].fmeasure
-              for pair, n in zip(zip(references, hypotheses), n_tokens) if n >= enough]
+        f1 = [scorer.score(reference, hypothesis)[name].fmeasure
+              for reference, hypothesis, n in zip(references, hypotheses, n_tokens) if n >= enough]
         values[name] = 100 * float(np.mean(f1)) if f1 else None
     return values, {'BLEU': str(bleu.get_signature()), 'chrF': str(chrf.get_signature()),
                     'ROUGE': f'{tokens.name} in small letters'}

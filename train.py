@@ -793,7 +793,7 @@ def parse(argv=None):
     # what is on the command line comes before all defaults
     parser.add_argument('-h', '--help', action='help')
     values = vars(parse_flags(parser, argv))
-    check_vocab_size(parser, argv, values)
+    refuse_vocab_size(parser, argv, values)
     try:
         model_config, config = (C(**{f.name: values[f.name] for f in fields(C)}) for C in configs)
     except ValueError as e:                             # fields that do not fit together
@@ -801,15 +801,14 @@ def parse(argv=None):
     return Model, model_config, config
 
 
-def check_vocab_size(parser, argv, values):
+def refuse_vocab_size(parser, argv, values):
     """An error if --vocab-size is on the command line and the tokenizer has its own size."""
     tokenizer = values['tokenizer']
     given = any(re.match('--vocab-size(=|$)', arg) for arg in argv)
-    sizes = {'bytes': 257, 'gpt2': 50_257}
-    has = sizes.get(tokenizer) or getattr(tokenizer, 'n_vocab', values['vocab_size'])
-    if given and has != values['vocab_size']:
-        name = getattr(tokenizer, 'name', tokenizer)
-        parser.error(f'--vocab-size {values["vocab_size"]}: the tokenizer {name} has {has} ids')
+    name = getattr(tokenizer, 'name', tokenizer)
+    n_vocab = getattr(tokenizer, 'n_vocab', data.FIXED_SIZES.get(name, values['vocab_size']))
+    if given and n_vocab != values['vocab_size']:
+        parser.error(f'--vocab-size {values["vocab_size"]}: the tokenizer {name} has {n_vocab} ids')
     if given and tokenizer == 'word' and values['data'] != 'random':
         parser.error('--vocab-size: the tokenizer word has all words of the text')
 
