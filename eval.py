@@ -13,7 +13,7 @@ A run is a folder, of which best.pt is used, else ckpt.pt, or it is a .pt file. 
                 $ python eval.py out/trime out/drt --task table --split test --json table.json
     frequency   perplexities of rare and of frequent tokens (TRIME, Table 14)
                 $ python eval.py out/none out/local --task frequency
-    repeats     losses of tokens that occur earlier in their document, and of new ones
+    repeats     losses of tokens that occur earlier in their document, and of new ones; a picture
                 $ python eval.py out/none out/local --task repeats
     examples    what is retrieved where it helps most, or at the end of a prompt; a page of it
                 $ python eval.py out/drt --task examples --html out/page.html
@@ -479,7 +479,8 @@ def is_repeated(ids):
 
 
 def repeats(runs, args):
-    """Losses of tokens that occur earlier in their document, and of new ones -> the rows"""
+    """Losses of tokens that occur earlier in their document, and of new ones, as a table and as
+    repeats.png -> the rows"""
     table = Table()
     for run, way, number in ways_of(runs):
         run.evaluate(way, number)
@@ -492,6 +493,7 @@ def repeats(runs, args):
             row[f'gain, {name}'] = gains[chosen].mean()
             row[f'n {name}'] = int(chosen.sum())
         table.add(row)
+    save_picture(runs, 'repeats.png', plot_repeats, table.rows)
     return table.rows
 
 
@@ -1133,7 +1135,7 @@ def training_speed(runs, device):
 
 
 # --------------------------------------------------------------------------------------------------
-# pictures: losses by position and in training, and answers about needles
+# pictures: losses by position, in training, and of repeated tokens; answers about needles
 def save_picture(runs, name, plot, shown):
     """Saves what plot(figure, shown) draws next to the weights of the first run, if it can."""
     try:
@@ -1208,6 +1210,26 @@ def plot_losses(figure, runs):
     for axes, run in zip(panels, runs):
         plot_positions(axes, run)
     plot_training(training, runs)
+
+
+def plot_repeats(figure, rows):
+    """Dots: the losses of each run, one in each way; all tokens, repeated ones, new ones"""
+    names = list(dict.fromkeys(row['run'] for row in rows))
+    ways = dict.fromkeys(row['way'] for row in rows)
+    figure.set_size_inches(12, 1.5 + 0.4 * len(names))
+    figure.supxlabel('loss (nats per token)')
+    panels = figure.subplots(1, 3, sharey=True)
+    titles = {'loss': 'all tokens', 'repeated': 'occurred before', 'new': 'new'}
+    for axes, (column, title) in zip(panels, titles.items()):
+        for way in ways:
+            of_way = [row for row in rows if row['way'] == way]
+            places = [names.index(row['run']) for row in of_way]
+            axes.plot([row[column] for row in of_way], places, 'o', label=way)
+        axes.set_title(title)
+        axes.grid(axis='y', alpha=0.3)
+    panels[0].set_yticks(range(len(names)), map(label_of, names))
+    panels[0].invert_yaxis()                                # the first run on top
+    panels[0].legend()
 
 
 def plot_needles(figure, rows):

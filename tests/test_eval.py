@@ -190,6 +190,21 @@ def test_perplexity_by_frequency(run, monkeypatch):
     assert [row['n a'], row['b']] == [len(losses), None]
 
 
+def test_losses_of_tokens_that_occurred_before(run, drawn):
+    """A token is repeated if it is among those before it in its document. A dot for each way"""
+    rows = evaluate('a --task repeats')
+    documents = [[*text.encode(), 256] for text in TEXTS]
+    repeated = np.array([ids[i] in ids[:i] for ids in documents for i in range(1, len(ids))])
+    for row, (way, strength) in zip(rows, WAYS.items(), strict=True):
+        losses = -np.concatenate(log_p_by_hand(strength))
+        assert row['way'] == way
+        assert row['repeated'] == approx(losses[repeated].mean(), rel=1e-4)
+        assert row['new'] == approx(losses[~repeated].mean(), rel=1e-4)
+        assert (row['n repeated'], row['n new']) == (repeated.sum(), (~repeated).sum())
+    dots = [[line.get_xdata()[0] for line in axes.lines] for axes in drawn[0].axes]
+    assert dots == [[row[name] for row in rows] for name in ('loss', 'repeated', 'new')]
+
+
 def test_a_short_document(run, capsys):
     Path('short.jsonl').write_text('{"text": "one short document"}')
     row = evaluate('a --task table --data short.jsonl --split train')['rows'][0]
