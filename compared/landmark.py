@@ -10,10 +10,11 @@ landmarks. All keys and values are kept. Scores (B, H, L, L) limit the length of
 sequence.
 
 Where this differs from the paper
-    Scores have ALiBi (paper: rotary embeddings). A landmark that is farther than a training
-    sequence is long counts as so far (§3.2). Of equal scores, rounded to 1 / 256, the latest chunk
-    is read. As in DRT, chunks of other joined documents are not read; the tokens of a position's
-    own chunk are.
+    Scores have ALiBi; --positions rotary is the paper's. A chunk that is farther than a training
+    sequence is long counts as so far (§3.2: positions of far chunks are reassigned);
+    --no-limit-distance counts as it is. Of equal scores, rounded to 1 / 256, the latest chunk is
+    read. As in DRT, chunks of other joined documents are not read; the tokens of a position's own
+    chunk are.
 
 Letters as in drt.py
 
@@ -21,13 +22,14 @@ Letters as in drt.py
 """
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import drt
-from drt import DRT, MASKED, Block, DRTConfig, SelfAttention, product
+from drt import DRT, MASKED, Block, DRTConfig, SelfAttention, fp32, product
 
 UNLIMITED = 1_000_000_000
 
@@ -36,6 +38,8 @@ UNLIMITED = 1_000_000_000
 class LandmarkConfig(DRTConfig):
     groups: int = 0             # it has no grouped cross-attention: no other value
     window: int = UNLIMITED     # all positions are kept: no other value
+    positions: Literal['alibi', 'rotary'] = 'alibi'     # what scores know of distances
+    limit_distance: bool = True     # a chunk is at most as far as training's sequences are long
 
     def __post_init__(self):
         super().__post_init__()
@@ -51,6 +55,24 @@ PRESETS = {
     'tiny': drt.PRESETS['tiny'],
     '124m': dict(drt.PRESETS['124m'], groups=0, window=UNLIMITED, n_neighbors=4, block_size=756,
                  micro_batch=22, tokens_per_step=532_224)}
+
+
+def turn(k, age):
+    """Rotary embeddings of a pair of positions: each pair of numbers of a key (k_2d, k_2d+1) is
+    rotated by the angle -age θ_d, θ_d = 10000^(-2d/D). The query, age positions later, stays as it
+    is: only distances count.
+
+    k (..., n, D), age (..., n) -> (..., n, D)"""
+    k = fp32(k)
+    D = k.size(-1)
+    theta = 10000 ** (-torch.arange(0, D, 2).to(k) / D)                 # (D/2,)
+    angle = -age[..., None] * theta                                     # (..., n, D/2)
+    cos = angle.cos()
+    sin = angle.sin()
+
+    # the rotation of (a, b) is (a cos - b sin, a sin + b cos)
+    a, b = k.unflatten(-1, (-1, 2)).unbind(-1)                          # 2 x (..., n, D/2)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
 
 
 class LandmarkAttention(SelfAttention):
@@ -88,8 +110,12 @@ class LandmarkAttention(SelfAttention):
         landmarks = k[:, S - 1::S].transpose(1, 2)
         landmarks = F.pad(landmarks, (0, 0, 0, 1))                      # (B, H, M, D)
         chunk = positions[:landmarks.size(2)]                           # (M,)
-        age = (i - (S * chunk + S - 1)).clamp(max=self.config.block_size)
-        r = product(q, landmarks.mT) - self.slopes(q.device) * age      # (B, H, L, M)
+        age = self.age_of_landmark(i, chunk)                            # (L, M)
+        if self.config.positions == 'rotary':
+            keys = turn(landmarks[:, :, None], age)                     # (B, H, L, M, D)
+            r = torch.einsum('bhid, bhimd -> bhim', q, keys)            # (B, H, L, M)
+        else:
+            r = product(q, landmarks.mT) - self.slopes(q.device) * age
         r = r.masked_fill(chunk > i // S, MASKED)
         if docs is not None:
             r = r.masked_fill(~self.same_document(docs), MASKED)
@@ -101,6 +127,12 @@ class LandmarkAttention(SelfAttention):
         n = 1 + self.config.n_neighbors
         chunk = (256 * r).round().argsort(stable=True)[..., -n:]        # (B, H, L, n)
         return r.gather(3, chunk), chunk
+
+    def age_of_landmark(self, i, chunk):
+        """The distance from position i to the landmark of a chunk; below 0 in i's own chunk"""
+        S = self.config.chunk_size
+        age = i - (S * chunk + S - 1)
+        return age.clamp(max=self.config.block_size) if self.config.limit_distance else age
 
     def same_document(self, docs):
         """Is a whole chunk of the document of a position? The last chunk has no landmark.
@@ -121,8 +153,9 @@ class LandmarkAttention(SelfAttention):
 
         # the tokens j of these chunks. The last chunk can have fewer than S - 1: the rest are of
         # later positions than i, and masked
-        j = S * chunk[..., None] + positions[:S - 1]                    # (..., n, S - 1)
-        age = i[..., None] - j
+        offset = positions[:S - 1]
+        j = S * chunk[..., None] + offset                               # (..., n, S - 1)
+        age = self.age_of_landmark(i, chunk)[..., None] + S - 1 - offset
         b = torch.arange(len(q), device=q.device)[:, None, None, None, None]    # (B, 1, 1, 1, 1)
         h = torch.arange(q.size(1), device=q.device)[:, None, None, None]       # (H, 1, 1, 1)
         existing = j.clamp(max=k.size(1) - 1)
@@ -130,8 +163,11 @@ class LandmarkAttention(SelfAttention):
         v = v[b, existing, h]
 
         # their scores z (B, H, L, n, S - 1)
-        z = torch.einsum('bhid, bhinjd -> bhinj', q, k)
-        z = z - self.slopes(q.device)[..., None] * age
+        if self.config.positions == 'rotary':
+            z = torch.einsum('bhid, bhinjd -> bhinj', q, turn(k, age))
+        else:
+            z = torch.einsum('bhid, bhinjd -> bhinj', q, k)
+            z = z - self.slopes(q.device)[..., None] * age
         z = z.masked_fill(age < 0, MASKED)
 
         # one softmax of landmarks and of tokens in its chunk: log Σ exp z is the score of a chunk

@@ -218,16 +218,31 @@ def landmark_model(**more):
     return model
 
 
+def turned(x, p):
+    """Rotary embeddings of a vector (D,) at position p: pairs are complex numbers"""
+    angle = p * 10000 ** (-torch.arange(0, len(x), 2).double() / len(x))
+    pairs = torch.view_as_complex(x.view(-1, 2).contiguous())
+    return torch.view_as_real(pairs * torch.exp(1j * angle)).flatten()
+
+
 def landmark_attention(block, x):
-    """The formula of LandmarkAttention for each position i and head; 20 is the largest distance."""
+    """The formula of LandmarkAttention for each position i and head. A chunk moves towards i, if it
+    has to, until its landmark is 20 positions away."""
+    config = block.attention.config
+    j = torch.arange(len(x))
     q, k, v = test_drt.heads(block.norm1(x), block.attention.qkv.weight, 3)
     o = torch.zeros_like(q)
     for i in range(len(x)):
         for h, slope in enumerate((4, 2 ** -8)):
-            scores = k[:, h] @ q[i, h] / 8 ** 0.5
-            age = i - torch.arange(len(x))
-            z = (scores - slope * age).exp()
-            r = (scores - slope * age.clamp(max=20))[S - 1::S]          # of landmarks
+            excess = i - 20 - (j // S * S + S - 1)
+            age = i - j - excess.clamp(min=0) * config.limit_distance
+            if config.positions == 'rotary':
+                keys = torch.stack([turned(k[n, h], i - age[n]) for n in j])
+                scores = keys @ turned(q[i, h], i) / 8 ** 0.5
+            else:
+                scores = k[:, h] @ q[i, h] / 8 ** 0.5 - slope * age
+            z = scores.exp()
+            r = scores[S - 1::S]                                        # of landmarks
             n = i // S                                                  # its chunk
             best = sorted(range(n), key=lambda m: (round(256 * r[m].item()), m))
             w = torch.zeros_like(z)                                     # their sum is not yet 1
@@ -240,8 +255,10 @@ def landmark_attention(block, x):
     return o.flatten(1) @ block.attention.proj.weight.T
 
 
-def test_landmark_attention_is_its_formula():
-    model = landmark_model()
+@mark.parametrize('positions', ['alibi', 'rotary'])
+@mark.parametrize('limit_distance', [True, False])
+def test_landmark_attention_is_its_formula(positions, limit_distance):
+    model = landmark_model(positions=positions, limit_distance=limit_distance)
     tokens = tokens_of(t=36)
     ids = model.insert(tokens, V)[0]
     x = model.embedding.weight[ids]
@@ -279,9 +296,10 @@ def test_landmarks_are_of_one_document():
         assert (losses[1] - losses[3]).abs() > 1e-4
 
 
-def test_landmark_attention_streams(monkeypatch):
+@mark.parametrize('positions', ['alibi', 'rotary'])
+def test_landmark_attention_streams(monkeypatch, positions):
     monkeypatch.setattr(Landmark, 'PIECE', 20)
-    model = landmark_model()
+    model = landmark_model(positions=positions)
     tokens = tokens_of(t=120)
     full = model.log_probs(tokens)
     for n in (0, 7, 20, 85, 95):
@@ -291,8 +309,9 @@ def test_landmark_attention_streams(monkeypatch):
         close(streamed(model, tokens, sizes)[0], full)
 
 
-def test_landmark_attention_is_causal():
-    assert_causal(landmark_model(), tokens_of(t=36), atol=0)
+@mark.parametrize('positions', ['alibi', 'rotary'])
+def test_landmark_attention_is_causal(positions):
+    assert_causal(landmark_model(positions=positions), tokens_of(t=36), atol=0)
 
 
 def test_a_chunk_that_recurs_is_a_tie_of_landmarks():
