@@ -10,11 +10,12 @@ landmarks. All keys and values are kept. Scores (B, H, L, L) limit the length of
 sequence.
 
 Where this differs from the paper
-    Scores have ALiBi; --positions rotary is the paper's. A chunk that is farther than a training
-    sequence is long counts as so far (§3.2: positions of far chunks are reassigned);
-    --no-limit-distance counts as it is. Of equal scores, rounded to 1 / 256, the latest chunk is
-    read. As in DRT, chunks of other joined documents are not read; the tokens of a position's own
-    chunk are.
+    Scores have ALiBi; --positions rotary is the paper's. A landmark that is farther than any in
+    training counts as the farthest of training, and its chunk moves with it. In the paper far
+    chunks are scored at one place, too, but read at places of their own near the text (§3.2). With
+    --no-limit-distance distances are what they are. Of equal scores, rounded to 1 / 256, the latest
+    chunk is read. As in DRT, chunks of other joined documents are not read; the tokens of a
+    position's own chunk are.
 
 Letters as in drt.py
 
@@ -38,8 +39,8 @@ UNLIMITED = 1_000_000_000
 class LandmarkConfig(DRTConfig):
     groups: int = 0             # it has no grouped cross-attention: no other value
     window: int = UNLIMITED     # all positions are kept: no other value
-    positions: Literal['alibi', 'rotary'] = 'alibi'     # what scores know of distances
-    limit_distance: bool = True     # a chunk is at most as far as training's sequences are long
+    positions: Literal['alibi', 'rotary'] = 'alibi'     # a penalty by distance, or rotated q and k
+    limit_distance: bool = True     # no landmark is farther than the farthest of training
 
     def __post_init__(self):
         super().__post_init__()
@@ -47,6 +48,8 @@ class LandmarkConfig(DRTConfig):
             raise ValueError('groups are for --model drt: here no other value than 0')
         if self.window != UNLIMITED:
             raise ValueError('landmark attention has no window')
+        if self.positions == 'rotary' and self.slope != DRTConfig.slope:
+            raise ValueError('slope is for positions alibi')
 
 
 # DRT, Table 1 and App. A.1: K = 4; a sequence has 768 positions, here 12 chunks of 63 tokens and a
@@ -57,21 +60,19 @@ PRESETS = {
                  micro_batch=22, tokens_per_step=532_224)}
 
 
-def turn(k, age):
-    """Rotary embeddings of a pair of positions: each pair of numbers of a key (k_2d, k_2d+1) is
-    rotated by the angle -age θ_d, θ_d = 10000^(-2d/D). The query, age positions later, stays as it
-    is: only distances count.
-
-    k (..., n, D), age (..., n) -> (..., n, D)"""
-    k = fp32(k)
-    D = k.size(-1)
-    theta = 10000 ** (-torch.arange(0, D, 2).to(k) / D)                 # (D/2,)
-    angle = -age[..., None] * theta                                     # (..., n, D/2)
+def rotate_at(x, p):
+    """Rotary embeddings at any positions p: each pair of numbers (x_2d, x_2d+1) is rotated by the
+    angle p θ_d, θ_d = 10000^(-2d/D). The product of two vectors then depends on their distance
+    alone. x (..., D), p (...) or what is broadcast to it -> (..., D)"""
+    x = fp32(x)
+    D = x.size(-1)
+    theta = 10000 ** (-torch.arange(0, D, 2).to(x) / D)                 # (D/2,)
+    angle = p[..., None] * theta                                        # (..., D/2)
     cos = angle.cos()
     sin = angle.sin()
 
     # the rotation of (a, b) is (a cos - b sin, a sin + b cos)
-    a, b = k.unflatten(-1, (-1, 2)).unbind(-1)                          # 2 x (..., n, D/2)
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)                          # 2 x (..., D/2)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
 
 
@@ -110,12 +111,15 @@ class LandmarkAttention(SelfAttention):
         landmarks = k[:, S - 1::S].transpose(1, 2)
         landmarks = F.pad(landmarks, (0, 0, 0, 1))                      # (B, H, M, D)
         chunk = positions[:landmarks.size(2)]                           # (M,)
-        age = self.age_of_landmark(i, chunk)                            # (L, M)
+        age = i - (S * chunk + S - 1)                                   # (L, M)
+        excess = self.excess(age)
         if self.config.positions == 'rotary':
-            keys = turn(landmarks[:, :, None], age)                     # (B, H, L, M, D)
-            r = torch.einsum('bhid, bhimd -> bhim', q, keys)            # (B, H, L, M)
+            near = product(rotate_at(q, i[:, 0]), rotate_at(landmarks, S * chunk + S - 1).mT)
+            limit = age.new_full((), self.farthest)
+            far = product(rotate_at(q, limit), landmarks.mT)
+            r = torch.where(excess > 0, far, near)                      # (B, H, L, M)
         else:
-            r = product(q, landmarks.mT) - self.slopes(q.device) * age
+            r = product(q, landmarks.mT) - self.slopes(q.device) * (age - excess)
         r = r.masked_fill(chunk > i // S, MASKED)
         if docs is not None:
             r = r.masked_fill(~self.same_document(docs), MASKED)
@@ -128,11 +132,16 @@ class LandmarkAttention(SelfAttention):
         chunk = (256 * r).round().argsort(stable=True)[..., -n:]        # (B, H, L, n)
         return r.gather(3, chunk), chunk
 
-    def age_of_landmark(self, i, chunk):
-        """The distance from position i to the landmark of a chunk; below 0 in i's own chunk"""
+    @property
+    def farthest(self):
+        """The distance of the last position of a training sequence to the first landmark"""
         S = self.config.chunk_size
-        age = i - (S * chunk + S - 1)
-        return age.clamp(max=self.config.block_size) if self.config.limit_distance else age
+        T = self.config.block_size
+        return max(0, T + T // (S - 1) - S)
+
+    def excess(self, age):
+        """By how many positions landmarks at these distances count as nearer than they are"""
+        return (age - self.farthest).clamp(min=0) * self.config.limit_distance
 
     def same_document(self, docs):
         """Is a whole chunk of the document of a position? The last chunk has no landmark.
@@ -153,18 +162,20 @@ class LandmarkAttention(SelfAttention):
 
         # the tokens j of these chunks. The last chunk can have fewer than S - 1: the rest are of
         # later positions than i, and masked
-        offset = positions[:S - 1]
-        j = S * chunk[..., None] + offset                               # (..., n, S - 1)
-        age = self.age_of_landmark(i, chunk)[..., None] + S - 1 - offset
+        j = S * chunk[..., None] + positions[:S - 1]                    # (..., n, S - 1)
+        age = i[..., None] - j
         b = torch.arange(len(q), device=q.device)[:, None, None, None, None]    # (B, 1, 1, 1, 1)
         h = torch.arange(q.size(1), device=q.device)[:, None, None, None]       # (H, 1, 1, 1)
         existing = j.clamp(max=k.size(1) - 1)
         k = k[b, existing, h]                                           # (..., n, S - 1, D)
         v = v[b, existing, h]
 
-        # their scores z (B, H, L, n, S - 1)
+        # their scores z (B, H, L, n, S - 1). That a far chunk has moved is seen in rotary scores
+        # alone: the softmax over a chunk's tokens does not change if all are nearer
         if self.config.positions == 'rotary':
-            z = torch.einsum('bhid, bhinjd -> bhinj', q, turn(k, age))
+            excess = self.excess(i - (S * chunk + S - 1))               # (..., n)
+            q = rotate_at(q[:, :, :, None], i - excess)                 # (B, H, L, n, D)
+            z = torch.einsum('bhind, bhinjd -> bhinj', q, rotate_at(k, j))
         else:
             z = torch.einsum('bhid, bhinjd -> bhinj', q, k)
             z = z - self.slopes(q.device)[..., None] * age

@@ -227,14 +227,16 @@ def turned(x, p):
 
 def landmark_attention(block, x):
     """The formula of LandmarkAttention for each position i and head. A chunk moves towards i, if it
-    has to, until its landmark is 20 positions away."""
+    has to, until its landmark is as far away as the first one of 20 tokens and their landmarks is
+    from the last position."""
     config = block.attention.config
     j = torch.arange(len(x))
+    farthest = 20 + 20 // (S - 1) - 1 - (S - 1)
     q, k, v = test_drt.heads(block.norm1(x), block.attention.qkv.weight, 3)
     o = torch.zeros_like(q)
     for i in range(len(x)):
         for h, slope in enumerate((4, 2 ** -8)):
-            excess = i - 20 - (j // S * S + S - 1)
+            excess = i - farthest - (j // S * S + S - 1)
             age = i - j - excess.clamp(min=0) * config.limit_distance
             if config.positions == 'rotary':
                 keys = torch.stack([turned(k[n, h], i - age[n]) for n in j])
@@ -269,11 +271,31 @@ def test_landmark_attention_is_its_formula(positions, limit_distance):
     close(model.log_probs(tokens)[0], logits.log_softmax(-1))
 
 
-def test_training_of_landmark_attention_reads_all_chunks():
+@mark.parametrize('positions', ['alibi', 'rotary'])
+def test_training_of_landmark_attention_reads_all_chunks(positions):
     batch = batch_of(tokens_of(t=36))
-    loss, _ = landmark_model(n_neighbors=1).train()(batch, 0)
-    expected, _ = landmark_model(n_neighbors=11)(batch, 0)
+    loss, _ = landmark_model(n_neighbors=1, positions=positions).train()(batch, 0)
+    expected, _ = landmark_model(n_neighbors=11, positions=positions)(batch, 0)
     close(loss, expected)
+
+
+def test_no_distance_of_training_is_limited():
+    model = landmark_model()
+    attention = model.lower[0].attention
+    last = model.insert(tokens_of(t=20), V).size(1) - 1
+    assert attention.farthest == last - (S - 1)
+    assert attention.excess(torch.tensor([last - (S - 1), last])).tolist() == [0, S - 1]
+
+
+@mark.parametrize('positions', ['alibi', 'rotary'])
+def test_scores_of_landmarks_are_fp32_under_autocast(positions):
+    attention = landmark_model(positions=positions).float().lower[0].attention
+    q = 20 * torch.randn(1, 2, 12, 8)
+    k = 20 * torch.randn(1, 12, 2, 8)
+    expected, _ = attention.train().score_chunks(q, k, None)
+    with torch.autocast('cpu', torch.bfloat16):
+        r, _ = attention.score_chunks(q, k, None)
+    close(r, expected, atol=0)
 
 
 def test_landmarks_are_of_one_document():
@@ -437,6 +459,7 @@ def test_the_constants_of_a_cache_are_tuned():
     ('--model memorizing --chunk-size 32', 'half of window'),
     ('--model memorizing --window 64', 'half of window'),
     ('--model block_recurrent --chunk-size 16', 'half of window'),
+    ('--model landmark --positions rotary --slope 1', 'slope is for positions alibi'),
     ('--model landmark --window 64', 'no window'), ('--model landmark --groups 1', 'groups'),
     ('--model sru --n-head 2', 'one head'), ('--model memorizing --n-nearest 0', 'n_nearest'),
     ('--model memorizing --memory-size 0', 'memory_size'), ('--model griffen', 'griffin')])
