@@ -1175,12 +1175,18 @@ def main(argv=None):
         if WORLD > 1:       # after the lock: the processes wait here, and end if it is refused
             backend = 'nccl' if hardware(config.device).type == 'cuda' else 'gloo'
             dist.init_process_group(backend, timeout=datetime.timedelta(hours=6))
-        train(Model, model_config, config)
+        try:
+            train(Model, model_config, config)
+        finally:
+            # a process that exits with threads of gloo can abort. With NCCL this would wait for
+            # processes that have ended
+            if WORLD > 1 and dist.get_backend() == 'gloo':
+                dist.destroy_process_group()
     own_file = ''
     if model_name(Model) not in MODELS:
         own_file = f' --model {os.path.relpath(sys.modules[Model.__module__].__file__)}'
     print(f'finished: python eval.py {config.out}{own_file}')
-    if WORLD > 1:
+    if WORLD > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
 
