@@ -1177,16 +1177,17 @@ def main(argv=None):
             dist.init_process_group(backend, timeout=datetime.timedelta(hours=6))
         try:
             train(Model, model_config, config)
-        finally:
-            # a process that exits with threads of gloo can abort. With NCCL this would wait for
+        except BaseException:
+            # a process that exits with threads of gloo can abort. NCCL would wait here for
             # processes that have ended
             if WORLD > 1 and dist.get_backend() == 'gloo':
                 dist.destroy_process_group()
+            raise
     own_file = ''
     if model_name(Model) not in MODELS:
         own_file = f' --model {os.path.relpath(sys.modules[Model.__module__].__file__)}'
     print(f'finished: python eval.py {config.out}{own_file}')
-    if WORLD > 1 and dist.is_initialized():
+    if WORLD > 1:
         dist.destroy_process_group()
 
 

@@ -61,9 +61,11 @@ PRESETS = {
 
 
 def rotate_at(x, p):
-    """Rotary embeddings at any positions p: each pair of numbers (x_2d, x_2d+1) is rotated by the
-    angle p θ_d, θ_d = 10000^(-2d/D). The product of two vectors then depends on their distance
-    alone. x (..., D), p (...) or what is broadcast to it -> (..., D)"""
+    """Rotary embeddings at any positions p (rotate in drt.py: at consecutive ones): each pair of
+    numbers (x_2d, x_2d+1) is rotated by the angle p θ_d, θ_d = 10000^(-2d/D). The product of two
+    vectors then depends on their distance alone.
+
+    x (..., D), p (...) or what is broadcast to it -> (..., D)"""
     x = fp32(x)
     D = x.size(-1)
     theta = 10000 ** (-torch.arange(0, D, 2).to(x) / D)                 # (D/2,)
@@ -115,8 +117,8 @@ class LandmarkAttention(SelfAttention):
         excess = self.excess(age)
         if self.config.positions == 'rotary':
             near = product(rotate_at(q, i[:, 0]), rotate_at(landmarks, S * chunk + S - 1).mT)
-            limit = age.new_full((), self.farthest)
-            far = product(rotate_at(q, limit), landmarks.mT)
+            farthest = age.new_full((), self.farthest)      # as if a landmark were at position 0
+            far = product(rotate_at(q, farthest), landmarks.mT)
             r = torch.where(excess > 0, far, near)                      # (B, H, L, M)
         else:
             r = product(q, landmarks.mT) - self.slopes(q.device) * (age - excess)

@@ -86,6 +86,16 @@ def test_the_files():
         assert Path(name).name in readme, name
 
 
+def test_what_a_class_changes_is_there():
+    """Each row of README's table "For a class" names a file, a definition and what is changed."""
+    rows = re.findall(r'^\| (\w+\.py), `(?:\w+\.)?(\w+)` \| `(.*?)` to `', read('README.md'), re.M)
+    assert len(rows) >= 7
+    for file, name, old in rows:
+        text = read(file)
+        nodes = [node for node in ast.walk(ast.parse(text)) if getattr(node, 'name', '') == name]
+        assert any(old in ast.get_source_segment(text, node) for node in nodes), (file, name, old)
+
+
 @mark.parametrize('name', [*SOURCES, *COMPARED, *TESTS])
 def test_a_line_has_one_idea_and_a_function_one_job(name):
     text = read(name)
