@@ -15,7 +15,8 @@ Where this differs from the paper
     chunks are scored at one place, too, but read at places of their own near the text (§3.2). With
     --no-limit-distance distances are what they are. Of equal scores, rounded to 1 / 256, the latest
     chunk is read. As in DRT, chunks of other joined documents are not read; the tokens of a
-    position's own chunk are.
+    position's own chunk are. In evaluation these and the K best chunks are all that is read (paper:
+    the latest tokens, too).
 
 Letters as in drt.py
 

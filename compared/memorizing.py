@@ -35,7 +35,7 @@ from torch import nn
 
 import rpt
 from rpt import (RPT, Block, RPTConfig, SelfAttention, UpperInputs, attend, begins_document,
-                 check_positive, rotate)
+                 check_positive, product, rotate)
 
 
 @dataclass
@@ -143,7 +143,8 @@ class MemorizingAttention(SelfAttention):
             end = max(0, n_past + start - block)
             j = slice(max(0, end - self.config.memory_size), end)
             mask = doc_i[:, None, i, None] == doc_j[:, None, None, j]       # (B, 1, block, n)
-            s_cos = torch.einsum('bihd, bjhd -> bhij', q[:, i], k[:, j])    # s cosine(q, k_j)
+            q_i = q[:, i].transpose(1, 2)                                   # (B, H, block, D)
+            s_cos = product(q_i, k[:, j].permute(0, 2, 3, 1))               # s cosine(q, k_j)
             s_cos = s_cos.masked_fill(~mask, -1e9)
 
             # softmax over the nearest

@@ -144,6 +144,21 @@ def test_a_text_that_recurs_is_a_tie_of_memories():
     assert nearest(scores, 3).tolist() == [[True, True, True, False, False]]
 
 
+def test_nearest_tokens_are_chosen_in_fp32_under_autocast():
+    """The nearest of all earlier tokens by scores of up to 20, which bf16 would round to 1/8"""
+    model = test_rpt.small(Memorizing, MemorizingConfig, retriever='none', memory_size=200,
+                           n_nearest=1).float()
+    attention = model.upper[-1].attention
+    attention.scale.data.fill_(20)
+    q = torch.randn(1, 200, 2, 8)
+    kv = torch.randn(1, 200, 2, 2, 8)
+    begins = torch.zeros(1, 200, dtype=torch.bool)
+    expected, _ = attention.read_memory(q, kv, begins)
+    with torch.autocast('cpu', torch.bfloat16):
+        memory, _ = attention.read_memory(q, kv, begins)
+    close(memory.float(), expected, 0.02)                               # values are bf16
+
+
 @MEMORIES
 def test_memories_are_causal(name, fp64):
     assert_causal(with_memory(name), tokens_of(t=T - 3, b=1))
