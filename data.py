@@ -31,7 +31,7 @@ A corpus is a folder:
         train.idx  val.idx  test.idx    where each document starts and the last one ends, int64
         meta.json                       the tokenizer, counts, hashes
 
-Its name ends with a hash of its source files (paths, sizes, times) and of VERSION: if one of them
+Its name ends with a hash of its source files (names, paths, sizes, times) and of VERSION: if one of them
 changes, another folder is made. Every document ends with <|endoftext|>, except with the tokenizer
 `word`. Counts and hashes are of the text as it is read: without a byte order mark, and with LF for
 the line ends CR LF and CR.
@@ -1163,18 +1163,17 @@ def download(name, folder):
     """Downloads the files of a named corpus into a folder."""
     if not DOWNLOADS[name]:
         raise SystemExit(f'{name} is not downloaded here: put its files into {folder}')
-    incomplete = folder.with_suffix('.part')
-    incomplete.mkdir(parents=True, exist_ok=True)
-    for url, sha256 in DOWNLOADS[name].items():
-        file = incomplete / Path(url).name
-        try:
-            torch.hub.download_url_to_file(url, file, sha256)
-        except Exception as error:                      # of urllib, of torch, OSError
-            raise SystemExit(f'{url}: {error!r}; put its files, unpacked, into {folder}')
-        if file.suffix == '.zip':
-            shutil.unpack_archive(file, incomplete)
-            file.unlink()
-    incomplete.rename(folder)
+    remove_abandoned(folder.parent)
+    with new_folder(folder) as incomplete:
+        for url, sha256 in DOWNLOADS[name].items():
+            file = incomplete / Path(url).name
+            try:
+                torch.hub.download_url_to_file(url, file, sha256)
+            except Exception as error:                  # of urllib, of torch, OSError
+                raise SystemExit(f'{url}: {error!r}; put its files, unpacked, into {folder}')
+            if file.suffix == '.zip':
+                shutil.unpack_archive(file, incomplete)
+                file.unlink()
 
 
 def list_files(top, why_not):
@@ -1227,9 +1226,12 @@ def why_no_text(path, root):
     root: of the corpora"""
     if path.name.startswith('.'):
         return 'hidden'
-    if os.path.realpath(path) == os.path.realpath(root):
+    is_corpus = (path / 'meta.json').exists() and (path / 'train.idx').exists()
+    if os.path.realpath(path) == os.path.realpath(root) or is_corpus:
         return 'corpora'
-    if (path / 'ckpt.pt').exists() and (path / 'config.json').exists():
+    # a new run has a lock only
+    is_run = (path / 'ckpt.pt').exists() and (path / 'config.json').exists()
+    if is_run or (path / 'lock').exists():
         return 'a run of train.py'
     if not path.is_dir() and not path.is_file():
         return 'a broken link or a device'
@@ -1438,14 +1440,15 @@ def split_code(sources):
 
 def split_by_names(sources, held_out):
     """{name: split} by a hash of the names alone: a file stays in its split when others are added.
-    The only exception: a copy of a file of train is in train."""
+    The only exception: a copy of a file of train is in train, else a copy of one of val in val."""
     limits = usual_limits(held_out)
     split_of = {source.name: split_of_hash(hash64(os.fsencode(source.name)), limits)
                 for source in sources}
-    texts = {source.hashes.tobytes() for source in sources if split_of[source.name] == 'train'}
-    for source in sources:
-        if source.hashes.tobytes() in texts:
-            split_of[source.name] = 'train'
+    for split in 'train', 'val':
+        texts = {source.hashes.tobytes() for source in sources if split_of[source.name] == split}
+        for source in sources:
+            if source.hashes.tobytes() in texts:
+                split_of[source.name] = split
     return split_of
 
 
@@ -1577,8 +1580,9 @@ def corpus_folders(text, tokenizer, vocab_size, root):
     """The folders in which the corpus of a Text can be. The first is named by a hash of the text:
     its tokenizer was trained on this text. A given Tokenizer may be that one; if it was trained on
     other text, its corpus is in a second folder, named by a hash of text and tokens"""
-    stamp = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
-             for path in text.files.values()]
+    # a file's name tells its split and format, also that of a link
+    stamp = [(name, str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+             for name, path in text.files.items()]
     hashes = [digest(VERSION, stamp)]
     kind = tokenizer
     if isinstance(tokenizer, Tokenizer):
@@ -1586,7 +1590,8 @@ def corpus_folders(text, tokenizer, vocab_size, root):
         hashes.append(digest(VERSION, stamp, tokenizer.to_dict()))
     if kind == 'bpe':
         kind = f'bpe{vocab_size}'
-    return [root / f'{text.name}-{kind}-{sha256[:8]}' for sha256 in hashes]
+    name = os.fsencode(text.name)[:150].decode(errors='ignore')     # file systems: 255 bytes
+    return [root / f'{name}-{kind}-{sha256[:8]}' for sha256 in hashes]
 
 
 def open_corpus(folder, tokenizer, name, hops, quiet):
@@ -1598,7 +1603,8 @@ def open_corpus(folder, tokenizer, name, hops, quiet):
         corpus = Corpus(folder, name, hops, quiet)
     except Exception as error:                          # see Corpus
         print(f'{folder} is damaged ({error!r:.99}) and prepared again', file=sys.stderr)
-        folder.rename(f'{folder}-damaged-{time.time_ns()}')
+        with contextlib.suppress(FileNotFoundError):    # another process was faster
+            folder.rename(f'{folder}-damaged-{time.time_ns()}')
         return None
     if isinstance(tokenizer, str) or tokenizer.to_dict() == corpus.tokenizer.to_dict():
         return corpus
@@ -1936,7 +1942,9 @@ def main():
     parser.add_argument('data', nargs='?', default='code', help='as --data of train.py')
     parser.add_argument('tokenizer', nargs='?', default='bpe', choices=TOKENIZERS)
     parser.add_argument('vocab_size', nargs='?', default=4096, type=int, help='of bpe')
-    corpus = load(**vars(parser.parse_args()))
+    arguments = parser.parse_args()
+    sys.stdout.reconfigure(errors='replace')            # characters that a console lacks
+    corpus = load(**vars(arguments))
     tokenizer = corpus.tokenizer
 
     # tokens of a row: a line on the screen; most of a pair; 8 chunks, the least for needles
@@ -1959,4 +1967,10 @@ def main():
 
 
 if __name__ == '__main__':
-    main()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:                             # without a reader, as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, KeyboardInterrupt) as error:
+        raise SystemExit(f'data.py: {str(error) or "stopped"}')

@@ -489,8 +489,8 @@ def repeats(runs, args):
         repeated = np.concatenate([is_repeated(ids.cpu().numpy()) for ids in run.documents])
         row = {'run': run.name, 'way': way, 'loss': losses.mean()}
         for name, chosen in ('repeated', repeated), ('new', ~repeated):
-            row[name] = losses[chosen].mean()
-            row[f'gain, {name}'] = gains[chosen].mean()
+            row[name] = losses[chosen].mean() if chosen.any() else None
+            row[f'gain, {name}'] = gains[chosen].mean() if chosen.any() else None
             row[f'n {name}'] = int(chosen.sum())
         table.add(row)
     save_picture(runs, 'repeats.png', plot_repeats, table.rows)
@@ -890,7 +890,7 @@ def evaluate_pairs(runs, args):
     for name, lines in texts.items():
         print(f'\n{name}')
         for line in [('source', 'reference', 'hypothesis'), *lines[:3]]:
-            print(*(f'{text:40.40}' for text in line))
+            print(*(f'{" ".join(text.split()):40.40}' for text in line))
     return dict(rows=table.rows, signatures=signatures, texts=texts)
 
 

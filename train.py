@@ -1186,7 +1186,7 @@ def main(argv=None):
     own_file = ''
     if model_name(Model) not in MODELS:
         own_file = f' --model {os.path.relpath(sys.modules[Model.__module__].__file__)}'
-    print(f'finished: python eval.py {config.out}{own_file}')
+    print(f'finished: python eval.py {shlex.quote(config.out)}{own_file}')
     if WORLD > 1:
         dist.destroy_process_group()
 

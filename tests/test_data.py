@@ -440,6 +440,14 @@ def test_a_copy_of_a_file_of_train_is_in_train(src):
     assert splits[0].count(texts[names['train']]) == 3
 
 
+def test_a_copy_of_a_file_of_val_is_in_val(src):
+    texts = {f'f{i}_txt': f'{i:4} ' * 40 for i in range(120)}
+    names = {split_of(name.replace('_', '.')): name for name in texts}
+    texts[names['test']] = texts[names['val']]
+    splits = texts_of(prepared(src(**texts)))
+    assert [split.count(texts[names['val']]) for split in splits] == [0, 2, 0]
+
+
 @mark.parametrize('name, line', [
     ('a.jsonl', '{{"text": "{}"}}'), ('b.tsv', '{}\tx'), ('train.json.gz', '{{"text": "{}"}}')])
 def test_lines_are_split_by_the_hash_of_their_text(src, name, line):
@@ -589,6 +597,32 @@ def test_a_changed_source_makes_another_folder(tmp_path, src, monkeypatch):
     assert copy.folder.name != changed.folder.name
     monkeypatch.setattr(data, 'VERSION', 0)
     assert prepared(path).folder != changed.folder
+
+
+def test_a_renamed_link_makes_another_folder(tmp_path, src):
+    """Names, those of links too, tell the splits."""
+    path = src(a_train_txt=random_text(360, 1))
+    files = write(tmp_path / 'more', b_txt='b', c_txt='c')
+    links = [path / 'b_val.txt', path / 'c_test.txt']
+    for link, file in zip(links, ('b.txt', 'c.txt')):
+        link.symlink_to(files / file)
+    assert texts_of(prepared(path))[1:] == [['b'], ['c']]
+    links[0].rename(path / 'b_test.txt')
+    links[1].rename(path / 'c_val.txt')
+    assert texts_of(prepared(path))[1:] == [['c'], ['b']]
+
+
+def test_runs_and_corpora_within_the_text_are_left_out(src, monkeypatch):
+    """A run that has just begun, which has a lock only, and a corpus of another root"""
+    path = src(a_txt=random_text(360, 1), out__run__lock='')
+    monkeypatch.chdir(path)
+    load('a.txt', 'bytes', quiet=True)
+    assert list(prepared(path).about['train'].split("'")[1::2]) == ['a.txt']
+
+
+def test_a_long_name(src):
+    path = src(**{240 * 'x' + '_txt': random_text(360, 1)})
+    assert prepared(next(path.iterdir())).train
 
 
 def test_links_to_folders_are_followed(tmp_path, src):
@@ -754,6 +788,20 @@ def test_downloads(tmp_path, monkeypatch):
     for tokenizer in ('bytes', 'word'):
         assert load('shakespeare', tokenizer, root=tmp_path).train.n_words == 90
         assert load('wikitext103', tokenizer, root=tmp_path).train.n_words == 100
+
+
+def test_two_downloads_at_once(tmp_path, monkeypatch):
+    def download(url, file, sha256):
+        file.write_text('line\n' * 100)
+
+    def slowly(url, file, sha256):
+        monkeypatch.setattr(torch.hub, 'download_url_to_file', download)
+        load('shakespeare', 'bytes', root=tmp_path)             # another process is faster
+        download(url, file, sha256)
+
+    monkeypatch.setattr(torch.hub, 'download_url_to_file', slowly)
+    assert load('shakespeare', 'bytes', root=tmp_path).train.n_words == 90
+    assert os.listdir(tmp_path / 'downloads') == ['shakespeare']
 
 
 def test_a_failed_download(tmp_path, monkeypatch):

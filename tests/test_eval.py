@@ -210,6 +210,9 @@ def test_a_short_document(run, capsys):
     row = evaluate('a --task table --data short.jsonl --split train')['rows'][0]
     assert row['±'] is row['<1,024'] is None
     assert 'from 1 documents' in capsys.readouterr().out
+    Path('short.jsonl').write_text('{"text": "abc"}')
+    row = evaluate('a --task repeats --data short.jsonl --split train')[0]
+    assert row['repeated'] is row['gain, repeated'] is None and row['new'] == row['loss']
     run('c/best.pt', tokenizer='word')
     Path('short.jsonl').write_text('{"text": "short"}')
     assert 'has two tokens' in one_line(evaluate, 'c --data short.jsonl --split train')
