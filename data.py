@@ -31,10 +31,10 @@ A corpus is a folder:
         train.idx  val.idx  test.idx    where each document starts and the last one ends, int64
         meta.json                       the tokenizer, counts, hashes
 
-Its name ends with a hash of its source files (names, paths, sizes, times) and of VERSION: if one of them
-changes, another folder is made. Every document ends with <|endoftext|>, except with the tokenizer
-`word`. Counts and hashes are of the text as it is read: without a byte order mark, and with LF for
-the line ends CR LF and CR.
+Its name ends with a hash of its source files (names, paths, sizes, times) and of VERSION: if one of
+them changes, another folder is made. Every document ends with <|endoftext|>, except with the
+tokenizer `word`. Counts and hashes are of the text as it is read: without a byte order mark, and
+with LF for the line ends CR LF and CR.
 
 A batch is a pure function of (split, arguments of Corpus.batches, number of the batch). So a run
 resumes from its step alone.

@@ -81,8 +81,8 @@ def new_file(text):
     """The type of a flag: a path, at which train.write can write a file after the work. Its folder
     is made."""
     name = train.expanded_path(text)
-    taken = os.path.exists(name) and not os.path.isfile(name)   # by a folder, a device, a pipe
-    path = Path(os.path.realpath(name))                         # a link remains: its file changes
+    path = Path(os.path.realpath(name))                 # a link remains: its file changes
+    taken = path.exists() and not path.is_file()        # by a folder, a device, a pipe
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -1393,6 +1393,10 @@ def check_values(parser, args):
     """Ends with one line if values of flags do not fit together, or cannot be used."""
     if args.prompt is not None and args.prompt_file is not None:
         parser.error('--prompt and --prompt-file are two prompts: only one of them is possible')
+    if args.cache and args.retrieve_from:
+        parser.error('--cache is without --retrieve-from')
+    if args.cache and args.task not in TASKS:
+        parser.error(f'--cache is not for --task {args.task}')
     if 0 in args.lengths.values():
         parser.error('--lengths 0: there is nothing to read; 1 or more works')
 
@@ -1423,6 +1427,9 @@ def check_runs(parser, runs, args):
     for run in runs:
         if run.about_text != runs[0].about_text:
             parser.error(f'different texts, {runs[0].about_text} and {run.about_text}: use --data')
+        if len(run.documents) != len(runs[0].documents):
+            parser.error('documents of one word, which have nothing to score with the tokenizer '
+                         f'word: evaluate {run.name} alone')
         check_cache(run, args)
     for task in subtasks_of(args.task, of_pairs):
         if of_pairs and task not in FOR_PAIRS:

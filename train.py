@@ -50,7 +50,7 @@ os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')
 import argparse, collections, contextlib, ctypes, datetime, difflib, functools, importlib
 import importlib.util, inspect, json, math, platform, re, shlex, signal, subprocess, sys, time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
@@ -361,6 +361,10 @@ class Run:
         if not path:
             path = config.out
             with locked(Path(path)):
+                # a run with a smaller --max-steps uses it as it is
+                if Path(path, 'ckpt.pt').exists():
+                    state, _, _ = read_checkpoint(path)
+                    config = replace(config, max_steps=max(config.max_steps, state['step']))
                 train(Model, model_config, config, self.corpus, ' in this stage')
         _, model, tokenizer = read_checkpoint(path)
         return model, tokenizer
@@ -585,6 +589,8 @@ def import_file(path):
         return module
     if not path.is_file():
         raise SystemExit(f'--model {path}: there is no such file')
+    if '.' in name:
+        raise SystemExit(f'--model {path}: a dot in the name {name}; rename the file')
     other = importlib.util.find_spec(name)          # the file itself, if it lies beside train.py
     if name in MODELS or (other and other.origin != str(path)):
         raise SystemExit(f'--model {path}: {name} is the name of another module; rename the file')
@@ -793,6 +799,10 @@ def parse(argv=None):
     # what is on the command line comes before all defaults
     parser.add_argument('-h', '--help', action='help')
     values = vars(parse_flags(parser, argv))
+    if args.init and values['tokenizer'] is not tokenizer:      # --tokenizer NAME
+        if values['tokenizer'] != tokenizer.name:
+            parser.error(f'--tokenizer: the weights of --init need theirs, {tokenizer.name}')
+        values['tokenizer'] = tokenizer
     refuse_vocab_size(parser, argv, values)
     try:
         model_config, config = (C(**{f.name: values[f.name] for f in fields(C)}) for C in configs)
@@ -902,7 +912,8 @@ def locked(out):
 
     try:
         for incomplete in out.glob('*.*.tmp'):          # of a killed program
-            incomplete.unlink(missing_ok=True)
+            if incomplete.is_file():                    # no datastore that eval.py builds now
+                incomplete.unlink(missing_ok=True)
         yield
     finally:
         with contextlib.suppress(OSError):      # it has files; Windows removes no open file
@@ -967,7 +978,7 @@ def check_folder(out, settings, state, kind):
     while Path(f'{run}-{i}').exists():
         i += 1
     message = f'{out} {trouble}; try --out {run}-{i}'
-    if 'best.pt' in files:
+    if 'best.pt' in files and not str(out).endswith('-reference'):
         message += f' (with --init {out}/best.pt it begins with these weights)'
     raise SystemExit(message)
 

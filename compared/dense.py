@@ -116,6 +116,7 @@ def train_retriever(retriever, run, idf):
         optimizer.zero_grad()
         contrast(retriever, chunks, doc, config, idf.to(device)).backward()
         optimizer.step()
+    optimizer.zero_grad()                   # else the first step of the model moves it once more
     retriever.requires_grad_(False)
     retriever.is_trained.fill_(1)
 

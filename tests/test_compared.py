@@ -198,6 +198,7 @@ def test_dense_retrievers_are_trained_by_contrast(start, retriever, capsys, fp64
     assert 'first the retriever, 2 steps' in capsys.readouterr().out
     dense, n = model.retriever, 12                                      # chunks of a sequence
     assert dense.is_trained and not any(p.requires_grad for p in dense.parameters())
+    assert not any(p.grad is not None for p in dense.parameters())      # no optimizer moves it
     idf = corpus_idf(corpus.train.tokens.tolist(), 257)
     chunks = batch.tokens.unflatten(1, (-1, CHUNK))
     doc = rpt.doc_of_chunks(batch.doc, CHUNK)
@@ -564,7 +565,8 @@ def test_your_own_model_can_have_annotations_that_are_strings(mine):
 
 @mark.parametrize('name, text, message', [
     ('none.py', None, 'no such file'), ('rpt.py', '', 'rename the file'),
-    ('json.py', '', 'rename the file'), ('empty.py', '', 'has no class Empty'),
+    ('json.py', '', 'rename the file'), ('mine.v2.py', '', 'a dot in the name'),
+    ('empty.py', '', 'has no class Empty'),
     ('my-model.py', 'class MyModel: pass', 'MyModelConfig'),
     ('other.py', 'from drt import *\nclass MyConfig(DRTConfig): pass\nclass Other(DRT): pass',
      'MyConfig has to be OtherConfig'),

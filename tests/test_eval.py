@@ -216,6 +216,9 @@ def test_a_short_document(run, capsys):
     run('c/best.pt', tokenizer='word')
     Path('short.jsonl').write_text('{"text": "short"}')
     assert 'has two tokens' in one_line(evaluate, 'c --data short.jsonl --split train')
+    lines = [f'{{"text": "word{i}"}}\n{{"text": "two {i}"}}\n' for i in range(9)]
+    Path('short.jsonl').write_text(''.join(lines))
+    assert 'documents of one word' in one_line(evaluate, 'a c --data short.jsonl --split train')
 
 
 def test_other_texts_are_refused_and_other_tokenizers_are_not(run, capsys):
@@ -272,6 +275,7 @@ def test_what_is_no_checkpoint_is_one_line(run):
     ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'niah, count'),
     ('a --split test', 'split test'), ('a --task examples --prompt x', 'two tokens'),
     ('a --json a/best.pt/x', 'pt/x'), ('a --html texts', 'texts'), ('a --json pipe', 'pipe'),
+    ('a --json=', "'' cannot be written"),
     ('a --task niah --lengths 1kk', '1kk'), ('a --task niah --lengths 999999999m', 'shorter'),
     ('a --task speed --lengths 0', '--lengths 0'), ('a\0', 'no such'),
     ('a --task niah --lengths 64', '64'), ('a --task niah --lengths 512 --depths 0,1', '0,1'),
@@ -296,6 +300,8 @@ def test_a_wrong_flag_is_one_line(run, flags, words):
     ('--prompt-file texts', '--prompt-file texts: Is a directory'),
     ('--task table --retrieve-from nothing', '--retrieve-from nothing: there is no such file'),
     ('--task table --data nothing', '--data nothing: there is no such file'),
+    ('--cache 9 --retrieve-from texts', '--cache is without --retrieve-from'),
+    ('--cache 9 --task count', '--cache is not for --task count'),
     ('--data pairs --task table', '--task pairs'), ('--data pairs --beam 0', '1 or more'),
     ('--data pairs --task translate --prompt x --max-tokens 0', '1 or more'),
     ('--data short.jsonl --task niah', 'val has 16 tokens, more than 248 are needed'),

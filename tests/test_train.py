@@ -180,6 +180,14 @@ def test_an_interrupted_reference(here, capsys):
     assert re.search(r'ndcg 0\.\d+ \| ranked \d+ \|', screen)
 
 
+def test_fewer_steps_than_those_of_the_reference(here):
+    """A run that was stopped goes on with its reference LM as it is."""
+    with at_step(1, interrupt, out='run'), contextlib.suppress(SystemExit):
+        launch('--out run --max-steps 6 --reference-steps 5', 'rpt')
+    launch('--out run --max-steps 3 --reference-steps 5', 'rpt')
+    assert step_of('run/ckpt.pt') == 3 and step_of('run-reference/ckpt.pt') == 5
+
+
 def test_a_reference_of_another_run(here):
     """Its folder is given; what retrieves, has another tokenizer or a short window is refused."""
     launch('--out run', 'rpt')
@@ -206,9 +214,10 @@ def test_kill_9(here):
     process.wait()
     assert step_of('run/ckpt.pt') < 100
     Path('run/best.pt.123.tmp').touch()                     # as of a kill while it is written
+    Path('run/datastore.123.tmp').mkdir()                   # that eval.py builds
     launch(more + 'run')
     assert same('run', 'straight')
-    assert not [*Path('run').glob('*.tmp')]
+    assert [*Path('run').glob('*.tmp')] == [Path('run/datastore.123.tmp')]
 
 
 def test_a_folder_has_one_run_at_a_time(here):
@@ -538,7 +547,7 @@ def first(here):
 
 def test_init_starts_from_weights_and_their_tokenizer(first, capsys):
     """And from the settings of the model, except those on the command line."""
-    argv = [*first, '--lr', '1e-12', '--eta', '0.2']
+    argv = [*first, '--lr', '1e-12', '--eta', '0.2', '--tokenizer', 'bpe']
     run(argv)
     before = load('first/ckpt.pt')
     after = load('second/ckpt.pt')
@@ -560,7 +569,7 @@ def test_cutoffs_beyond_the_vocabulary_are_named(here, capsys):
 
 
 NOT_FITTING = {'--n-embd 32': "first has weights for other settings: {'n_embd': 16}",
-               '--tokenizer bytes': "{'vocab_size': 294}", '--model trime': '--model rpt',
+               '--tokenizer bytes': 'need theirs, bpe', '--model trime': '--model rpt',
                '--init other.txt': 'other.txt is not a checkpoint'}
 
 
