@@ -1871,8 +1871,9 @@ def wrong_byte(file):
 # preparations that are killed
 @contextlib.contextmanager
 def new_folder(folder):
-    """A temporary folder, which gets the name of `folder` at the end: an incomplete corpus is never
-    opened. It is removed after an error; if the process is killed, the next `load` removes it."""
+    """A temporary folder, which gets the name of `folder` at the end: an incomplete corpus or
+    download is never opened. It is removed after an error; if the process is killed, the next
+    `load` or `download` removes it."""
     temporary = folder.with_name(f'{folder.name}.{os.urandom(4).hex()}.tmp')
     temporary.mkdir(parents=True)
     lock = open(temporary / 'lock', 'w')
