@@ -1163,7 +1163,6 @@ def download(name, folder):
     """Downloads the files of a named corpus into a folder."""
     if not DOWNLOADS[name]:
         raise SystemExit(f'{name} is not downloaded here: put its files into {folder}')
-    remove_abandoned(folder.parent)
     with new_folder(folder) as incomplete:
         for url, sha256 in DOWNLOADS[name].items():
             file = incomplete / Path(url).name
@@ -1871,9 +1870,10 @@ def wrong_byte(file):
 # preparations that are killed
 @contextlib.contextmanager
 def new_folder(folder):
-    """A temporary folder, which gets the name of `folder` at the end: an incomplete corpus or
-    download is never opened. It is removed after an error; if the process is killed, the next
-    `load` or `download` removes it."""
+    """A temporary folder, which gets the name of `folder` at the end: an incomplete corpus,
+    download or datastore is never opened. It is removed after an error; if the process is killed,
+    the next new folder beside it, or the next `load`, removes it."""
+    remove_abandoned(folder.parent)
     temporary = folder.with_name(f'{folder.name}.{os.urandom(4).hex()}.tmp')
     temporary.mkdir(parents=True)
     lock = open(temporary / 'lock', 'w')

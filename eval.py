@@ -58,7 +58,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 import data
-from data import progress_bar
+from data import new_folder, progress_bar
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1465,6 +1465,7 @@ def main(argv):
 
     args.device = train.hardware(args.device)
     args.progress_bar = progress_bar                # for the functions of model files
+    args.new_folder = new_folder
     train.precision(args.device, 'fp32')            # after training in a notebook
     with train.short_errors('eval.py', 'shorter --lengths, a smaller --data or --device cpu'):
         # the texts, and what is wrong with the flags for these texts

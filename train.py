@@ -324,6 +324,8 @@ class Run:
         config, corpus = self.config, self.corpus
         torch.manual_seed(config.seed)
         self.model = self.Model(self.model_config).to(self.device)
+        if config.gains and self.model.ways() == ('off',):
+            raise SystemExit('--gains: this model retrieves nothing')
         self.model.kernel = config.kernel
         if start:
             try:

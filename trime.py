@@ -59,7 +59,7 @@ Where this differs from the paper, and why
     $ python trime.py                       a demo of ten seconds, on a CPU
     $ python train.py --model trime
 """
-import argparse, hashlib, json, math, os, random, re, shutil
+import argparse, hashlib, json, math, random, re, shutil
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -768,12 +768,12 @@ class Datastore:
     The keys are fp16 in a faiss inverted file, memory-mapped; similarities are exact."""
     SHARD = 2 ** 31                     # bytes of keys held in memory while a store is built
 
-    def __init__(self, folder, model, text, about, nprobe, progress_bar, pairs=None):
+    def __init__(self, folder, model, text, about, nprobe, new_folder, progress_bar, pairs=None):
         """Opens the store of text (n + 1,) in folder; builds it if there is none or it is damaged.
 
         about           a dict of what it depends on
         nprobe          lists that a search reads, 0: all
-        progress_bar    data.progress_bar
+        new_folder, progress_bar    of data.py
         pairs           data.Pairs of the text, of which only targets have entries
         SystemExit if the folder has another store or the disk no room"""
         import faiss
@@ -781,15 +781,10 @@ class Datastore:
         self.nprobe = nprobe
         self.index = open_index(folder, about)
         if self.index is None:
-            # in a folder of this process, so a killed process never leaves half of a store
-            temporary = folder.with_name(f'{folder.name}.{os.getpid()}.tmp')
-            try:
+            with new_folder(folder) as temporary:                   # half a store is never opened
                 self.build(temporary, model, progress_bar, pairs)
                 (temporary / 'about.json').write_text(json.dumps(about))
                 shutil.rmtree(folder, ignore_errors=True)           # a damaged one
-                temporary.rename(folder)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
             self.index = open_index(folder, about)
 
         # what a search returns, times factor / sqrt(C), is the similarity, see LinearInference
@@ -828,7 +823,6 @@ class Datastore:
         size = 2 * C + 8                                            # bytes: a key, its number
         print(f'{folder}: at most {n:,} entries, {n * size / 1e9:.2f} GB on disk; to build it, '
               f'twice that and {min(n * size, self.SHARD) / 1e9:.2f} GB of memory')
-        folder.mkdir(exist_ok=True)
         if shutil.disk_usage(folder).free < 2 * n * size:
             raise SystemExit(f'{folder} needs {2 * n * size / 1e9:.2f} GB of free disk space')
 
@@ -1185,11 +1179,14 @@ def exchanged(j, first, n):
 def prepare_eval(model, corpus, external, args, path):
     """Sets model.eval_memory: opens the datastore of external.train, which is kept in the folder of
     the checkpoint `path`; tunes on another split of corpus. args: EvalConfig, and split,
-    retrieve_from, progress_bar of eval.py. SystemExit if tokens would find themselves; see
-    Datastore, too"""
+    retrieve_from, new_folder, progress_bar of eval.py. SystemExit if tokens would find themselves,
+    or --stride is too large; see Datastore, too"""
     # which memories: those of Table 1 or, with --retrieve-from, those of Table 5
     memory = model.eval_memory
     memory.inference = TrimeInference()
+    T = model.config.block_size
+    if args.stride > T:
+        raise SystemExit(f'--stride {args.stride} is more than the block size of {path}, {T}')
     memory.stride = args.stride or memory.stride
     memory.tab = corpus.tab
     trained = model.config.memory
@@ -1228,8 +1225,8 @@ def open_store(model, corpus, external, args, path):
         pairs = external.batches(external.train, kind='documents', block_size=T,
                                  micro_batch=1 + 4096 // T, seed=0)
     folder = path.parent / f'datastore-{external.folder.name}'
-    return Datastore(folder, model, external.train.tokens, about, args.nprobe, args.progress_bar,
-                     pairs)
+    return Datastore(folder, model, external.train.tokens, about, args.nprobe, args.new_folder,
+                     args.progress_bar, pairs)
 
 
 # values that `tune` tries

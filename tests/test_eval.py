@@ -885,6 +885,7 @@ def test_a_flag_of_another_model_names_it(models):
     message = one_line(evaluate, 'out/drt out/rpt --memory local')
     assert message == 'eval.py: --memory is a flag of trime: none of these runs is of that model'
     assert '--offload is a flag of drt' in one_line(evaluate, 'out/trime --offload=.')
+    assert 'more than the block size' in one_line(evaluate, 'out/trime --stride 2000')
     for flag in ('--n-layer', '--max-steps'):
         assert f'{flag} is a flag of train.py' in one_line(evaluate, f'out/drt {flag} 3')
     assert 'the nearest is --offload' in one_line(evaluate, 'out/drt --offlaod .')

@@ -338,6 +338,7 @@ def test_gains_in_the_log(here):
     launch('--out straight', 'drt')
     assert log_of('straight')[-1]['val_loss'] == log[-1]['val_loss']        # the way on, again
     assert 'retrieve chunks' in one_line(launch, '--gains')
+    assert 'retrieves nothing' in one_line(launch, '--gains --groups 0', 'drt')
 
 
 @mark.parametrize('more', ['', '--no-bm25'])
