@@ -173,15 +173,18 @@ class LandmarkAttention(SelfAttention):
         k = k[b, existing, h]                                           # (..., n, S - 1, D)
         v = v[b, existing, h]
 
-        # their scores z (B, H, L, n, S - 1). That a far chunk has moved is seen in rotary scores
-        # alone: the softmax over a chunk's tokens does not change if all are nearer
-        if self.config.positions == 'rotary':
-            excess = self.excess(i - (S * chunk + S - 1))               # (..., n)
-            q = rotate_at(q[:, :, :, None], i - excess)                 # (B, H, L, n, D)
-            z = torch.einsum('bhind, bhinjd -> bhinj', q, rotate_at(k, j))
-        else:
-            z = torch.einsum('bhid, bhinjd -> bhinj', q, k)
-            z = z - self.slopes(q.device)[..., None] * age
+        # their scores z (B, H, L, n, S - 1), in fp32. That a far chunk has moved is seen in rotary
+        # scores alone: the softmax over a chunk's tokens does not change if all are nearer
+        with torch.autocast(q.device.type, enabled=False):
+            q = fp32(q)
+            k = fp32(k)
+            if self.config.positions == 'rotary':
+                excess = self.excess(i - (S * chunk + S - 1))           # (..., n)
+                q = rotate_at(q[:, :, :, None], i - excess)             # (B, H, L, n, D)
+                z = torch.einsum('bhind, bhinjd -> bhinj', q, rotate_at(k, j))
+            else:
+                z = torch.einsum('bhid, bhinjd -> bhinj', q, k)
+                z = z - self.slopes(q.device)[..., None] * age
         z = z.masked_fill(age < 0, MASKED)
 
         # one softmax of landmarks and of tokens in its chunk: log Σ exp z is the score of a chunk
