@@ -613,10 +613,12 @@ class Corpus:
         for split, counts in meta['splits'].items():
             tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
             offsets = np.fromfile(folder / f'{split}.idx', np.int64)
-            assert len(tokens) == offsets[-1] == counts['tokens']
-            assert offsets[0] == 0 and np.diff(offsets).min() > 0
-            # the maximum takes time: of the first 67M tokens only
-            assert tokens[:2 ** 26].max() < self.tokenizer.n_vocab
+            n_tokens = len(tokens), offsets[-1], counts['tokens']
+            assert len({*n_tokens}) == 1, f'{split}: {n_tokens} tokens'
+            assert offsets[0] == 0 and np.diff(offsets).min() > 0, f'{split}.idx: {offsets[:99]}'
+            largest = tokens[:2 ** 26].max()        # takes time: of the first 67M tokens only
+            n_vocab = self.tokenizer.n_vocab
+            assert largest < n_vocab, f'{split}.bin: id {largest} of {n_vocab}'
             setattr(self, split, Split(split, tokens, offsets, counts['bytes'], counts['words']))
             hashes.append(counts['sha256'])
         self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
@@ -1168,11 +1170,11 @@ def download(name, folder):
             file = incomplete / Path(url).name
             try:
                 torch.hub.download_url_to_file(url, file, sha256)
-            except Exception as error:                  # of urllib, of torch, OSError
+                if file.suffix == '.zip':
+                    shutil.unpack_archive(file, incomplete)
+                    file.unlink()
+            except Exception as error:                  # of urllib, of torch, OSError, a bad zip
                 raise SystemExit(f'{url}: {error!r}; put its files, unpacked, into {folder}')
-            if file.suffix == '.zip':
-                shutil.unpack_archive(file, incomplete)
-                file.unlink()
 
 
 def list_files(top, why_not):

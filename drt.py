@@ -55,7 +55,8 @@ Where we differ from the paper, and why
     As in the official code, cross-attention has a sink in place of the landmark's key, a norm and a
     projection; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the residual (official
     code: only the MLP's input).
-    Scores and top K are computed without autocast (official code: bf16).
+    Scores and top K are computed without autocast (official code: bf16). In evaluation the top K
+    are of scores rounded to 1/256, so that chunks that recur are ties.
     Streams keep chunks in 16 bits. Of a corpus, keys and values are stored, too (paper, §3.3: only
     landmarks; chunks are encoded again).
     Retrieval never crosses joined documents; self-attention does.

@@ -600,9 +600,11 @@ def draw_token(log_p, args, generator):
     return tokens[torch.multinomial(p, 1, generator=generator)].item()
 
 
-def generate(model, tokenizer, prompt, args):
+def generate(model, tokenizer, prompt, args=None):
     """-> text that continues the prompt, to <|endoftext|> or max_tokens; an empty prompt is the
     beginning of a document. args: max_tokens, temperature, top_k, top_p and seed of EvalConfig"""
+    args = args or EvalConfig()
+
     # a document begins after <|endoftext|>, or, with words, after the end of a line
     ids = tokenizer.encode(prompt).tolist()
     if not ids:

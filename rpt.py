@@ -52,8 +52,9 @@ Where we differ from the paper, and why
     Settings: by default, fields marked (ours) differ; --preset paper has the paper's, except those
     named at PRESETS. Those that change the method, not only its size, are a group of their own in
     RPTConfig.
-    Scores: s_q is divided by sqrt(C). Search is exact (paper: faiss). A chunk without neighbors
-    gets 0 from cross-attention.
+    Scores: s_q is divided by sqrt(C). Search is exact (paper: faiss), in evaluation of scores
+    rounded to 1/256, so that chunks that recur are ties. A chunk without neighbors gets 0 from
+    cross-attention.
     Layers: the retriever and the gate have norms and biases. Retrieved states have passed the
     retriever's attention, those of the chunk that retrieves have not. The gate attends to the
     neighbors of a window of chunks, so that a stream keeps no others (paper: of all chunks).

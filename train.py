@@ -220,6 +220,9 @@ def train(Model, model_config, config, corpus=None, stage=''):
     if run.resumes and 'max_steps' in changed:
         print(f'--max-steps was {saved["max_steps"]}: the learning rate is now that of '
               f'{config.max_steps} steps')
+    if run.state['step'] == config.max_steps and not stage:
+        print(f'{run.out} has all {config.max_steps} steps: a larger --max-steps lengthens it, '
+              'another --out begins a new one')
     if RANK == 0 and changed:
         write_config(run.out, run.settings, run.ran_on)
     if RANK == 0 and not run.resumes:
@@ -282,11 +285,14 @@ class Run:
         # the micro-batches of a step are shared among the processes
         B = model_config.micro_batch
         T = model_config.block_size
-        self.n_micro_batches, rest = divmod(config.tokens_per_step, WORLD * B * T)
+        n_tokens = WORLD * B * T
+        self.n_micro_batches, rest = divmod(config.tokens_per_step, n_tokens)
         if rest:
+            nearest = n_tokens * max(1, round(config.tokens_per_step / n_tokens))
             raise SystemExit(
                 f'--tokens-per-step {config.tokens_per_step}: no multiple of processes x '
-                f'micro_batch x block_size = {WORLD} x {B} x {T} = {WORLD * B * T}')
+                f'micro_batch x block_size = {WORLD} x {B} x {T} = {n_tokens}; the nearest one '
+                f'is {nearest}')
         if config.gains and self.kind != 'documents':
             raise SystemExit('--gains is for models that retrieve chunks: rpt, drt')
 
@@ -1082,6 +1088,8 @@ def hardware(device):
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if not torch.get_device_module(device).is_available():
         raise SystemExit(f'PyTorch finds no {device}: --device cpu works')
+    if device == 'mps':
+        print('--device mps: nothing was measured on one')
     if device == 'cpu' and platform.libc_ver()[0] == 'glibc':
         mallopt = ctypes.CDLL(None).mallopt             # else pages are freed and cleared each step
         mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
@@ -1154,14 +1162,21 @@ def short_errors(program, smaller):
         raise
 
 
-def smaller_sizes(Model, model_config):
-    """What to try when memory is not enough"""
-    B, T = model_config.micro_batch, model_config.block_size
-    if B == 1:
+def smaller_sizes(Model, model_config, config):
+    """What to try when memory is not enough: the next smaller micro-batch that divides a step"""
+    batches = part_of(Model, 'batches')(model_config)
+    is_independent = batches['kind'] in ('segments', 'documents')   # else of 2 sequences or more
+    T = model_config.block_size
+    sequences = config.tokens_per_step // (WORLD * T)               # of a step and a process
+    group = batches.get('consecutive') or 1
+    for B in range(model_config.micro_batch - 1, 0 if is_independent else 1, -1):
+        if sequences % B == 0 and B % group == 0:
+            break
+    else:
         return f'--block-size {T // 2} and another --out'
-    if part_of(Model, 'batches')(model_config)['kind'] in ('segments', 'documents'):
-        return f'--micro-batch {B // 2}: the run is then resumed'
-    return f'--micro-batch {B // 2}, which changes the model, and another --out'
+    if is_independent:
+        return f'--micro-batch {B}: the run is then resumed'
+    return f'--micro-batch {B}, which changes the model, and another --out'
 
 
 def keep_printing():
@@ -1183,7 +1198,7 @@ def main(argv=None):
     Model, model_config, config = parse(argv)
     if RANK > 0:
         sys.stdout = open(os.devnull, 'w')              # the first process prints
-    smaller = smaller_sizes(Model, model_config)
+    smaller = smaller_sizes(Model, model_config, config)
     with short_errors('train.py', smaller), locked(Path(config.out)):
         if WORLD > 1:       # after the lock: the processes wait here, and end if it is refused
             backend = 'nccl' if hardware(config.device).type == 'cuda' else 'gloo'

@@ -363,7 +363,7 @@ def test_nothing_is_overwritten(here, capsys):
     for more, message in messages.items():
         assert message in one_line(launch, more)
     launch('--kernel torch')                   # finished; --kernel may differ
-    assert 'finished' in capsys.readouterr().out
+    assert 'another --out begins a new one' in capsys.readouterr().out
     assert contents('out') == before
 
     # without ckpt.pt there are weights and a log of a run, but none that resumes
@@ -436,7 +436,9 @@ def test_a_full_disk(here, monkeypatch):
     (4, '--micro-batch 2: the run is then resumed', torch.OutOfMemoryError('Tried to allocate 9')),
     (1, '--block-size 8 and another --out', RuntimeError("can't allocate memory")),
     (4, '--micro-batch 2: the run is then resumed', MemoryError('Unable to allocate 9 GiB')),
-    ('4 --memory long', '--micro-batch 2, which changes the model', MemoryError())])
+    ('4 --memory long', '--micro-batch 2, which changes the model', MemoryError()),
+    ('4 --memory long --n-consecutive 4', '--block-size 8', MemoryError()),
+    ('4 --tokens-per-step 192', '--micro-batch 3: the run is then resumed', MemoryError())])
 def test_out_of_memory_names_the_next_smaller_size(here, monkeypatch, B, hint, error):
     def forward(*_):
         raise error
@@ -477,7 +479,7 @@ WRONG = {
     '--max-steps 0': '1 or more', '--tokens-per-step 0': '1 or more', '--eval-every 0': '1 or more',
     '--val-tokens 0': '1 or more', '--micro-batch 0': 'micro_batch must be 1',
     '--model rpt --n-head 0': 'n_head must be 1', '--model drt --n-layer 0': 'n_layer must be 1',
-    '--tokens-per-step 100': '1 x 2 x 512 = 1024', '--data no/such': 'such',
+    '--tokens-per-step 1500': '= 1024; the nearest one is 1024', '--data no/such': 'such',
     '--block-size 999999 --tokens-per-step 1999998': 'block-size', '--warmup 2': 'at most 1',
     '--data a\0b': '--data',
     '--device cuda': '--device cpu', '--out texts/val.jsonl': 'val.jsonl',
