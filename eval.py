@@ -242,11 +242,14 @@ class EvalRun:
     def prepare(self, args):
         """Prepares the model for the text: what it retrieves from and, for TRIME and a cache, the
         constants that are tuned on another split. This can take minutes."""
+        self.constants = {}
         prepare_eval = train.part_of(self.Model, 'prepare_eval')
         if prepare_eval:
-            prepare_eval(self.model, self.corpus, self.external, args, self.path)
+            tuned = prepare_eval(self.model, self.corpus, self.external, args, self.path)
+            self.constants = tuned or {}
         if args.cache:
             self.model = cached_model(self, args)
+            self.constants = {way: vars(x) for way, x in self.model.constants.items()}
 
     @property
     def of_pairs(self):
@@ -432,7 +435,7 @@ def loss_table(runs, args):
             'params': sum(map(torch.numel, run.model.parameters())),
             'trained on': run.checkpoint['tokens'],
             **metrics(run.log_p_of[way], run.log_p_of['off'], run.split)})
-    return dict(about, rows=table.rows)
+    return dict(about, rows=table.rows, constants={run.name: run.constants for run in runs})
 
 
 def report(runs, args):

@@ -40,6 +40,7 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
                             token t + 1 of tokens (n,). state: that of tokens[:t]; None: it is
                             computed. With config.groups, also group: by this group of layers
     prepare_eval(model, corpus, external, args, path)   optional: computes what an evaluation needs
+                            -> None, or {name: what was tuned}, for --json
     EvalConfig, TASKS       optional: flags and tasks of eval.py for this model only
     FLOPS                   optional: operators that torch cannot count, for --task speed
 

@@ -60,7 +60,7 @@ Where this differs from the paper, and why
     $ python train.py --model trime
 """
 import argparse, hashlib, json, math, random, re, shutil
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -1180,7 +1180,7 @@ def prepare_eval(model, corpus, external, args, path):
     """Sets model.eval_memory: opens the datastore of external.train, which is kept in the folder of
     the checkpoint `path`; tunes on another split of corpus. args: EvalConfig, and split,
     retrieve_from, new_folder, progress_bar of eval.py. SystemExit if tokens would find themselves,
-    or --stride is too large; see Datastore, too"""
+    or --stride is too large; see Datastore, too. -> {name: constant}, {} with memory none"""
     # which memories: those of Table 1 or, with --retrieve-from, those of Table 5
     memory = model.eval_memory
     memory.inference = TrimeInference()
@@ -1196,7 +1196,7 @@ def prepare_eval(model, corpus, external, args, path):
         names = f'{args.memory or "local,long"},ext'
     names = names.split(',')
     if names == ['none']:
-        return
+        return {}
 
     # of which size at most
     split = corpus.tuning_split(args.split)
@@ -1211,6 +1211,7 @@ def prepare_eval(model, corpus, external, args, path):
     windows = collect(model, split, 4096, args.progress_bar)
     memory.inference = tune(windows, inference)
     print(f'{path}: {memory.inference}, tuned on {split.name}')
+    return asdict(memory.inference)
 
 
 def open_store(model, corpus, external, args, path):

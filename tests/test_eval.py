@@ -904,8 +904,10 @@ def test_the_names_of_memories():
 
 def test_a_cache_of_each_model(models, capsys):
     """Its constants are printed with what they are tuned on. The page and the speed work, too."""
-    rows = evaluate('out/drt out/base --cache 64 --task table')['rows']
-    ways = [row['way'] for row in rows]
+    result = evaluate('out/drt out/base --cache 64 --task table')
+    assert {*result['constants']['out/drt']} == {'on', 'off'}
+    assert {*result['constants']['out/base']['off']} == {'size', 'tau', 'lam'}
+    ways = [row['way'] for row in result['rows']]
     assert ways == ['on+cache', 'on', 'off+cache', 'off', 'off+cache', 'off']
     screen = capsys.readouterr().out
     assert screen.count('tokens of test') + screen.count('tokens of val') == 3
