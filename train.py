@@ -443,7 +443,6 @@ class Run:
         """Steps, validations and checkpoints, until the last step or a signal. signals: see
         caught_signals"""
         config, state = self.config, self.state
-        began = time.perf_counter()
         first = state['step']
         if RANK == 0:                   # the log may have steps after the checkpoint: remove them
             with open(self.out / 'log.jsonl', 'a') as f:
@@ -468,9 +467,10 @@ class Run:
             # save and log
             if RANK == 0:
                 self.save(entry, due, due or stopped)
-                minutes = (time.perf_counter() - began) / 60
-                left = minutes / (done + 1 - first) * (config.max_steps - done - 1)
-                self.show(entry, seconds, left, is_first=done == first, due=due)
+                n = done + 1 - first                    # steps of this process
+                if n == 1:                              # in which layers are compiled
+                    began = time.perf_counter()
+                self.show(entry, seconds, n, time.perf_counter() - began, due)
             # a signal in the last validation counts, too: RPT would go on after its reference LM
             if stopped or (is_last and signals):
                 raise SystemExit(f'stopped at step {done + 1}; run it again to resume')
@@ -555,14 +555,15 @@ class Run:
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         write(self.out / 'ckpt.pt', dict(self.state, optimizers=optimizers))
 
-    def show(self, entry, seconds, left, is_first, due):
+    def show(self, entry, seconds, n, seconds_since, due):
         """Prints the metrics of some of the steps in a line: losses with four decimals, others with
-        four digits. left: minutes"""
+        four digits. seconds: of the step, the n-th of this process; seconds_since: the first one"""
         step, max_steps = entry['step'], self.config.max_steps
-        if is_first:
+        left = seconds_since / max(1, n - 1) * (max_steps - step) / 60      # minutes
+        if n == 1:
             print(f'the first step took {seconds:.1f} s')
-        if step == 10 and left > 5:
-            few = 4 * (max_steps - step) / left
+        if n == 10 and left > 5:
+            few = step + 4 * (max_steps - step) / left
             print(f'{left:.0f} min left; with --max-steps {few:.0f} about 4')
         if not (due or step == 1 or step % max(1, max_steps // 30) == 0):
             return
@@ -571,8 +572,10 @@ class Run:
             if key not in NOT_SHOWN:
                 digits = '.4f' if 'loss' in key else '.4g'
                 columns.append(f'{key} {x:{digits}}')
-        speed = f'{entry["tokens_per_s"]:,.0f} tokens/s'
-        print(*columns, speed, f'{left:.1f} min left{self.stage}', sep=' | ')
+        columns.append(f'{entry["tokens_per_s"]:,.0f} tokens/s')
+        if n > 1:
+            columns.append(f'{left:.1f} min left{self.stage}')
+        print(*columns, sep=' | ')
 
 
 # --------------------------------------------------------------------------------------------------
