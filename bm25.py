@@ -204,7 +204,7 @@ def timed(function, *args, **kwargs):
 
 
 def print_times(name, index_s, search_s, Q):
-    """Of an index and of Q queries, in seconds"""
+    """Prints the time of an index, in seconds, and of one of Q queries, in ms."""
     ms = 1000 * search_s / Q
     print(f'{name:8} index {index_s:5.2f} s    a query {ms:6.2f} ms')
 

@@ -900,9 +900,9 @@ class DRT(nn.Module):
 
     # training
     def training_candidates(self, l_k, kv, docs):
-        """Of whole sequences: a landmark can retrieve chunks before its own, of its document. l_k
-        (B, N, C), kv (2, B, N, S, H, D), docs (B, L): the document of each position; -1: padding
-        -> Candidates"""
+        """What whole sequences retrieve from: a landmark from the chunks before its own, of its
+        document. l_k (B, N, C), kv (2, B, N, S, H, D), docs (B, L): the document of each position;
+        -1: padding -> Candidates"""
         S = self.config.chunk_size
         N = l_k.size(1)
 
@@ -1046,7 +1046,7 @@ class DRT(nn.Module):
         return x, State(past, unfinished, l_k, kv, state.chosen)
 
     def stream_candidates(self, l_k, kv, N, start):
-        """Of a text so far, whose last N chunks end in this piece: their landmarks can retrieve
+        """What the last N chunks of a text so far, which end in this piece, retrieve from: the
         chunks before their own. With a corpus, its chunks come first. l_k (B, M, C), kv: a list of
         M chunks, start: see Retrieved -> Candidates"""
         B, M, _ = l_k.shape

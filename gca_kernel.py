@@ -630,7 +630,7 @@ def example(dtype, B, N, S, K, H=4, D=64):
 
 
 def output_and_gradients(function, inputs, do, *args, **kwargs):
-    """Of a function of q, k, v, w and more: o, dq, dk, dv, dw"""
+    """-> o of a function of q, k, v, w and more, and the gradients dq, dk, dv, dw"""
     inputs = [x.detach().requires_grad_() for x in inputs]
     o = function(*inputs, *args, **kwargs)
     gradients = torch.autograd.grad(o, inputs, do.to(o.dtype))

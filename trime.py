@@ -983,7 +983,7 @@ class TRIME(nn.Module):
         targets = batch.targets.flatten()                           # (N,)
 
         def memories_of(queries):
-            """Of a slice of queries: a slice of the N memories, and the mask"""
+            """-> the slice of the N memories that a slice of queries can have, and the mask"""
             columns = memory_columns(kinds, batch.doc, queries)
             return columns, memory_mask(kinds, batch.doc, self.config, queries, columns)
 
