@@ -379,10 +379,12 @@ class CrossEntropy(torch.autograd.Function):
         block = 1024
         if f.is_cuda:                                   # a GPU needs large products: 0.5 GiB
             block = 2 ** 27 // len(E)
+
         nats = f.new_zeros(())
         df = torch.empty_like(f)
         dE = torch.zeros_like(E)
         for start in range(0, len(f), block):
+            # the loss of a block of rows
             rows = slice(start, start + block)
             w = targets[rows]                                           # (block,)
             i = torch.arange(len(w), device=w.device)
@@ -390,6 +392,8 @@ class CrossEntropy(torch.autograd.Function):
             logits[:, V:] = -math.inf                                   # rows of zeros: no words
             log_p = logits.log_softmax(1)                               # (block, V')
             nats -= log_p[i, w].sum()
+
+            # its gradients
             if f.requires_grad:
                 dlogits = log_p.exp_()
                 dlogits[i, w] -= 1
@@ -1149,6 +1153,8 @@ class DRT(nn.Module):
             state = self.read(tokens[None, :t])
         n_tokens = self.config.chunk_size - 1                           # of a chunk
         n_read = 2 * n_tokens if self.config.next_chunk else n_tokens
+
+        # the choice of the last landmark, in each group
         rows = []
         for g, (w, idx) in enumerate(state.chosen):
             if group not in (None, g):
@@ -1156,7 +1162,7 @@ class DRT(nn.Module):
             for weight, k in zip(w[0, -1].tolist(), idx[0, -1].tolist()):
                 if k == NO_CHUNK:
                     continue
-                if k < self.n_corpus:
+                if k < self.n_corpus:                                   # of a corpus
                     ids = self.corpus.tokens
                     start = k * n_tokens
                 else:

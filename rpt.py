@@ -358,10 +358,12 @@ class CrossEntropy(torch.autograd.Function):
         block = 1024
         if f.is_cuda:                                   # a GPU needs large products: 0.5 GiB
             block = 2 ** 27 // len(E)
+
         nats = f.new_zeros(())
         df = torch.empty_like(f)
         dE = torch.zeros_like(E)
         for start in range(0, len(f), block):
+            # the loss of a block of rows
             rows = slice(start, start + block)
             w = targets[rows]                                           # (block,)
             i = torch.arange(len(w), device=w.device)
@@ -369,6 +371,8 @@ class CrossEntropy(torch.autograd.Function):
             logits[:, V:] = -math.inf                                   # rows of zeros: no words
             log_p = logits.log_softmax(1)                               # (block, V')
             nats -= log_p[i, w].sum()
+
+            # its gradients
             if f.requires_grad:
                 dlogits = log_p.exp_()
                 dlogits[i, w] -= 1
@@ -1143,12 +1147,16 @@ class RPT(nn.Module):
         m = config.chunk_size
         C = config.n_embd
         zeros = self.embedding.weight.new_zeros
+
+        # no chunks
         key_size = config.vocab_size if config.retriever == 'bm25' else C
         index = Index(
             keys=zeros(B, 0, key_size),
             chunk_pairs=zeros(B, 1, 2 * m, C),                          # row 0
             last=zeros(B, 0, m, C))
-        n = config.window_chunks                                        # rows before chunk 0
+
+        # the neighbors of the chunks of a window before chunk 0: none
+        n = config.window_chunks
         neighbors = Neighbors(
             chosen=zeros(B, n, K).long() - 1,                           # none
             states=zeros(B, n, K, 2 * m, C),
@@ -1496,6 +1504,8 @@ def check_ranked_runs(rankers, reference, texts):
     if not rankers:
         raise SystemExit('ranks: there is one run only. Name runs that retrieve chunks, then their '
                          'reference LM: eval.py out/rpt out/rpt-reference --task ranks')
+
+    # the runs that rank
     for run in rankers:
         if not run.model.neighbor_encoder:
             raise SystemExit(f'ranks: {run.name} retrieves no chunks. All runs but the last, which '
@@ -1507,6 +1517,8 @@ def check_ranked_runs(rankers, reference, texts):
         if m != reference.model.config.chunk_size:
             raise SystemExit(f'ranks: {run.name} has chunks of {m} tokens, the reference LM '
                              f'{reference.name} has others. Use runs of one --chunk-size')
+
+    # the reference LM and the texts
     if reference.model.neighbor_encoder:
         raise SystemExit(f'ranks: the last run, {reference.name}, retrieves chunks. It must be the '
                          'reference LM, an RPT of --retriever none, as out/rpt-reference is')
@@ -1651,6 +1663,8 @@ def demo():
     model = RPT(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     n_parameters = sum(p.numel() for p in model.parameters())
+
+    # training
     for step in range(20):
         f, state, s_q = model.encode(tokens[:, :-1])
         loss = cross_entropy(f, model.embedding.weight, tokens[:, 1:])
@@ -1668,6 +1682,8 @@ loss at first              {loss:.3f}, ln 256 = {math.log(256):.3f}""")
         optimizer.step()
         optimizer.zero_grad()
     print(f'loss after 20 steps        {loss:.3f}')
+
+    # what is retrieved for the last byte
     t = 1023
     print(f'To predict what follows {text[t - 40:t]!r}, it reads, with an untrained retriever:')
     for row in model.eval().trace(tokens[0], t - 1):

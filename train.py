@@ -329,6 +329,8 @@ class Run:
     def make_model(self, start):
         """The model, with the weights of `start`, a checkpoint or {}; the state of the run"""
         config, corpus = self.config, self.corpus
+
+        # the model and its weights
         torch.manual_seed(config.seed)
         self.model = self.Model(self.model_config).to(self.device)
         if config.gains and self.model.ways() == ('off',):
@@ -339,8 +341,10 @@ class Run:
                 self.model.load_state_dict(start['model'])
             except RuntimeError:                            # of other shapes
                 differ = dict(start['config'].items() - self.settings.items())
-                raise SystemExit(f'{start_of(config)} has weights for other settings: {differ}')
+                raise SystemExit(f'{start_of(config)} has weights for other settings: {differ}; '
+                                 'use these, or no --init')
 
+        # the state of the run: that of the checkpoint, or a new one
         self.state = start
         if not self.resumes:
             if start and start['data'] == config.data and start['corpus'] != corpus.fingerprint:
@@ -867,6 +871,7 @@ def read_checkpoint(path, Models=()):
     """Reads a file that Run.save wrote here or elsewhere, or ckpt.pt in a folder. Models: classes
     of users' files, of which one can be that of the weights: a checkpoint holds only a name, and no
     checkpoint makes this program import a file -> its state, the model in fp32, the Tokenizer"""
+    # the file
     path = Path(path).expanduser()
     if path.is_dir():
         path /= 'ckpt.pt'
@@ -878,12 +883,16 @@ def read_checkpoint(path, Models=()):
         assert re.fullmatch(r'[\w-]+', name)
     except Exception as e:                              # a broken file can raise anything
         raise SystemExit(f'{path} is not a checkpoint of this version: {e!r:.200}')
+
+    # the class of the model
     classes = {model_name(Model): Model for Model in Models}
     if name in MODELS:
         classes[name] = find_model(name)
     if name not in classes:
         raise SystemExit(f'{path} has weights of a model file of yours: --model PATH/{name}.py')
     Model = classes[name]
+
+    # the model and the tokenizer
     try:
         Config = config_of(Model)
         update_checkpoint(state, Config)
@@ -1031,22 +1040,29 @@ def check_processes(run):
     it differs, as on machines without a common disk. The weights become those of the first one."""
     if WORLD == 1:
         return
-    mine = {'the step of ckpt.pt': run.state['step'],
-            'the text': run.corpus.fingerprint,
-            'the version of torch': torch.__version__}
+
+    # what this process starts from
+    local_values = {
+        'the step of ckpt.pt': run.state['step'],
+        'the text': run.corpus.fingerprint,
+        'the version of torch': torch.__version__}
     for key, x in run.settings.items():
         if key not in ('data', 'out', 'corpus'):
-            mine[f'the setting {key}'] = x
-    mine['weights'] = fingerprint(run.model.parameters())
-    everyone = [None] * WORLD
-    dist.all_gather_object(everyone, mine)
-    for name, of_first in everyone[0].items():
-        for rank, other in enumerate(everyone):
+            local_values[f'the setting {key}'] = x
+    local_values['weights'] = fingerprint(run.model.parameters())
+
+    # what all of them start from
+    values = [None] * WORLD
+    dist.all_gather_object(values, local_values)
+    for name, of_first in values[0].items():
+        for rank, other in enumerate(values):
             if other[name] != of_first:
                 raise SystemExit(
                     f'process {rank} has another value of {name} than process 0 ({other[name]}, '
                     f'{of_first}): all machines need the same text and the same --out, on a '
                     'common disk or as copies')
+
+    # the weights of the first one
     for x in run.model.state_dict().values():
         dist.broadcast(x, 0)
 
