@@ -762,8 +762,8 @@ def trouble_of_flag(word, argv, parser):
 
 
 def parse_flags(parser, argv):
-    """The values of all flags. An unknown one is an error that says what to do. Configs check which
-    numbers have to be 1 or more."""
+    """The values of all flags. An unknown one is an error that names what to do. Configs check
+    which numbers have to be 1 or more."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(trouble_of_flag(unknown[0], sys.argv[1:] if argv is None else argv, parser))
@@ -1178,7 +1178,7 @@ def short_errors(program, smaller):
             raise SystemExit(f'{program}: is the disk full? {e!r:.200}')
         if WORLD > 1 and re.search('gloo|NCCL|Connection', str(e)):
             raise SystemExit(f'{program}: process {RANK}: another process has ended; its message '
-                             'says why')
+                             'has the reason')
         raise
 
 

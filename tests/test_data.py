@@ -734,7 +734,7 @@ def test_no_such_file(path):
     ('abc'.encode('utf-32'), 'utf-32', 'byte 0 is 0xff')])
 @mark.parametrize('name', ['a.txt', 'a.jsonl', 'a.txt.gz'])
 def test_the_encoding_of_a_file(src, capsys, name, content, encoding, where):
-    """Alone, the file is an error that says what to do; next to another file it is left out."""
+    """Alone, the file is an error that names what to do; next to another file it is left out."""
     if name.endswith('.gz'):
         content = gzip.compress(content)
     message = one_line(prepared, src(**{name: content}))

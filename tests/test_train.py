@@ -302,7 +302,7 @@ def test_machines_that_share_no_disk(here, texts):
     Path('b/texts').unlink()
     (first, last), status = two_machines('--max-steps 7')
     assert 'process 1: ' in last and 'each machine needs the text' in last and status == [1, 1]
-    assert first == 'train.py: process 0: another process has ended; its message says why'
+    assert first == 'train.py: process 0: another process has ended; its message has the reason'
 
 
 # --------------------------------------------------------------------------------------------------
