@@ -1185,18 +1185,18 @@ def short_errors(program, smaller):
 def smaller_sizes(Model, model_config, config):
     """What to try when memory is not enough: the next smaller micro-batch that divides a step"""
     batches = part_of(Model, 'batches')(model_config)
-    is_independent = batches['kind'] in ('segments', 'documents')   # else of 2 sequences or more
+    is_independent = batches['kind'] in ('segments', 'documents')
+    least = 1 if is_independent else 2
     T = model_config.block_size
     sequences = config.tokens_per_step // (WORLD * T)               # of a step and a process
     group = batches.get('consecutive') or 1
-    for B in range(model_config.micro_batch - 1, 0 if is_independent else 1, -1):
-        if sequences % B == 0 and B % group == 0:
-            break
-    else:
+    smaller = [B for B in range(least, model_config.micro_batch)
+               if sequences % B == 0 and B % group == 0]
+    if not smaller:
         return f'--block-size {T // 2} and another --out'
     if is_independent:
-        return f'--micro-batch {B}: the run is then resumed'
-    return f'--micro-batch {B}, which changes the model, and another --out'
+        return f'--micro-batch {smaller[-1]}: the run is then resumed'
+    return f'--micro-batch {smaller[-1]}, which changes the model, and another --out'
 
 
 def keep_printing():

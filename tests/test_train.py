@@ -363,7 +363,8 @@ def test_nothing_is_overwritten(here, capsys):
     for more, message in messages.items():
         assert message in one_line(launch, more)
     launch('--kernel torch')                   # finished; --kernel may differ
-    assert 'another --out begins a new one' in capsys.readouterr().out
+    screen = capsys.readouterr().out
+    assert 'another --out begins a new one' in screen and 'finished' in screen
     assert contents('out') == before
 
     # without ckpt.pt there are weights and a log of a run, but none that resumes
@@ -479,7 +480,8 @@ WRONG = {
     '--max-steps 0': '1 or more', '--tokens-per-step 0': '1 or more', '--eval-every 0': '1 or more',
     '--val-tokens 0': '1 or more', '--micro-batch 0': 'micro_batch must be 1',
     '--model rpt --n-head 0': 'n_head must be 1', '--model drt --n-layer 0': 'n_layer must be 1',
-    '--tokens-per-step 1500': '= 1024; the nearest one is 1024', '--data no/such': 'such',
+    '--tokens-per-step 1500': '1 x 2 x 512 = 1024; the nearest one is 1024',
+    '--data no/such': 'such',
     '--block-size 999999 --tokens-per-step 1999998': 'block-size', '--warmup 2': 'at most 1',
     '--data a\0b': '--data',
     '--device cuda': '--device cpu', '--out texts/val.jsonl': 'val.jsonl',
