@@ -1348,7 +1348,8 @@ def reference_lm(config, run):
     settings |= dict(n_layer=max(1, config.n_layer // 2), n_cca=0, retriever='none', reference='',
                      window=max(config.window, window), p_off=0.0)
     out = f'{Path(run.config.out)}-reference'
-    train_config = replace(run.config, out=out, resume='auto', init='', max_steps=steps)
+    train_config = replace(
+        run.config, out=out, resume='auto', init='', gains=False, max_steps=steps)
     reference, tokenizer = run.load_reference(
         config.reference, RPT, RPTConfig(**settings), train_config)
 
@@ -1595,7 +1596,7 @@ def ranks(runs, args):
     Figure 6    what reading the first two gains, where one of them helps and where none does
     Figure 4    how many different ids the first one shares with the chunk and its target
 
-    and, for Figure 5, the best s_t of the first k by BM25 of chunk and target, as in training.
+    and, for Figure 5, the best s_t of the first k by BM25 of chunk and target.
 
     -> {name of a line: {column: mean}}"""
     *rankers, reference = runs

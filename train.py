@@ -99,7 +99,7 @@ class TrainConfig:
     optimizer: Literal['muon', 'adamw'] = 'muon'        # muon: for matrices; AdamW for others
     lr: float = 8e-3                # peak rate; width 256: 4e-3; AdamW: 2e-3; after --init: 1e-3
     warmup: float = 0.05            # share of the steps with rising rate; then a cosine to a tenth
-    weight_decay: float = 0.1       # on matrices only
+    weight_decay: float = 0.1       # not on vectors (norms, biases)
     beta2: float = 0.95             # AdamW, mean of the squared gradients
     grad_clip: float = 1.0          # largest norm of the gradient; 0: no limit
     eval_every: int = 100           # steps between validations and checkpoints

@@ -49,7 +49,8 @@ class LandmarkConfig(DRTConfig):
             raise ValueError('groups are for --model drt: here no other value than 0')
         if self.window != UNLIMITED:
             raise ValueError('landmark attention has no window')
-        if self.positions == 'rotary' and self.slope != DRTConfig.slope:
+        slopes = DRTConfig.slope, drt.PRESETS['124m']['slope']          # not set by the user
+        if self.positions == 'rotary' and self.slope not in slopes:
             raise ValueError('slope is for positions alibi')
 
 
@@ -110,7 +111,7 @@ class LandmarkAttention(SelfAttention):
         else (B, H, L, n)"""
         S = self.config.chunk_size
         positions = torch.arange(k.size(1), device=q.device)
-        i = positions[-q.size(2):, None]                                # (L, 1)
+        i = positions[k.size(1) - q.size(2):, None]                     # (L, 1)
         landmarks = k[:, S - 1::S].transpose(1, 2)
         landmarks = F.pad(landmarks, (0, 0, 0, 1))                      # (B, H, M, D)
         chunk = positions[:landmarks.size(2)]                           # (M,)
@@ -161,7 +162,7 @@ class LandmarkAttention(SelfAttention):
         chunk of score_chunks -> o (B, L, H, D)"""
         S = self.config.chunk_size
         positions = torch.arange(k.size(1), device=q.device)
-        i = positions[-q.size(2):, None]                                # (L, 1)
+        i = positions[k.size(1) - q.size(2):, None]                     # (L, 1)
 
         # the tokens j of these chunks. The last chunk can have fewer than S - 1: the rest are of
         # later positions than i, and masked

@@ -71,7 +71,8 @@ class SRUBlock(nn.Module):
         self.alpha = nn.Parameter(torch.zeros(1))
         self.norm1 = RMSNorm(d)
         self.out = nn.Linear(d, 3 * C)                              # W_o, b
-        self.v = nn.Parameter(torch.zeros(2, 1, C))                 # v_f, v_r
+        self.v_f = nn.Parameter(torch.zeros(C))
+        self.v_r = nn.Parameter(torch.zeros(C))
         self.norm2 = RMSNorm(C)
         self.dropout = nn.Dropout(config.dropout)
         nn.init.zeros_(self.out.bias)
@@ -101,12 +102,11 @@ class SRUBlock(nn.Module):
         u, f, r = fp32(self.out(self.dropout(z))).chunk(3, 2)       # 3 x (B, t, C)
 
         # the recurrence; lerp(a, b, w) is a + w (b - a)
-        v_f, v_r = self.v
         outputs = [x[:, :0]]                                        # x can be without tokens
         steps = zip(*(y.unbind(1) for y in (x, u, f, r)))           # of (B, C)
         for x_t, u_t, f_t, r_t in steps:
-            reset = (r_t + v_r * c).sigmoid()                       # r'_t
-            forget = (f_t + v_f * c).sigmoid()                      # f'_t
+            reset = (r_t + self.v_r * c).sigmoid()                  # r'_t
+            forget = (f_t + self.v_f * c).sigmoid()                 # f'_t
             c = u_t.lerp(c, forget)
             outputs.append(x_t.lerp(c, reset)[:, None])
         y = torch.cat(outputs, 1)

@@ -345,10 +345,17 @@ def test_landmark_attention_streams(monkeypatch, positions):
     tokens = tokens_of(t=120)
     full = model.log_probs(tokens)
     for n in (0, 7, 20, 85, 95):
-        log_probs, _ = model.stream(tokens[:, n:], model.read(tokens[:, :n]))
+        state = model.read(tokens[:, :0], model.read(tokens[:, :n]))
+        log_probs, _ = model.stream(tokens[:, n:], state)
         close(log_probs, full[:, n:])
     for sizes in (1, 3, [7, 31, 82]):
         close(streamed(model, tokens, sizes)[0], full)
+
+
+def test_the_preset_of_landmark_attention_can_be_rotary():
+    """The slope of --preset 124m is ALiBi's; nobody has set it for rotary positions."""
+    _, config, _ = train.parse('--model landmark --preset 124m --positions rotary'.split())
+    assert config.positions == 'rotary'
 
 
 @mark.parametrize('positions', ['alibi', 'rotary'])
@@ -379,7 +386,8 @@ def test_sru_is_its_equations():
         weight = (k[:t + 1] @ q[t] / 2).softmax(0)
         z = q[t] + block.alpha * weight @ v[:t + 1]
         u, f, r = block.out(block.norm1(z)).split(C)
-        f, r = (torch.stack([f, r]) + block.v[:, 0] * c).sigmoid()
+        f = (f + block.v_f * c).sigmoid()
+        r = (r + block.v_r * c).sigmoid()
         c = f * c + (1 - f) * u
         expected.append(r * c + (1 - r) * x[t])
     close(block(x[None], None)[0][0], torch.stack(expected))

@@ -341,6 +341,13 @@ def test_gains_in_the_log(here):
     assert 'retrieves nothing' in one_line(launch, '--gains --groups 0', 'drt')
 
 
+def test_gains_of_rpt(here):
+    """Its reference LM retrieves nothing, and is trained without --gains."""
+    launch('--gains --out run', 'rpt')
+    assert 'gain_over_off' in log_of('run')[-1]
+    assert 'gain_over_off' not in log_of('run-reference')[-1]
+
+
 @mark.parametrize('more', ['', '--no-bm25'])
 def test_ext_has_no_best(here, more):
     """It is validated with another memory."""
