@@ -212,13 +212,12 @@ class Grid(Batches):
     segments     segments of T tokens, shuffled
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
     packed       the same, but if bm25 is True, the segments of a micro-batch are similar (see
-                 pack). same_document is named after a flag of TRIME: its memory ext then leaves
-                 out the query's own document. So if True, only other documents' segments count
+                 pack); if other_documents, they are similar to segments of other documents
     documents    T tokens of one document; the ends of documents, shorter than T, are joined
 
     An epoch predicts each token of the split except the first; with `documents`, except the first
     of each document. SystemExit if the split has no more than T tokens"""
-    def __init__(self, split, kind, block_size, micro_batch, seed, same_document=True,
+    def __init__(self, split, kind, block_size, micro_batch, seed, other_documents=True,
                  consecutive=0, bm25=True):
         super().__init__(split, block_size, micro_batch, seed)
         check_length(split, block_size)
@@ -238,7 +237,7 @@ class Grid(Batches):
         if kind == 'consecutive':
             self.set_rows(n_rows, group_size(consecutive, micro_batch))
         if kind == 'packed' and bm25:
-            self.set_rows(n_rows, micro_batch, self.packed_order(same_document))
+            self.set_rows(n_rows, micro_batch, self.packed_order(other_documents))
 
     def positions(self, rows):
         index = rows[:, None] * self.T + np.arange(self.T)      # (n, T) in the stream
@@ -250,13 +249,14 @@ class Grid(Batches):
             has_target &= doc_of(position) == doc_of(position + 1)
         return position, has_target
 
-    def packed_order(self, same_document):
-        """The order of segments in which similar ones follow each other"""
+    def packed_order(self, other_documents):
+        """The order of segments in which similar ones follow each other; if other_documents,
+        segments of one document do not count as similar"""
         tokens, T = self.split.tokens[:-1], self.T
         starts = np.arange(0, len(tokens), T)
         segments = np.split(tokens, starts[1:])
         first_doc = last_doc = np.arange(self.n_rows)           # as if each were a document
-        if same_document:                       # segments of one document do not count as similar
+        if other_documents:
             first_doc = self.split.doc_of(starts)
             last_doc = self.split.doc_of(starts + T - 1)
         return pack(similar_segments(segments, first_doc, last_doc), self.seed)
@@ -624,9 +624,9 @@ class Corpus:
         self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
 
     def batches(self, split, kind, block_size, micro_batch, seed, chunk=32, grow=0,
-                same_document=True, consecutive=0, bm25=True):
+                other_documents=True, consecutive=0, bm25=True):
         """The Batches of a split: Needles, if the corpus has hops; Pairs, if it has a tab; or a
-        Grid. chunk and grow are arguments of Needles, same_document and consecutive of Grid, bm25
+        Grid. chunk and grow are arguments of Needles, other_documents and consecutive of Grid, bm25
         of Grid and Pairs."""
         if self.hops:
             return Needles(split, self.tokenizer, self.hops, block_size, micro_batch, seed, chunk,
@@ -634,7 +634,7 @@ class Corpus:
         if grow:
             raise SystemExit('--grow-context is for --data niah or niah2')
         if self.tab < 0:
-            return Grid(split, kind, block_size, micro_batch, seed, same_document, consecutive,
+            return Grid(split, kind, block_size, micro_batch, seed, other_documents, consecutive,
                         bm25)
 
         pairs = Pairs(split, self.tab, kind, block_size, micro_batch, seed, bm25)
@@ -1230,9 +1230,9 @@ def why_no_text(path, root):
     is_corpus = (path / 'meta.json').exists() and (path / 'train.idx').exists()
     if os.path.realpath(path) == os.path.realpath(root) or is_corpus:
         return 'corpora'
-    # a new run has a lock only
+    # a new run has a lock of train.py only
     is_run = (path / 'ckpt.pt').exists() and (path / 'config.json').exists()
-    if is_run or (path / 'lock').exists():
+    if is_run or (path / 'train.lock').exists():
         return 'a run of train.py'
     if not path.is_dir() and not path.is_file():
         return 'a broken link or a device'
@@ -1322,7 +1322,7 @@ def split_documents(source, plan):
 
     text = joined_text(source.paths)
     article = article_start(text)
-    parts = cut_text(text, plan.limits) if split == CUT else [(split, text)]
+    parts = cut_text(text, [*plan.limits]) if split == CUT else [(split, text)]
     for split, part in parts:
         for document in regex.split(article, part):
             yield split, document
@@ -1485,12 +1485,12 @@ def limits_of_lines(sources, held_out):
 
 
 # a text that is cut, and its articles
-def cut_text(text, limits):
-    """Yields (split, its part of a text): first train's, then HELD_OUT percent for each split that
-    has a limit; the limits themselves are not used"""
-    first = 100 - HELD_OUT * len(limits)
+def cut_text(text, held_out):
+    """Yields (split, its part of a text): first train's, then HELD_OUT percent for each split of
+    held_out, as ['val', 'test']"""
+    first = 100 - HELD_OUT * len(held_out)
     yield 'train', text[:cut_position(text, first)]
-    for split in limits:
+    for split in held_out:
         yield split, text[cut_position(text, first):cut_position(text, first + HELD_OUT)]
         first += HELD_OUT
 
@@ -1898,7 +1898,7 @@ def new_folder(folder):
 
 def remove_abandoned(root):
     """Removes the temporary folders of processes that were killed."""
-    for folder in root.glob('*.tmp'):
+    for folder in root.glob(f'*.{8 * "[0-9a-f]"}.tmp'):      # the names of new_folder
         if is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -1906,16 +1906,18 @@ def remove_abandoned(root):
 def is_abandoned(folder):
     """Has the process ended that wrote this temporary folder? On this machine it holds a lock on
     the file `lock`, which has the machine's name, until it ends. A folder of another machine, which
-    a lock may not reach, is abandoned if nothing in it has changed for a week."""
+    a lock may not reach, is abandoned if nothing in it has changed for a week. A folder without a
+    lock is another program's."""
     lock = folder / 'lock'
     try:
-        if fcntl and lock.exists() and lock.read_text() == platform.node():
+        machine = lock.read_text()
+        if fcntl and machine == platform.node():
             with open(lock, 'r+') as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
         changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
         return time.time() - changed > 7 * 86_400
-    except OSError:             # the lock is held, or the folder has just been renamed or removed
+    except OSError:             # there is no lock, it is held, or the folder has just been renamed
         return False
 
 
@@ -1946,7 +1948,8 @@ def main():
     parser.add_argument('tokenizer', nargs='?', default='bpe', choices=TOKENIZERS)
     parser.add_argument('vocab_size', nargs='?', default=4096, type=int, help='of bpe')
     arguments = parser.parse_args()
-    sys.stdout.reconfigure(errors='replace')            # characters that a console lacks
+    if hasattr(sys.stdout, 'reconfigure'):              # not in a notebook
+        sys.stdout.reconfigure(errors='replace')        # characters that a console lacks
     corpus = load(**vars(arguments))
     tokenizer = corpus.tokenizer
 

@@ -45,7 +45,7 @@ Letters in the shape comments
     B texts    t tokens of a call    n tokens of a document    N documents    V vocabulary
 """
 import train    # before torch: it sets how torch's idle threads wait
-import argparse, heapq, importlib.util, itertools, json, os, re, sys, time
+import argparse, heapq, importlib.util, itertools, json, os, re, sys, time, zlib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,7 +311,7 @@ def cached_model(run, args):
     from compared.cache import Cache
     model = Cache(run.model, args.cache).eval()
     split = run.corpus.tuning_split(args.split)
-    n_tokens = model.tune(split, args.progress_bar)
+    n_tokens = model.tune(split, run.corpus.tab, args.progress_bar)
     for way, constants in model.constants.items():
         print(f'{run.path}, way {way}+cache: {constants}, tuned on the first {n_tokens:,} tokens '
               f'of {split.name}')
@@ -1362,7 +1362,9 @@ def has_flag(Config, flag):
 
 
 def explain_flag(parser, flag):
-    """Ends with one line if the flag is one of another model, or of train.py alone."""
+    """Ends with one line if the flag is one of another model, or of train.py alone, or is a run."""
+    if not flag.startswith('-'):
+        parser.error(f'{flag}: no flag takes this value; runs come before flags')
     Models = [train.find_model(name) for name in train.MODELS]
     for Config in [train.part_of(Model, 'EvalConfig') for Model in Models]:
         if has_flag(Config, flag):
@@ -1422,8 +1424,9 @@ def read_prompt(parser, args):
     except UnicodeDecodeError:
         reason, where = data.why_not_utf8(path)
         parser.error(f'--prompt-file {path}: {reason}; {where}')
-    except OSError as error:                            # there is no such file, it is a folder, ...
-        parser.error(f'--prompt-file {path}: {error.strerror or error}')
+    except (OSError, EOFError, zlib.error) as error:    # no such file, a folder, a damaged .gz
+        reason = getattr(error, 'strerror', None) or error
+        parser.error(f'--prompt-file {path}: {reason}')
 
 
 def check_runs(parser, runs, args):

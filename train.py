@@ -28,7 +28,7 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
     .stream(tokens, state)  log P (B, t, V) of the token after each of tokens (B, t), which continue
                             the text of state or begin one (None); the new state
     .PIECE                  the largest t of a call of stream
-    .log_probs(tokens)      log P alone, of whole texts
+    .log_probs(tokens)      log P alone, of whole texts (for notebooks and tests)
     .states(tokens, state)  states f (B, t, C), of which .logits makes log P without memories, for
                             eval.py --cache; the new state
     .logits(f)              logits (B, t, V)
@@ -84,7 +84,7 @@ def source(text):
     may run in another folder; also after niah: and niah2:"""
     task = re.match('(niah2?:)?', text)[0]
     name = expanded_path(text.removeprefix(task))
-    if os.path.exists(name) and name not in data.NAMES:
+    if os.path.exists(name) and name not in (*data.NAMES, *data.HOPS):
         name = os.path.abspath(name)
     return task + name
 
@@ -215,16 +215,18 @@ def train(Model, model_config, config, corpus=None, stage=''):
         run.attach = setup(run.model, run)
     run.make_optimizers()
 
-    # The first files: a run that is killed early can be resumed. Of a new run `saved` is {}, so
-    # both settings count as changed, and config.json is written
-    changed = {key for key in ('max_steps', 'micro_batch') if saved.get(key) != run.settings[key]}
-    if run.resumes and 'max_steps' in changed:
+    # what a run that is resumed can have other than before
+    changed = [key for key in ('max_steps', 'micro_batch')
+               if run.resumes and saved[key] != run.settings[key]]
+    if 'max_steps' in changed:
         print(f'--max-steps was {saved["max_steps"]}: the learning rate is now that of '
               f'{config.max_steps} steps')
     if run.state['step'] == config.max_steps and not stage:
         print(f'{run.out} has all {config.max_steps} steps: a larger --max-steps lengthens it, '
               'another --out begins a new one')
-    if RANK == 0 and changed:
+
+    # the first files of a new run: if it is killed early, it can be resumed
+    if RANK == 0 and (changed or not run.resumes):
         write_config(run.out, run.settings, run.ran_on)
     if RANK == 0 and not run.resumes:
         run.save_checkpoint()
@@ -597,9 +599,12 @@ MODELS = list_models()
 
 
 def import_file(path):
-    """Imports a user's model file. SystemExit if there is none, or if its name is taken."""
+    """Imports a user's model file, which can import files of its folder. SystemExit if there is
+    none, or if its name is taken."""
     path = Path(expanded_path(path)).resolve()
     name = path.stem
+    if name in MODELS and importlib.util.find_spec(MODELS[name]).origin == str(path):
+        return importlib.import_module(MODELS[name])        # a file of this repository
     module = sys.modules.get(name)
     if module and getattr(module, '__file__', None) == str(path):
         return module
@@ -612,6 +617,7 @@ def import_file(path):
         raise SystemExit(f'--model {path}: {name} is the name of another module; rename the file')
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.append(str(path.parent))
     spec.loader.exec_module(module)
     return module
 
@@ -621,8 +627,10 @@ def find_model(name):
     the file, in any case and without _ and -."""
     if name.endswith('.py'):
         module = import_file(name)
-    else:
+    elif name in MODELS:
         module = importlib.import_module(MODELS[name])
+    else:
+        raise SystemExit(f'--model {name} is none of {", ".join(MODELS)}, nor a file .py')
     wanted = re.sub('[_-]', '', Path(module.__file__).stem).lower()
     for attribute, value in vars(module).items():
         if attribute.lower() == wanted and inspect.isclass(value):
@@ -647,7 +655,7 @@ def part_of(Model, name, default=None):
 
 def config_of(Model):
     """XConfig of a model X, or that of the class that it inherits from. SystemExit if the file of X
-    extends it under another name: its fields would be no flags"""
+    extends it under another name, or without @dataclass: its fields would be no flags"""
     for cls in Model.__mro__:
         name = f'{cls.__name__}Config'
         Config = getattr(sys.modules[cls.__module__], name, None)
@@ -655,6 +663,8 @@ def config_of(Model):
             break
     else:
         raise SystemExit(f'{Model.__module__}.py has no {Model.__name__}Config')
+    if '__dataclass_fields__' not in vars(Config):
+        raise SystemExit(f'{Model.__module__}.py: {Config.__name__} needs @dataclass')
 
     if cls is Model:
         return Config
@@ -666,50 +676,6 @@ def config_of(Model):
         if is_own and issubclass(value, Config) and value is not Config:
             raise SystemExit(f'{own.__file__}: {name} has to be {Model.__name__}Config')
     return Config
-
-
-# --------------------------------------------------------------------------------------------------
-# earlier versions: their flags and checkpoints (skip this at first)
-
-# {model: {setting: {value: what replaces it}}}; {}: the setting is dropped, whatever its value
-FORMER = {
-    'rpt': {
-        'memory': {'knn': '--model memorizing', 'lru': '--model griffin',
-                   'state': '--model block_recurrent'},
-        'retriever': {'dpr': '--model dense', 'contriever': '--model dense --retriever contriever'},
-        'memory_size': {}, 'n_nearest': {}, 'n_states': {}},
-    'drt': {'landmark': {'True': '--model landmark'}, 'retriever': {'off': '--retriever none'}},
-    'trime': {'layer': {'sru': '--model sru'}}}
-FORMER_WEIGHTS = {'embedding.tables.0': 'embedding.weight',             # of trime
-                  'embedding.tables.1': 'embedding.tables.0',
-                  'embedding.tables.2': 'embedding.tables.1'}
-
-
-def refuse_former_flags(parser, name, argv):
-    """Ends with one line for a flag of an earlier version, which names the new one."""
-    former = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for setting in FORMER.get(name, {}):
-        former.add_argument(f'--{setting.replace("_", "-")}', nargs='?', const='True')
-    for setting, value in vars(former.parse_known_args(argv)[0]).items():
-        replacement = FORMER[name][setting].get(value)
-        if replacement:
-            parser.error(f'--{setting} {value} is now {replacement}')
-
-
-def update_checkpoint(state, Config):
-    """Removes settings that a model has no more from those of a checkpoint, and renames weights.
-    ValueError if a setting had an effect"""
-    config, weights = state['config'], state['model']
-    for setting, values in FORMER.get(state['model_name'], {}).items():
-        replacement = values.get(str(config.get(setting)))
-        if replacement:
-            raise ValueError(f'--{setting} {config[setting]} is now {replacement}')
-        if setting not in Config.__dataclass_fields__:
-            config.pop(setting, None)
-    if 'embedding.tables.0' in weights and 'embedding.weight' not in weights:
-        for before, after in FORMER_WEIGHTS.items():
-            if before in weights:
-                weights[after] = weights.pop(before)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -776,7 +742,7 @@ def parse_flags(parser, argv):
 def model_choice(text):
     """The type of --model"""
     if text not in MODELS and not text.endswith('.py'):
-        near = difflib.get_close_matches(text, MODELS, n=1, cutoff=0)[0]
+        near = difflib.get_close_matches(text.lower(), MODELS, n=1, cutoff=0)[0]
         raise argparse.ArgumentTypeError(
             f'{text} is none of {", ".join(MODELS)}, nor a file .py; the nearest is {near}')
     return text
@@ -793,7 +759,6 @@ def parse(argv=None):
                         help=f'{", ".join(MODELS)}, or a file .py (default: trime)')
     Model = find_model(parser.parse_known_args(argv)[0].model)
     name = model_name(Model)
-    refuse_former_flags(parser, name, argv)
     presets = part_of(Model, 'PRESETS')
     parser.add_argument('--preset', default='tiny', choices=presets, help='default: tiny')
     configs = config_of(Model), TrainConfig
@@ -841,7 +806,7 @@ def refuse_vocab_size(parser, argv, values):
 
 # --------------------------------------------------------------------------------------------------
 # files of a run
-LOCK = 'lock'                                   # a file in the folder of a run while it trains
+LOCK = 'train.lock'                             # a file in the folder of a run while it trains
 NOT_COMPARED = 'data', 'out', 'resume', 'device', 'compile', 'kernel', 'max_steps'  # when resumed
 
 
@@ -895,7 +860,6 @@ def read_checkpoint(path, Models=()):
     # the model and the tokenizer
     try:
         Config = config_of(Model)
-        update_checkpoint(state, Config)
         config = state['config'] = vars(Config()) | state['config']     # newer fields: the defaults
         tokenizer = data.Tokenizer(**state['tokenizer'])
         model = Model(Config(**config))
@@ -932,8 +896,8 @@ def locked(out):
         pass
 
     try:
-        for incomplete in out.glob('*.*.tmp'):          # of a killed program
-            if incomplete.is_file():                    # no datastore that eval.py builds now
+        for name in 'ckpt.pt', 'best.pt', 'config.json':
+            for incomplete in out.glob(f'{name}.*.tmp'):        # of a killed program, see `write`
                 incomplete.unlink(missing_ok=True)
         yield
     finally:
@@ -1209,9 +1173,10 @@ def keep_printing():
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
-    for stream in filter(None, (sys.stdout, sys.stderr)):       # None: it is closed
-        stream.reconfigure(errors='replace')
-        stream.write = functools.partial(write_or_drop, stream, stream.write)
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, 'reconfigure'):              # not None, closed; not that of a notebook
+            stream.reconfigure(errors='replace')
+            stream.write = functools.partial(write_or_drop, stream, stream.write)
 
 
 def main(argv=None):
@@ -1233,7 +1198,7 @@ def main(argv=None):
             raise
     own_file = ''
     if model_name(Model) not in MODELS:
-        own_file = f' --model {os.path.relpath(sys.modules[Model.__module__].__file__)}'
+        own_file = f' --model {shlex.quote(sys.modules[Model.__module__].__file__)}'
     print(f'finished: python eval.py {shlex.quote(config.out)}{own_file}')
     if WORLD > 1:
         dist.destroy_process_group()

@@ -184,7 +184,7 @@ def batches(config):
     elif config.memory == 'ext':
         kind = 'packed'
     return dict(kind=kind, consecutive=config.n_consecutive, bm25=config.bm25,
-                same_document=config.same_document)
+                other_documents=config.same_document)
 
 
 def setup(model, run):

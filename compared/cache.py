@@ -38,7 +38,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 # what is tried in tuning, and on how many tokens from the beginning of a split
 TAUS = [0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0]
-LAMBDAS = [i / 20 for i in range(1, 20)]
+LAMBDAS = [i / 20 for i in range(20)]
 TUNING_TOKENS = 65_536
 
 
@@ -173,25 +173,27 @@ class Cache(nn.Module):
         return self.model.trace(tokens, t, of_model, **options)
 
     # tuning
-    def tune(self, split, progress_bar):
-        """Sets the constants of each way, by tokens from the beginning of a split -> how many
-        tokens of it are read"""
+    def tune(self, split, tab, progress_bar):
+        """Sets the constants of each way, by tokens from the beginning of a split; tab: the id of
+        TAB in pairs, else -1 -> how many tokens of it are read"""
         for way, constants in self.constants.items():
             self.way = f'{way}+cache'
-            queries = self.collect(split, 2048, progress_bar)
+            queries = self.collect(split, tab, 2048, progress_bar)
             self.constants[way] = best_constants(queries, constants)
         return min(TUNING_TOKENS, len(split.tokens))
 
     @torch.no_grad()
-    def collect(self, split, n_queries, progress_bar):
-        """Draws about n_queries random tokens from the first TUNING_TOKENS of a split -> the
-        Queries of each document that has one"""
+    def collect(self, split, tab, n_queries, progress_bar):
+        """Draws about n_queries random tokens from the first TUNING_TOKENS of a split; of pairs,
+        from targets -> the Queries of each document that has one"""
         text = split.tokens[:TUNING_TOKENS]
         documents = np.split(text, split.offsets[1:-1])                     # the last one is cut
         rng = np.random.default_rng(0)
         result = []
         for ids in progress_bar(documents, f'{self.way}: tokens read to tune', size=len):
             drawn = rng.random(len(ids[1:])) < n_queries / len(text)
+            if tab >= 0:
+                drawn &= (ids[:-1] == tab).cumsum() > 0
             if drawn.any():
                 result.append(self.queries(ids, np.flatnonzero(drawn).tolist()))
         return result

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from pytest import fixture, mark, raises
+from pytest import fixture, mark
 
 import train                        # before eval and torch
-import drt, rpt, test_drt, test_rpt, test_trime, trime
+import rpt, test_drt, test_rpt, test_trime, trime
 import eval as evaluation
 from compared.block_recurrent import BlockRecurrent, BlockRecurrentConfig
 from compared.cache import Cache, CacheConstants, best_constants, cached_log_p
@@ -456,7 +456,7 @@ def test_the_constants_of_a_cache_are_tuned():
     assert model.ways() == ('on+cache', 'on', 'off+cache', 'off')
     tokens = tokens_of(t=90, b=1)[0] % 7                                # tokens return
     split = Split('test', tokens.numpy(), [0, 50, 90])
-    queries = model.collect(split, 90, lambda items, *_, **__: items)
+    queries = model.collect(split, -1, 90, lambda items, *_, **__: items)
     for size in (9, 4, 1):
         model.constants['on'] = constants = CacheConstants(size, 0.4, 0.3)
         expected = []
@@ -471,16 +471,19 @@ def test_the_constants_of_a_cache_are_tuned():
              for lam in (0.05, best.lam, 0.95)}
     assert max(score, key=score.get) == best.lam
 
+    # of pairs, by targets alone
+    tab = tokens[30].item()
+    split = Split('test', tokens[:50].numpy(), [0, 50])
+    first = (tokens == tab).nonzero()[0, 0].item()                      # targets begin after it
+    of_pairs, = model.collect(split, tab, 50, lambda items, *_, **__: items)
+    assert len(of_pairs.log_p) == 49 - first > 0
+
 
 # --------------------------------------------------------------------------------------------------
 # flags
 @mark.parametrize('flags, message', [
-    ('--model rpt --memory lru', '--model griffin'),
-    ('--model rpt --memory=knn', '--model memorizing'),
-    ('--model rpt --memory state', '--model block_recurrent'),
-    ('--model rpt --retriever dpr', '--model dense'),
-    ('--model drt --groups 0 --landmark', '--model landmark'),
-    ('--model drt --retriever off', '--retriever none'), ('--layer sru', '--model sru'),
+    ('--model rpt --memory local', '--memory is a flag of trime, sru, not of this model'),
+    ('--model GRIFFIN', 'the nearest is griffin'), ('--model rpt --retriever dpr', "choose from"),
     ('--model griffin --retriever sem', "choose from"),
     ('--model dense --p-off 0.5', 'p_off is for retriever sem'),
     ('--model landmark --n-layer 6 --p-off 0.5', 'p_off is for models with groups'),
@@ -492,29 +495,7 @@ def test_the_constants_of_a_cache_are_tuned():
     ('--model sru --n-head 2', 'one head'), ('--model memorizing --n-nearest 0', 'n_nearest'),
     ('--model memorizing --memory-size 0', 'memory_size'), ('--model griffen', 'griffin')])
 def test_what_does_not_fit_is_one_line(flags, message):
-    """Also flags of earlier versions, which name the new ones; no value is replaced in silence."""
     assert message in one_line(train.parse, flags.split())
-
-
-def test_checkpoints_of_earlier_versions():
-    """Settings without an effect are dropped; others name the new model."""
-    def update(name, Config, **config):
-        weights = {'embedding.tables.0': 1, 'embedding.tables.1': 2}
-        state = dict(model_name=name, config=config, model=weights)
-        train.update_checkpoint(state, Config)
-        return state
-    state = update('rpt', rpt.RPTConfig, memory='none', n_states=9, n_embd=8)
-    assert state['config'] == dict(n_embd=8)
-    assert update('drt', drt.DRTConfig, landmark=False)['config'] == {}
-    state = update('trime', trime.TRIMEConfig, layer='transformer')
-    assert state['model'] == {'embedding.weight': 1, 'embedding.tables.0': 2}
-    for name, Config, config, message in [
-            ('rpt', rpt.RPTConfig, dict(memory='lru'), 'griffin'),
-            ('rpt', rpt.RPTConfig, dict(retriever='contriever'), '--model dense'),
-            ('drt', drt.DRTConfig, dict(landmark=True), '--model landmark'),
-            ('trime', trime.TRIMEConfig, dict(layer='sru'), '--model sru')]:
-        with raises(ValueError, match=message):
-            update(name, Config, **config)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -542,7 +523,8 @@ def test_your_own_model(mine, capsys):
     train.main(argv)
     screen = capsys.readouterr().out
     assert 'step 2 of 4' in screen
-    assert 'finished: python eval.py out/decay --model decay.py\n' in screen
+    path = Path('decay.py').resolve()
+    assert f'finished: python eval.py out/decay --model {path}\n' in screen
     train.main([*mine, 'out/drt'])
     command = 'out/drt out/decay --model decay.py --json x.json'
     evaluation.main(f'{command} --max-tokens 3 --html page.html'.split())
@@ -575,6 +557,17 @@ def test_your_own_model_can_have_annotations_that_are_strings(mine):
     assert config.decay == 0.5 and config.sink is False
 
 
+def test_files_of_models(mine):
+    """A file of yours can import those of its folder; a file of this repository is its model."""
+    Path('neighbor.py').write_text('from drt import DRT, DRTConfig')
+    Path('near.py').write_text('from neighbor import *\nclass Near(DRT): pass')
+    assert train.find_model('near.py').__base__ is train.find_model('drt')
+    assert train.find_model(sys.modules['rpt'].__file__) is train.find_model('rpt')
+    assert 'nor a file .py' in one_line(train.find_model, 'near')
+    for name in 'near', 'neighbor':
+        sys.modules.pop(name)
+
+
 @mark.parametrize('name, text, message', [
     ('none.py', None, 'no such file'), ('rpt.py', '', 'rename the file'),
     ('json.py', '', 'rename the file'), ('mine.v2.py', '', 'a dot in the name'),
@@ -582,6 +575,8 @@ def test_your_own_model_can_have_annotations_that_are_strings(mine):
     ('my-model.py', 'class MyModel: pass', 'MyModelConfig'),
     ('other.py', 'from drt import *\nclass MyConfig(DRTConfig): pass\nclass Other(DRT): pass',
      'MyConfig has to be OtherConfig'),
+    ('plain.py', 'from drt import *\nclass PlainConfig(DRTConfig): pass\nclass Plain(DRT): pass',
+     'PlainConfig needs @dataclass'),
     ('fields.py', 'from drt import *\n@dataclass\nclass FieldsConfig(DRTConfig):\n'
                   '    new: int = 1\nclass Fields(DRT): pass', 'FieldsConfig.new needs')])
 def test_a_file_that_is_no_model_is_one_line(mine, name, text, message):
@@ -590,5 +585,5 @@ def test_a_file_that_is_no_model_is_one_line(mine, name, text, message):
     if text is not None:
         (folder / name).write_text(text)
     assert message in one_line(train.parse, ['--model', f'own/{name}'])
-    if name in ('empty.py', 'my-model.py', 'other.py', 'fields.py'):
+    if name in ('empty.py', 'my-model.py', 'other.py', 'plain.py', 'fields.py'):
         sys.modules.pop(name[:-3])

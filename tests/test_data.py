@@ -613,8 +613,8 @@ def test_a_renamed_link_makes_another_folder(tmp_path, src):
 
 
 def test_runs_and_corpora_within_the_text_are_left_out(src, monkeypatch):
-    """A run that has just begun, which has a lock only, and a corpus of another root"""
-    path = src(a_txt=random_text(360, 1), out__run__lock='')
+    """A run that has just begun, which has only a lock, and a corpus of another root"""
+    path = src(a_txt=random_text(360, 1), out__run__train_lock='')
     monkeypatch.chdir(path)
     load('a.txt', 'bytes', quiet=True)
     assert list(prepared(path).about['train'].split("'")[1::2]) == ['a.txt']
@@ -681,19 +681,22 @@ def test_the_folder_of_a_running_preparation_stays(src, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(platform, 'node', lambda: 'another')
             with raises(KeyboardInterrupt), data.new_folder(there) as theirs:
-                shutil.copytree(theirs, corpora / 'killed.tmp')
+                shutil.copytree(theirs, corpora / 'killed.0123abcd.tmp')
                 raise KeyboardInterrupt
         assert list(corpora.glob('there*')) == []
         week = 7 * 86_400
-        for file in (mine / 'lock', mine):
+        others = corpora / 'video.tmp', corpora / 'video.0123abcd.tmp'     # of another program
+        for folder in others:
+            folder.mkdir()
+        for file in (mine / 'lock', mine, *others):
             os.utime(file, 2 * (time.time() - 2 * week,))
         prepared(path)
-        assert {mine, corpora / 'killed.tmp'} <= {*corpora.iterdir()}
+        assert {mine, corpora / 'killed.0123abcd.tmp', *others} <= {*corpora.iterdir()}
 
-        for file in (corpora / 'killed.tmp/lock', corpora / 'killed.tmp'):
+        for file in (corpora / 'killed.0123abcd.tmp/lock', corpora / 'killed.0123abcd.tmp'):
             os.utime(file, 2 * (time.time() - week - 60,))
         prepared(path)
-        assert mine.exists() and not (corpora / 'killed.tmp').exists()
+        assert mine.exists() and not (corpora / 'killed.0123abcd.tmp').exists()
     assert here.exists() and not mine.exists()
 
 
@@ -927,18 +930,18 @@ def algorithm_1(segments, docs, k=20):
     return order
 
 
-@mark.parametrize('same_document', [True, False])
-def test_packed_is_algorithm_1(same_document):
+@mark.parametrize('other_documents', [True, False])
+def test_packed_is_algorithm_1(other_documents):
     """296 segments of 3 tokens; documents 0 to 5 have words in common, and documents 6 to 11"""
     rng = np.random.default_rng(0)
     tokens = np.append(rng.integers(0, 40, 444), rng.integers(90, 130, 444))
     split = Split('train', tokens, np.arange(0, 889, 74))
     positions = [np.arange(i, min(i + 3, 887)) for i in range(0, 887, 3)]
     docs = [{i} for i in range(296)]                            # excluded: the segment itself
-    if same_document:
+    if other_documents:
         docs = [set(split.doc_of(p)) for p in positions]
     order = algorithm_1([split.tokens[p].tolist() for p in positions], docs)
-    assert Grid(split, 'packed', 3, 296, 0, same_document).rows(0).tolist() == order
+    assert Grid(split, 'packed', 3, 296, 0, other_documents).rows(0).tolist() == order
 
 
 def test_packed_without_bm25_is_segments():

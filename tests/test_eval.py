@@ -1,5 +1,5 @@
 """eval.py: its numbers by hand, its commands with a stand-in model, three models in one table."""
-import html, io, itertools, json, math, os, pickle, re, shutil, subprocess, sys
+import gzip, html, io, itertools, json, math, os, pickle, re, shutil, subprocess, sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,6 +296,7 @@ def test_a_wrong_flag_is_one_line(run, flags, words):
     ('--lines 3', '--lines is for --task pairs: --task report does not use it'),
     ('--data pairs --html x', '--html is for --task examples: --task report does not use it'),
     ('--task generate --prompt x --prompt-file y', 'only one of them is possible'),
+    ('--task table run2', 'run2: no flag takes this value; runs come before flags'),
     ('--prompt-file nothing', '--prompt-file nothing: No such file'),
     ('--prompt-file texts', '--prompt-file texts: Is a directory'),
     ('--task table --retrieve-from nothing', '--retrieve-from nothing: there is no such file'),
@@ -391,6 +392,8 @@ def test_an_empty_prompt_is_a_prompt(run, monkeypatch):
             assert [row['way'] for row in rows] == ['on', 'off']
             assert BIGRAM.made[-1].streamed[0][2] == [first[name]]
     assert 'two tokens' in one_line(evaluate, 'a --task examples --prompt-file empty.txt')
+    Path('cut.txt.gz').write_bytes(gzip.compress(b'a text')[:-9])
+    assert 'cut.txt.gz: ' in one_line(evaluate, 'a --task generate --prompt-file cut.txt.gz')
 
 
 @mark.parametrize('name, prompt, shown', [

@@ -1,6 +1,6 @@
 """The training loop: resuming, any number of processes, what a user can get wrong."""
-import contextlib, dataclasses, importlib, json, math, os, random, re, shutil, signal, socket
-import subprocess, sys, time
+import contextlib, dataclasses, importlib, io, json, math, os, random, re, shutil, signal
+import socket, subprocess, sys, time
 from pathlib import Path
 from unittest import mock
 
@@ -361,12 +361,13 @@ def test_nothing_is_overwritten(here, capsys):
     launch()
     folder = Path('out/other')
     folder.mkdir()
-    (folder / 'thesis.txt').write_text('mine')
+    for name in 'thesis.txt', 'thesis.txt.tmp', 'lock':
+        (folder / name).write_text('mine')
     before = contents('out')
     messages = {'--lr 1e-4': 'has a run with lr=0.008, the command has lr=0.0001; try --out '
                              'out/trime-2', '--dropout 0': 'dropout=0.0',
                 '--resume no': '--out out/trime-2',
-                '--out out/other': 'no run to resume: thesis.txt; try --out out/ot'}
+                '--out out/other': 'no run to resume: lock, thesis.txt, thesis.txt.tmp; try --out'}
     for more, message in messages.items():
         assert message in one_line(launch, more)
     launch('--kernel torch')                   # finished; --kernel may differ
@@ -390,6 +391,15 @@ def test_names_of_a_path(here, monkeypatch):
     assert load('run/ckpt.pt')['data'] == str(here / 'texts')
     assert 'a run with hops=' in one_line(run, flags('trime', '--out run --data niah:texts '
                                                      '--block-size 256 --tokens-per-step 512'))
+    Path('niah').mkdir()                                    # a folder, as of --out niah
+    assert train.source('niah') == 'niah' and train.source('niah:run') == f'niah:{here}/run'
+
+
+def test_a_notebook_has_no_stream_to_configure(monkeypatch):
+    monkeypatch.setattr(sys, 'stdout', io.StringIO())
+    train.keep_printing()
+    print('x')
+    assert sys.stdout.getvalue() == 'x\n'
 
 
 BROKEN = {'config.json': [b'[]', b'\xff', b'{"torn', b''], 'ckpt.pt': [b'', b'torn', b'PK']}

@@ -457,7 +457,7 @@ def test_an_interrupted_build_begins_again(stop, build, tmp_path):
     with raises(KeyboardInterrupt):
         build(interrupted)
     assert [*tmp_path.parent.glob('*.tmp')] == []
-    killed = tmp_path.with_name('datastore.0123.tmp')               # as of a kill; of no process
+    killed = tmp_path.with_name('datastore.0123abcd.tmp')           # as of a kill; of no process
     killed.mkdir()
     (killed / 'lock').write_text(platform.node())
     assert build().index.ntotal == 94
