@@ -90,7 +90,7 @@ class MemorizingAttention(SelfAttention):
         """x (B, t, C)             the tokens of a piece
         past (B, s - t, 2, H, D)    keys and values of the tokens before it: of the memory, then of
                                     the last block; whole blocks; None at the beginning of a text
-        begins (B, t)               see begins_document
+        begins (B, t)               see begins_document; None: the memory is not read
         returns                     (B, t, C), the past of the next piece"""
         block = self.block
         qkv = self.qkv(x).unflatten(2, (3, self.n_head, -1))                # (B, t, 3, H, D)
@@ -106,9 +106,10 @@ class MemorizingAttention(SelfAttention):
         y = attend(rotate(q, n_past - start), rotate(k), v, block, 2 * block)   # (B, t, H, D)
 
         # the memory
-        memory, is_found = self.read_memory(q, kv, begins)
-        g = self.gate.sigmoid()[:, None].where(is_found, 0)                 # (B, t, H, 1)
-        y = (1 - g) * y + g * memory
+        if begins is not None:
+            memory, is_found = self.read_memory(q, kv, begins)
+            g = self.gate.sigmoid()[:, None].where(is_found, 0)             # (B, t, H, 1)
+            y = (1 - g) * y + g * memory
 
         # what the next piece needs: whole blocks, the last of which is the window's
         end = kv.size(1) // self.m * self.m
@@ -176,11 +177,8 @@ class Memorizing(RPT):
         return lower, upper
 
     def upper_inputs(self, x, tokens, doc, forced, memory):
-        """Upper layers get `begins`, see begins_document. In the way `off` each token is a document
-        of its own, so it has no memory."""
-        begins = begins_document(doc)
-        if self.way == 'off':
-            begins = torch.ones_like(begins)
+        """Upper layers get `begins`, see begins_document; in the way `off` None"""
+        begins = None if self.way == 'off' else begins_document(doc)
         return UpperInputs(begins, memory, s_q=None)
 
     def ways(self):

@@ -130,6 +130,15 @@ def test_memories_stream(name, fp64):
     test_rpt.assert_streams(with_memory(name))
 
 
+def test_tokens_that_do_not_read_the_memory(fp64):
+    """The way off of memorizing.py: as if each token were a document of its own"""
+    layer = with_memory('memorizing').upper[-1]
+    x = torch.randn(1, T, 16, generator=generator(0))
+    alone, _ = layer(x, None, torch.ones(1, T, dtype=torch.bool))
+    assert torch.equal(layer(x, None, None)[0], alone)
+    assert not torch.equal(layer(x, None, torch.zeros(1, T, dtype=torch.bool))[0], alone)
+
+
 def test_a_text_that_recurs_is_a_tie_of_memories():
     """In fp32, in pieces and in one pass: one token 600 times, 60 random ones, the token again.
     Exactly n_nearest tokens are read."""
