@@ -211,7 +211,9 @@ class EvalRun:
 
         # the text, and that of --retrieve-from
         self.source = args.data or self.checkpoint['data']
-        named_by = '--data' if args.data else f'--data: {name} was trained on'
+        named_by = '--data'
+        if not args.data:
+            named_by = f'--data takes another text: {name} was trained on'
         self.corpus = load_text(self.source, self.tokenizer, named_by)
         is_its_own = self.source == self.checkpoint['data']
         if is_its_own and self.corpus.fingerprint != self.checkpoint['corpus']:
