@@ -52,9 +52,9 @@ Vectors and indices, as in the paper
 Where we differ from the paper, and why
     The last fields of DRTConfig, marked (ours), change the method; --preset 124m has the paper's
     values.
-    As in the official code, cross-attention has a sink in place of the landmark's key, a norm and a
-    projection; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the residual (official
-    code: only the MLP's input).
+    As in the official code, cross-attention has a norm, a projection and, in place of the
+    landmark's key, a sink; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the
+    residual (official code: only the MLP's input).
     Scores and top K are computed without autocast (official code: bf16). In evaluation the top K
     are of scores rounded to 1/256, so that chunks that recur are ties.
     Streams keep chunks in 16 bits. Of a corpus, keys and values are stored, too (paper, §3.3: only
@@ -118,7 +118,7 @@ class DRTConfig:
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     slope: float = 4.0          # ALiBi's first slope, the last is 2^-8 (ours; official: 2^(-8/H))
     next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
-    compare_means: bool = True  # l_k: mean of C_k; the query compares means, see query (ours)
+    compare_means: bool = True  # l_k: mean of C_k; h_t gets l_t minus a mean, see query (ours)
     shift_values: bool = True   # in cross-attention a token has the next one's value (ours)
     copy_start: bool = True     # at first W_Q = W_K and W_O = W_Vᵀ in cross-attention (ours)
     p_off: float = 0.0          # share of the training sequences that retrieve nothing (ours)
@@ -446,7 +446,8 @@ class SelfAttention(nn.Module):
             past_k, past_v = past
             k = torch.cat([past_k, k], 1)                               # (B, s + L, H, D)
             v = torch.cat([past_v, v], 1)
-        # blocks count from the first key; with blocks of a window any position can begin one
+        # The first key begins a block of `attend`, wherever it is in the text. This is correct for
+        # any position, because a block is as long as the window
         y = attend(q, k, v, W, W, self.slopes(x.device))                # (B, L, H, D)
         return self.proj(y.flatten(2)), (k[:, -W:], v[:, -W:])
 
@@ -500,7 +501,7 @@ class ChunkEncoder(nn.Module):
 class Retrieved(NamedTuple):
     """What the positions of a piece cross-attend to in a group of layers (Eq. 2). All positions of
     a chunk attend to what the landmark before the chunk has retrieved: row i of w and idx is for
-    the i-th chunk of the piece.
+    the i-th chunk of the piece. If N landmarks are in the piece, there are n = N + 1 rows.
 
     A piece is a whole sequence in training, in a stream any part of a text. So its first and its
     last chunk can be incomplete. An example, S = 4: positions 6 to 17 of a text (L = 12, n = 4)
@@ -981,7 +982,8 @@ class DRT(nn.Module):
         loss = cross_entropy(f, E, targets, self.kernel)
         log = {}
         if config.groups > 0:
-            # of the last group: the mean of the largest w_k, over the whole chunks that read any
+            # of the last group: the mean of the largest w_k, over the whole chunks that read any.
+            # The last of the N + 1 rows is for the tokens after the whole chunks
             w, _ = chosen[-1]
             largest = w[:, :-1].amax(2)                                 # (B, N)
             log['top_weight'] = largest.sum() / (largest > 0).sum().clamp(min=1)
@@ -1050,9 +1052,9 @@ class DRT(nn.Module):
         return x, State(past, unfinished, l_k, kv, state.chosen)
 
     def stream_candidates(self, l_k, kv, N, start):
-        """What the last N chunks of a text so far, which end in this piece, retrieve from: the
-        chunks before their own. With a corpus, its chunks come first. l_k (B, M, C), kv: a list of
-        M chunks, start: see Retrieved -> Candidates"""
+        """What the landmarks of a piece retrieve from. They end the last N chunks of the text, and
+        each retrieves from the chunks before its own; those of a corpus come first. l_k (B, M, C),
+        kv: a list of M chunks, start: see Retrieved -> Candidates"""
         B, M, _ = l_k.shape
         chunk = torch.arange(M, device=l_k.device)
         permitted = chunk < chunk[M - N:, None]                         # (N, M) k < t
@@ -1123,9 +1125,10 @@ class DRT(nn.Module):
         ids = self.insert(tokens, config.vocab_size, state)
 
         # Where the upper layers start again, `past` and `chosen` are of an earlier part of the
-        # text. What is wrong with them spreads by W per layer and by S per group, and the final
-        # state also has the last landmark's choice, at most S back. So `reach` positions are enough
-        # to be exact: W = 128, S = 32, two upper layers in one group: 2 x 128 + 2 x 32 = 320
+        # text, so the first states are wrong: W positions for each layer, S for each group. The
+        # last landmark, whose choice is kept, is at most S positions before the end. So `reach`
+        # positions are enough: with W = 128, S = 32, two upper layers in one group they are
+        # 2 x 128 + 2 x 32 = 320
         reach = len(self.upper) * config.window + (1 + config.groups) * config.chunk_size
         n_after = ids.size(1)                                           # positions after a piece
         for piece in ids.split(self.PIECE, dim=1):

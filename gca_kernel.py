@@ -41,8 +41,8 @@ Matrices in the formulas, of one chunk of queries in one head
 
 The same in the kernels. A GPU computes 2^x, not e^x, so scores are multiplied by log2(e)
     s              S_k log2(e): 2^s is exp(S_k)
-    exp_s          2^(s - largest), largest the maximum of a row: at most 1, not yet normalized (the
-                   paper's P with a tilde)
+    exp_s          2^(s - largest), at most 1, not yet normalized (the paper's P with a tilde);
+                   largest: the maximum of each row of s
     total          sum of each row of exp_s; with a sink, whose score is 0, plus 2^(0 - largest)
     p, wp          P_k = exp_s / total; w_k P_k
     lse2           L_k log2(e) = largest + log2(total), log-sum-exp in base 2: P_k = 2^(s - lse2)
@@ -166,8 +166,8 @@ def tile_offsets(rows, H, D: tl.constexpr):
 
 def load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot,
               H, M, S: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
-    """Weight (), keys and values (S, D), for head h, of the chunk of sequence b that a slot holds.
-    Zeros if it is unused, by masks: a branch is not pipelined."""
+    """The chunk of keys in a slot: its weight (), its keys and values (S, D) for head h of sequence
+    b. All are zeros if the slot is unused; by masks, because a branch is not pipelined."""
     c = tl.load(idx_row + slot)
     w = tl.load(w_row + slot, mask=c >= 0, other=0.0)
 
@@ -183,7 +183,7 @@ def load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot,
 
 
 def product_t(a, b):
-    """a bᵀ in fp32. 'ieee': a GPU would round fp32 inputs to TF32."""
+    """a bᵀ in fp32. Without 'ieee', a GPU would round fp32 inputs to TF32."""
     return tl.dot(a, tl.trans(b), input_precision='ieee')
 
 
@@ -306,7 +306,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
                 S: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                 N_KEYS: tl.constexpr, BLOCK: tl.constexpr):
     """dV = Σ w_k P_kᵀ dO,   dK = scale Σ dS_kᵀ Q,   over slots that hold the chunk    (Algorithm 2)
-    P_k = 2^(s - lse2),  dS_k = w_k P_k ∘ (dP_k - δ_k),  dP_k = dO V_kᵀ
+    P_k = 2^(s - lse2),  dS_k = w_k P_k ∘ (dP_k - δ_k),  dP_k = dO V_kᵀ; the sink is in lse2
 
     Grid      (M, Hkv, B): one program for one chunk in one head of keys, most retrieved first
     dk, dv    (B, M S, Hkv, D)   zeros for keys that no query attends to
@@ -357,7 +357,8 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, dk_ptr, dv_ptr,
             lse2 = tl.load(lse2_ptr + saved * S + rows)         # (BLOCK,)
             delta = tl.load(delta_ptr + saved * S + rows)
 
-            # transposed, a row for each key: w_k P_kᵀ, dP_kᵀ and dS_kᵀ
+            # transposed, a row for each key: w_k P_kᵀ, dP_kᵀ and dS_kᵀ. Rows from N_KEYS on are no
+            # keys: what is computed for them is replaced by 0 at the end
             s = scores_log2(k, q, scale)                        # (S, BLOCK)
             wp = tl.exp2(s - lse2[None, :]) * w
             dv = add_product(dv, wp, do)                        # dV += w_k P_kᵀ dO
@@ -421,7 +422,8 @@ def dkdv_options(q, k, chunk, n_keys):
 def gca_forward(q: Tensor, k: Tensor, v: Tensor, w: Tensor,
                 idx: Tensor, entries: Tensor, start: Tensor, order: Tensor,
                 chunk: int, n_keys: int, sink: bool, scale: float) -> Tensor:
-    """o, by forward_kernel (Algorithm 1). entries, start, order are for the backward pass."""
+    """o, by forward_kernel (Algorithm 1). The plan (entries, start, order: see gca_plan) is for the
+    backward pass."""
     import_triton()
     B, N, K = idx.shape
     H = q.size(2)

@@ -60,9 +60,9 @@ Where we differ from the paper, and why
     neighbors of a window of chunks, so that a stream keeps no others (paper: of all chunks).
     Dropout is on what layers add. Self-attention crosses joined documents.
     Teacher: the reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is
-    trained on the same documents, and scores every n-th chunk. The other chunks are taught as in
-    RPT-Lex. BM25 has the idf of the corpus. A teacher chooses chunks of positive s_t only, so there
-    can be fewer than K. Scheduled sampling draws for each chunk.
+    trained on the same documents, and scores the candidates of every n-th chunk. The other chunks
+    are taught as in RPT-Lex. BM25 has the idf of the corpus. A teacher chooses chunks of positive
+    s_t only, so there can be fewer than K. Scheduled sampling draws for each chunk.
     Losses: s_t is a mean over tokens, L_ret over the chunks that have a positive. NDCG discounts by
     1 / log2(1 + rank). L_ret trains the lower layers, too. Its τ starts at 1.
     Optimizer: Muon or AdamW (paper: AdaBelief).
@@ -122,7 +122,7 @@ class RPTConfig:
     # changes of the method: all are off in --preset paper
     shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
     reference_cache: float = 0.2  # weight of a cache in the reference LM, λ (ours; paper: 0)
-    score_every: int = 8          # the reference LM scores every n-th chunk (ours); others: as lex
+    score_every: int = 8          # the reference LM teaches every n-th chunk (ours); others: as lex
     eta_gradient: bool = False    # a gate at its lower bound has a gradient, too (ours)
     p_off: float = 0.0            # share of the training sequences that read no neighbors (ours)
 
@@ -625,7 +625,7 @@ class NeighborEncoder(nn.Module):
         y = as_separate_texts(self.norm_query(chunk_states))            # (B N, 1, m, C)
         return x + self.cross(self.norm2(x).flatten(0, 1), y).view_as(x)
 
-    def gates(self, neighbors, chosen):
+    def gates(self, states, chosen):
         """The gate of neighbor k of chunk i, from η to 1; 0 if there is no such neighbor. C_{i,k}
         are the neighbor's states (the paper's letter). The logit is divided by the width, n_embd:
 
@@ -634,20 +634,21 @@ class NeighborEncoder(nn.Module):
         ĉ_{i,k} is the mean of C_{i,k}, after attention to the means of the neighbors of chunk i of
         higher rank, and of all neighbors of the chunks before chunk i in a window.
 
-        neighbors (B, n, K, 2m, C) of n chunks, chosen (B, n, K), -1: none -> (B, n, K)"""
+        states (B, n, K, 2m, C) of the neighbors of n chunks, chosen (B, n, K), -1: none
+        -> (B, n, K)"""
         _, n, K = chosen.shape
         exists = chosen >= 0
         if not self.config.gate:
-            return exists.to(neighbors.dtype)
+            return exists.to(states.dtype)
 
         # A row of n K neighbors, in the order of chunks, then of ranks. Each attends to itself and
-        # to those before it, of the last window_chunks chunks. They are all of one document: where
-        # a chunk has neighbors, a window of chunks of its document is before it. In the mask a row
-        # is a query, a column a key
-        chunk = torch.arange(n * K, device=chosen.device) // K          # (n K,) its number
+        # to those before it, of the last window_chunks chunks. These chunks are of one document,
+        # because a chunk with neighbors has retrieved one of its document that is at least
+        # window_chunks before it. In the mask a row is a query, a column a key
+        chunk = torch.arange(n * K, device=chosen.device) // K          # (n K,) that retrieved it
         in_window = chunk > chunk[:, None] - self.config.window_chunks  # (n K, n K)
         mask = in_window.tril() & exists.flatten(1)[:, None, None]      # (B, 1, n K, n K)
-        mean = neighbors.mean(3).flatten(1, 2)[:, None]                 # (B, 1, n K, C)
+        mean = states.mean(3).flatten(1, 2)[:, None]                    # (B, 1, n K, C)
         y = self.norm3(mean)
         mean = mean + self.gate_attention(y, y, mask=mask)              # ĉ (B, 1, n K, C)
 
@@ -774,8 +775,8 @@ def target_log_p(reference, prompts, m, lam, autocast):
 
 
 def target_scores(reference, chunks, candidates, lam, autocast=contextlib.nullcontext):
-    """§3.2: what candidate j of chunk i gains the reference LM when it predicts the target c_{i+1},
-    compared with the two chunks before chunk i:
+    """§3.2: how much candidate j of chunk i helps the reference LM: log P of the target c_{i+1}
+    after the candidate, minus log P after the two chunks before chunk i, per token:
 
         s_t(c_j) = (log P(c_{i+1} | c_j, c_{j+1}, c_i) - log P(c_{i+1} | c_{i-2}, c_{i-1}, c_i)) / m
 
@@ -1009,7 +1010,7 @@ class RPT(nn.Module):
         memory                      of the chunks before
         returns                     the new memory; s_q (B, N, M), -inf: j may not be retrieved"""
         m = self.config.chunk_size
-        K = memory.neighbors.chosen.size(2)
+        K = memory.neighbors.chosen.size(2)                             # see encode
         chunk_states = in_chunks(x, m)                                  # (B, N, m, C)
         states, query, key = self.queries_and_keys(chunk_states, in_chunks(tokens, m))
 
@@ -1104,8 +1105,8 @@ class RPT(nn.Module):
         states = neighbors.states[:, -G:] * gates                       # (B, G, K, 2m, C) C^g
         mask = neighbors.chosen[:, -G:] >= 0                            # (B, G, K)
 
-        # group 0 begins one token before the piece: token 0 of the piece is the second of group 0.
-        # The chunk before the piece is of document 0, that of a stream
+        # group 0 begins one token before the piece, so token 0 of the piece is its second. In a
+        # stream all is document 0. In training no chunk precedes the piece: group 0 reads nothing
         group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, 1)    # (B, G m)
         in_document = group_doc[:, 1:1 + doc.size(1)] == doc            # (B, t)
         return Retrieved(states, mask, in_document[:, :, None])
@@ -1439,7 +1440,7 @@ class Teacher:
 
     def attach(self, batch, number):
         """Adds the scores to a micro-batch -> TaughtBatch"""
-        first = number // self.per_step * self.per_step                 # micro-batch of the step
+        first = number // self.per_step * self.per_step     # the first micro-batch of this step
         scores = [self.cached_scores_of(first + i) for i in range(self.per_step)]
         ranked = sum((s_t > 0).any(2).sum().item() for s_t in scores)
         return TaughtBatch(*batch, scores[number - first], max(1, ranked) / self.per_step)
@@ -1628,7 +1629,7 @@ def ranks(runs, args):
     for name, s in rankings.items():
         report.add(name, ranking_measures(s, s_t))
 
-    # Figure 5
+    # Figure 5: ranks by BM25 of chunk and target. With J = N no rank is cut off
     oracle = s_t.where(mask, -math.inf)
     rank = rank_of(bm25_candidates(chunks, doc, window_chunks, N, idf)) # (n, N, N)
     report.add('best s_t', {f'of {k}': oracle.where(rank < k, -math.inf).amax(2)

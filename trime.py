@@ -19,7 +19,8 @@ Where the paper is in this file
     §4.3                    p, a share without local memory         TRIME.training_memory
     §5.2                    the first 5% of the steps               TRIME.training_memory
     §5.2                    FAISS                                   Datastore
-    App. A, Eq. 6, 8, 9     probabilities at test time              TrimeInference
+    App. A, Eq. 6           probabilities at test time              TrimeInference
+    App. A, Eq. 8, 9        interpolation with memories alone       interpolate
     App. A                  continuous cache, kNN-LM                LinearInference
     App. A, Eq. 7           memories at test time                   TRIME.memories
     App. B, Algorithm 1     similar segments in a micro-batch       pack in data.py
@@ -408,8 +409,8 @@ def memory_mask(kinds, doc, config, queries, columns):
             long &= same_document
         mask |= long
 
-    # §4.3: memory ext, all positions of other segments; if long memory is of the query's document
-    # (same_document), ext is of other documents
+    # §4.3: memory ext, all positions of other segments; with same_document (ours), only those of
+    # other documents than the query's
     if 'ext' in kinds:
         ext = ~same_segment
         if config.same_document:
@@ -464,8 +465,8 @@ def trime_loss_reference(logits, query, key, targets, values, mask):
 
 
 def softmax_and_log_sum(exponents):
-    """The softmax P of exponents (Q, n), and log Σ exp of them (Q, 1), which is max - log max P
-    because P = exp(exponents) / Σ"""
+    """The softmax P of exponents (Q, n), and log Σ exp of them (Q, 1). For the largest exponent z,
+    log P = z - log Σ, so log Σ = z - log P."""
     P = exponents.softmax(1)
     # logsumexp takes five times as long on a CPU
     return P, (exponents.amax(1) - P.amax(1).log())[:, None]
@@ -520,18 +521,19 @@ class TrimeLoss(torch.autograd.Function):
             log_sum_w = torch.logaddexp(logit_w, log_sum_match)             # with the second term
             log_sum_all = torch.logaddexp(log_sum_words, log_sum_memory)
             loss += (weight * (log_sum_all - log_sum_w)).sum()
-            P_on_memory = weight * (log_sum_memory - log_sum_all).exp()     # (Q, 1) times weight
-            memory_prob += P_on_memory.sum()
+            P_on_memory = (log_sum_memory - log_sum_all).exp()              # (Q, 1)
+            memory_prob += (weight * P_on_memory).sum()
             word_loss += (weight * (log_sum_words - logit_w)).sum()
             if not ctx.needs_input_grad[0]:
                 continue
 
-            # gradients of the exponents: exp(z) / Σ, minus exp(z) / Σ_w for the terms of w
+            # gradients of the exponents: exp(z) / Σ, minus exp(z) / Σ_w for the terms of w. Here
+            # exp(z) / Σ = P_words Σ_words / Σ for a word, P_memory Σ_memory / Σ for a memory
             dlogits = P_words.mul_(weight * (log_sum_words - log_sum_all).exp())
             # extra, log P_a(w), is in Σ_w alone: in Σ a cluster's row stands for all its words
             dextra[queries] = -weight * (logit_w - log_sum_w).exp()     # (Q, 1)
             dlogits.scatter_add_(1, rows_of_w[queries], dextra[queries])
-            dsim = P_memory.mul_(P_on_memory)                               # (Q, M)
+            dsim = P_memory.mul_(weight * P_on_memory)                      # (Q, M)
             dsim -= P_match.mul_(weight * (log_sum_match - log_sum_w).exp())
 
             # and of the vectors whose products they are
@@ -1040,15 +1042,15 @@ class TRIME(nn.Module):
         value is text[j + 1]. g, state, queries: see `memories`, below -> Memories"""
         text, keys, window, _ = state
         L = text.size(1)
-        window_start = start = L - window.size(1)                   # where the window begins
+        window_start = L - window.size(1)
         position = torch.arange(L, device=g.device)
         i = position[-g.size(1):, None][queries]                    # (n, 1), n queries of a text
         g = g[:, queries]                                           # (B, n, C)
 
-        # the memories are `first` to L - 2; those from `start` on are local
-        first = max(0, start - self.inference.long)
-        if not self.inference.local:
-            first = start = L - 1                                   # from L - 1 to L - 2: none
+        # the memories are `first` to L - 2; those in the window are local
+        first = L - 1                                               # none
+        if self.inference.local:
+            first = max(0, window_start - self.inference.long)
         j = position[first:-1]                                      # (M,)
 
         # keys of tokens in the window are of its latest encoding
@@ -1063,7 +1065,7 @@ class TRIME(nn.Module):
             n_earlier = (i - first).clamp(min=1)                    # memories of a query (n, 1)
             j = exchanged(j, first, n_earlier)
         value = text[:, j + 1]                                      # (B, n, M)
-        local = slice(start - first, L - 1 - first)
+        local = slice(max(0, window_start - first), L - 1 - first)
         return Memories(sim.flatten(0, 1), value.flatten(0, 1), local)
 
     def same_side(self, text, i, j):
@@ -1183,7 +1185,7 @@ def prepare_eval(model, corpus, external, args, path):
     or --stride is too large; see Datastore, too. -> {name: constant}, {} with memory none"""
     # which memories: those of Table 1 or, with --retrieve-from, those of Table 5
     memory = model.eval_memory
-    memory.inference = TrimeInference()
+    memory.inference = TrimeInference()                         # none, if it remains so
     T = model.config.block_size
     if args.stride > T:
         raise SystemExit(f'--stride {args.stride} is more than the block size of {path}, {T}')
@@ -1198,7 +1200,7 @@ def prepare_eval(model, corpus, external, args, path):
     if names == ['none']:
         return {}
 
-    # of which size at most
+    # the kinds of memory, each of the largest size that `tune` can choose
     split = corpus.tuning_split(args.split)
     kind = LinearInference if trained == 'none' else TrimeInference
     inference = kind(local='local' in names, long=args.long if 'long' in names else 0)
@@ -1245,7 +1247,8 @@ def collect(model, split, n_queries, progress_bar):
     text = split.tokens[:65_536]
     documents = np.split(text, split.offsets[1:-1])
 
-    # random queries: of equally spaced ones, each could begin a document, where memory is empty
+    # random queries: equally spaced ones could all be at the same place of a document, for example
+    # at its beginning, where memory is empty
     windows = []
     tab = model.eval_memory.tab
     rng = np.random.default_rng(0)
