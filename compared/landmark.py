@@ -49,7 +49,7 @@ class LandmarkConfig(DRTConfig):
             raise ValueError('groups are for --model drt: here no other value than 0')
         if self.window != UNLIMITED:
             raise ValueError('landmark attention has no window')
-        slopes = DRTConfig.slope, drt.PRESETS['124m']['slope']          # not set by the user
+        slopes = DRTConfig.slope, drt.PRESETS['124m']['slope']          # of the presets
         if self.positions == 'rotary' and self.slope not in slopes:
             raise ValueError('slope is for positions alibi')
 
