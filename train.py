@@ -217,7 +217,7 @@ def train(Model, model_config, config, corpus=None, stage=''):
 
     # what a run that is resumed can have other than before
     changed = [key for key in ('max_steps', 'micro_batch')
-               if run.resumes and saved[key] != run.settings[key]]
+               if run.resumes and saved.get(key) != run.settings[key]]
     if 'max_steps' in changed:
         print(f'--max-steps was {saved["max_steps"]}: the learning rate is now that of '
               f'{config.max_steps} steps')
