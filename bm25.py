@@ -29,7 +29,7 @@ import numpy as np
 
 FREQUENT = 0.07         # terms in a larger share of the documents are in the dense matrix
 BLOCK = 128             # queries in one product of matrices
-LIMIT = 10 ** 8         # token ids are smaller: an index has arrays as long as the largest id
+MAX_IDS = 10 ** 8         # token ids are smaller: an index has arrays as long as the largest id
 
 
 def idf_lucene(N, df):
@@ -52,7 +52,7 @@ class TermCounts(NamedTuple):
 
 def count(texts):
     """Counts the terms of texts, arrays of token ids -> TermCounts
-    Raises ValueError for an id below 0 or from LIMIT on, TypeError for one that is no integer.
+    Raises ValueError for an id below 0 or from MAX_IDS on, TypeError for one that is no integer.
 
     >>> [x.tolist() for x in count([[7, 5, 7], [], [5]])]
     [[0, 0, 2], [5, 7, 5], [1, 2, 1]]"""
@@ -63,8 +63,8 @@ def count(texts):
     if len(tokens):
         smallest = tokens.min()
         largest = tokens.max()
-        if smallest < 0 or largest >= LIMIT:
-            raise ValueError(f'token ids must be 0 to {LIMIT - 1}, but these are {smallest} to '
+        if smallest < 0 or largest >= MAX_IDS:
+            raise ValueError(f'token ids must be 0 to {MAX_IDS - 1}, but these are {smallest} to '
                              f'{largest}')
 
     # a pair begins where the text or the token differs from the one before

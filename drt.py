@@ -24,6 +24,8 @@ Where the paper is in this file
     §3.3           inference, piece by piece                DRT.stream, DRT.read
     §3.3           memory offloading                        DRT.store, gather_chunks
     §4.1.2         a sliding window, ALiBi                  SelfAttention
+    Table 1, 2     RPT_contriever                           compared/dense.py
+    Table 1 to 3   Block-Recurrent                          compared/block_recurrent.py
     Table 1 to 3   Landmark Attention                       compared/landmark.py
     §4.4, Table 4  retrieval from a corpus                  prepare_eval
     App. A.5       random retrieval                         DRT.random_query
@@ -56,9 +58,10 @@ Where we differ from the paper, and why
     landmark's key, a sink; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the
     residual (official code: only the MLP's input).
     Scores and top K are computed without autocast (official code: bf16). In evaluation the top K
-    are of scores rounded to 1/256, so that chunks that recur are ties.
-    Streams keep chunks in 16 bits. Of a corpus, keys and values are stored, too (paper, §3.3: only
-    landmarks; chunks are encoded again).
+    are of scores rounded to 1/256, so that chunks that recur are nearly always ties.
+    Streams keep chunks in 16 bits, and copy those that are retrieved in each call (paper, §3.3:
+    once every S tokens). Of a corpus, keys and values are stored, too (paper, §3.3: only landmarks;
+    chunks are encoded again).
     Retrieval never crosses joined documents; self-attention does.
     With --next-chunk, the chunk after the last permitted one is the retrieving chunk itself. It is
     whole before the next chunk, which attends to it.
@@ -111,14 +114,14 @@ class DRTConfig:
     # the paper's variants
     encoder: Literal['lower', 'tokens'] = 'lower'   # encodes lower layers' output, or embeddings
     mlm: float = 0.15           # --encoder tokens: share masked in first half (official code: 0.15)
-    retriever: Literal['learned', 'random', 'none'] = 'learned'     # random: App. A.5
+    retriever: Literal['learned', 'random', 'none'] = 'learned'     # random: App. A.5; none: no GCA
     sink: bool = True           # a key and a value of zero in each chunk (official code: yes)
 
     # what we change of the method; --preset 124m has the paper's values
     gumbel: bool = False        # Gumbel noise on the scores, in training (ours: no; §3.2: yes)
     slope: float = 4.0          # ALiBi's first slope, the last is 2^-8 (ours; official: 2^(-8/H))
     next_chunk: bool = True     # the chunk after each is read too, both with w_k / 2 (ours)
-    compare_means: bool = True  # l_k: mean of C_k; h_t gets l_t minus a mean, see query (ours)
+    compare_means: bool = True  # scores compare means of chunks, not landmarks, see query (ours)
     shift_values: bool = True   # in cross-attention a token has the next one's value (ours)
     copy_start: bool = True     # at first W_Q = W_K and W_O = W_Vᵀ in cross-attention (ours)
     p_off: float = 0.0          # share of the training sequences that retrieve nothing (ours)
@@ -145,8 +148,8 @@ class DRTConfig:
         if self.groups == 0:
             return
         if self.n_upper == 0 or self.n_upper % self.groups:
-            raise ValueError(f'n_layer // 2 = {self.n_upper} is not a multiple of groups '
-                             f'{self.groups}')
+            raise ValueError(f'n_layer // 2 = {self.n_upper} has to be a positive multiple of '
+                             f'groups {self.groups}')
         if self.block_size <= 2 * (self.chunk_size - 1):
             raise ValueError(f'block_size {self.block_size} must be above 2 (chunk_size - 1)')
         if self.encoder == 'tokens' and self.n_encoder == 0 and not self.compare_means:
@@ -160,7 +163,7 @@ class DRTConfig:
 
 
 # 124m: App. A.1, but the learning rate ends at a tenth of its peak (paper: at a fifth). The paper's
-# base LMs: --groups 0, with --window 512 or 768
+# base LMs: --groups 0, with --window 512 or 768; its DRT_enc-dec: --encoder tokens --n-neighbors 4
 PRESETS = {
     'tiny': dict(tokens_per_step=1984),     # the defaults: minutes on two CPU cores
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
@@ -188,6 +191,7 @@ def setup(model, run):
     n_tokens = model.config.chunk_size - 1                              # of a chunk
     needed = 2 * n_tokens + 1
     longest = np.diff(run.corpus.train.offsets).max()
+    # with `hops` the batches are needles, and each row is a document
     if longest < needed and 'on' in model.ways() and not run.corpus.hops:
         print(f'warning: nothing can be retrieved: the longest document has {longest} tokens, less '
               f'than {needed}. Try longer documents or a smaller --chunk-size')
@@ -828,7 +832,8 @@ class DRT(nn.Module):
         sort_by = r
         if not self.training:
             # the scores of a chunk that recurs differ by errors of rounding, which depend on the
-            # pieces in which a text is read. Rounded to 1 / 256 they are ties: the first is chosen
+            # pieces in which a text is read. Rounded to 1 / 256 they are ties, unless they lie on
+            # both sides of a step: the first is chosen
             sort_by = (256 * r).round()
         elif self.config.gumbel:
             exponential = torch.empty_like(r).exponential_()
@@ -1024,7 +1029,7 @@ class DRT(nn.Module):
         if self.offload:
             # the file is unlinked at once: the system frees it together with the tensor
             with tempfile.NamedTemporaryFile(dir=self.offload) as file:
-                kv.cpu().numpy().tofile(file)
+                kv.cpu().contiguous().view(torch.uint8).numpy().tofile(file)    # numpy lacks bf16
                 stored = torch.from_file(file.name, shared=True, size=kv.numel(), dtype=kv.dtype)
                 kv = stored.view_as(kv)
         return list(kv.transpose(0, 1).unbind(2))

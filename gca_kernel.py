@@ -584,14 +584,15 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     assert q.size(1) == idx.size(1) * chunk
     assert k.size(1) == M * chunk
     assert q.size(2) % k.size(2) == 0
+    assert kernel in ('auto', 'triton', 'torch'), kernel
 
     # kernel='auto' becomes 'torch' or 'triton'
     can_run = triton_can_run(q, chunk)
     if kernel == 'triton' and not can_run:
         raise NotImplementedError(
-            "kernel='triton' cannot run: it needs a GPU, the package triton, head size 16 to 128 "
-            f'(here {D}), chunk 16, 32, 64 or 128 (here {chunk}), and chunk x max(head size, 64) '
-            f"numbers ({q.dtype}) in 16 KiB. kernel='torch' can.")
+            "kernel='triton' cannot run: it needs a GPU, the package triton, 16 or 32 bits (here "
+            f'{q.dtype}), head size 16 to 128 (here {D}), chunk 16, 32, 64 or 128 (here {chunk}), '
+            "and chunk x max(head size, 64) numbers in 16 KiB. kernel='torch' can.")
     if kernel == 'auto':
         kernel = 'triton' if can_run and q.is_cuda else 'torch'
 

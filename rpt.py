@@ -39,7 +39,7 @@ Letters in the shape comments
     K neighbors of a chunk    J candidates of a chunk
     G = N + 1 groups of m tokens, see ChunkedCrossAttention     n any other size
     i a chunk that retrieves (the paper's c_q = c_i)    j a chunk that is retrieved
-    l a positive, in L_ret    w a target token
+    l a positive, in L_ret    r a rank    w a target token; in BM25 any    u an earlier token
     λ the weight of the reference LM's cache    λ_lj LambdaRank's factor, in L_ret
 
 Letters of the paper with another meaning here: its d is C, its C (states of neighbors) is `states`
@@ -53,8 +53,8 @@ Where we differ from the paper, and why
     named at PRESETS. Those that change the method, not only its size, are a group of their own in
     RPTConfig.
     Scores: s_q is divided by sqrt(C). Search is exact (paper: faiss), in evaluation of scores
-    rounded to 1/256, so that chunks that recur are ties. A chunk without neighbors gets 0 from
-    cross-attention.
+    rounded to 1/256, so that chunks that recur are nearly always ties. A chunk without neighbors
+    gets 0 from cross-attention.
     Layers: the retriever and the gate have norms and biases. Retrieved states have passed the
     retriever's attention, those of the chunk that retrieves have not. The gate attends to the
     neighbors of a window of chunks, so that a stream keeps no others (paper: of all chunks).
@@ -65,6 +65,7 @@ Where we differ from the paper, and why
     s_t only, so there can be fewer than K. Scheduled sampling draws for each chunk.
     Losses: s_t is a mean over tokens, L_ret over the chunks that have a positive. NDCG discounts by
     1 / log2(1 + rank). L_ret trains the lower layers, too. Its τ starts at 1.
+    Measures: Precision@2 is over the chunks that have a positive (paper: over all).
     Optimizer: Muon or AdamW (paper: AdaBelief).
 
     $ python rpt.py                         a demo of ten seconds, on a CPU
@@ -108,7 +109,7 @@ class RPTConfig:
     n_candidates: int = 4         # BM25 candidates of a chunk, J (ours; paper: 20)
 
     # the method of the paper, its baselines (§5.1) and ablations (§5.3)
-    retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # RPT-Sem, RPT-Lex; RETRO (§5)
+    retriever: Literal['sem', 'lex', 'bm25', 'none'] = 'sem'    # bm25: RETRO; none: Transformer-XL
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
     eta: float = 0.1              # lower bound of the gate, η (paper)
     alpha: float = 0.005          # weight of L_ret from a fifth of the steps on (ours; paper: 1e-9)
@@ -1048,7 +1049,8 @@ class RPT(nn.Module):
         return Index(keys, chunk_pairs, states[:, -1:])
 
     def scores(self, query, keys):
-        """s_q(c) = <W_Q c_q, W_K c> / sqrt(C). query (B, N, C), keys (B, M, C) -> (B, N, M)"""
+        """s_q(c) = <W_Q c_q, W_K c> / sqrt(C). query (B, N, C), keys (B, M, C) -> (B, N, M). RETRO
+        has V numbers in place of C."""
         return product(query, keys.mT) / query.size(2) ** 0.5
 
     def mask_scores(self, s_q, chunk_doc):
@@ -1072,9 +1074,9 @@ class RPT(nn.Module):
     def evaluation_scores(self, s_q):
         """The scores by which chunks are chosen in evaluation: s_q (B, N, M) in units of 1 / 256,
         rounded. Without this, the scores of a chunk that recurs differ by errors of rounding, which
-        depend on the pieces in which a text is read. Rounded scores are equal, so the first of
-        these chunks is chosen. BM25 is exact already. The way `shuffled`: random numbers
-        -> (B, N, M)"""
+        depend on the pieces in which a text is read. Rounded scores are equal, unless they lie on
+        both sides of a step, so the first of these chunks is chosen. BM25 is exact already. The way
+        `shuffled`: random numbers -> (B, N, M)"""
         if self.way == 'shuffled':
             N, M = s_q.shape[1:]
             random = pseudorandom(M, M - N, s_q.device)                 # (N, M)
@@ -1159,7 +1161,7 @@ class RPT(nn.Module):
         # the neighbors of the chunks of a window before chunk 0: none
         n = config.window_chunks
         neighbors = Neighbors(
-            chosen=zeros(B, n, K).long() - 1,                           # none
+            chosen=torch.full((B, n, K), -1, device=self.embedding.weight.device),
             states=zeros(B, n, K, 2 * m, C),
             gates=zeros(B, n, K))
         n_layers = len(self.lower) + len(self.upper)
@@ -1331,6 +1333,7 @@ def warn_if_too_short(config, corpus):
     retrieve one comes after window_chunks others; its target is the chunk after it."""
     needed = config.window + 2 * config.chunk_size
     longest = np.diff(corpus.train.offsets).max()
+    # with `hops` the batches are needles, and each row is a document
     if longest < needed and not corpus.hops:
         print(f'warning: nothing can be taught: the longest document has {longest} tokens, but the '
               f'first chunk that can retrieve another, and the next one, which it predicts, end at '
@@ -1412,7 +1415,7 @@ class Teacher:
             return torch.from_numpy(s_t)
         except Exception:                       # a broken file can raise anything
             s_t = self.sequence_scores(chunks, doc)
-        temporary = path.with_name(f'{os.getpid()}.tmp.npy')
+        temporary = path.with_name(f'{path.stem}.{os.getpid()}.tmp.npy')
         np.save(temporary, s_t)
         temporary.replace(path)
         return s_t

@@ -44,10 +44,10 @@ Letters in the shape comments and formulas
 Where this differs from the paper, and why
     Layers: RMSNorm, RoPE, GELU, GPT-2's initial weights, a final norm, no biases.
     Optimizer: in the presets AdamW and a cosine replace NAG (247M), inverse square root (7M).
-    Training: memories are those of the micro-batch of one process (official code, ext: of all
-    processes). §4.3 sets m = 1; here ext memory also excludes other segments of the query's own
-    document (official code: it does not). Long memory is of the query's document; local memory may
-    cross a boundary of documents.
+    Training: memories are those of the micro-batch of one process (official code: ext of all
+    processes, long of several). §4.3 sets m = 1; here ext memory also excludes other segments of
+    the query's own document (official code: it does not). Long memory is of the query's document;
+    local memory may cross a boundary of documents.
     With memory ext g is small at first. Otherwise the words have almost no probability in the first
     steps, and learn more slowly.
     Test time: each context is in memory once (official code: the window's twice). P' of Eq. 8 is
@@ -115,19 +115,22 @@ class TRIMEConfig:
             raise ValueError('dropout, p and ce_warmup are shares, at most 1')
         if self.stride > self.block_size:
             raise ValueError(f'stride {self.stride} is more than block_size {self.block_size}')
-        one_segment = self.micro_batch == 1 or (self.n_consecutive == 1 and self.memory == 'long')
-        if one_segment and self.memory in ('long', 'ext'):
+        n_segments = self.micro_batch                                   # that share a memory
+        if self.memory == 'long' and self.n_consecutive:
+            n_segments = min(n_segments, self.n_consecutive)
+        if n_segments == 1 and self.memory in ('long', 'ext'):
             raise ValueError('memories long and ext are those of other segments: there is only one')
 
 
 def parse_cutoffs(text):
     """'20000,60000' -> [20000, 60000]. Raises ValueError unless they are numbers that rise"""
-    cutoffs = []
+    if not text:
+        return []
     if re.fullmatch('[1-9][0-9]*(,[1-9][0-9]*)*', text):
         cutoffs = [int(cutoff) for cutoff in text.split(',')]
-    if ','.join(map(str, sorted(set(cutoffs)))) != text:
-        raise ValueError(f'cutoffs {text}: must rise, like 20000,60000')
-    return cutoffs
+        if cutoffs == sorted(set(cutoffs)):
+            return cutoffs
+    raise ValueError(f'cutoffs {text}: must rise, like 20000,60000')
 
 
 MEMORIES = 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext'
@@ -280,15 +283,16 @@ def causal_attention(q, k, v):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or s, D)
     t = q.size(2)
     s = k.size(2)
-    mask = q.new_full((t, s), -math.inf).triu(s - t + 1)                # -inf for later keys
+    use_formula = q.is_cpu and q.dtype == torch.bfloat16 and s < 1024
+    if t == s and not use_formula:                                      # faster without a mask
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
     # the formula itself: on a CPU in bf16 it is faster than the fused kernel (torch 2.13) while the
     # scores are few; with 2,048 tokens it takes twice the time
-    if q.is_cpu and q.dtype == torch.bfloat16 and s < 1024:
+    mask = q.new_full((t, s), -math.inf).triu(s - t + 1)                # -inf for later keys
+    if use_formula:
         scores = (q / q.size(3) ** 0.5) @ k.mT                          # (B, H, t, s)
         y = (scores + mask).softmax(3) @ v
-    elif t == s:                                                        # faster without a mask
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
         y = F.scaled_dot_product_attention(q, k, v, mask)
     return y.transpose(1, 2)
@@ -370,9 +374,9 @@ class Embedding(nn.Module):
         return logits, logits.logsumexp(1, keepdim=True)
 
     def rows_of(self, f, w):
-        """Where the logit of word w is: a row of weight, whose product with f is taken, and what is
-        added to this product. Here they are w and 0; AdaptiveEmbedding has others.
-        f (Q, C), w (Q,) -> 2 x (Q, 1)"""
+        """For TrimeLoss, which does not keep the logits of all words: the logit of w is
+        weight[row] · f + extra. Here row = w and extra = 0; AdaptiveEmbedding has rows for clusters
+        of words. f (Q, C), w (Q,) -> row, extra: 2 x (Q, 1)"""
         return w[:, None], f.new_zeros(len(w), 1)
 
 
@@ -490,7 +494,7 @@ class TrimeLoss(torch.autograd.Function):
         n_rows = len(E)
         E = aligned(E)                  # (rows up to a multiple of 64, C)
         block = BLOCK
-        if f.is_cuda:                   # 0.25 GiB of exponents, because it needs large products
+        if f.is_cuda:                   # a GPU needs large products: 0.25 GiB of exponents
             block = 2 ** 26 // (len(E) + len(f))
         n_scored = (targets >= 0).sum().clamp(min=1)
         scale = f.size(1) ** -0.5
@@ -530,7 +534,8 @@ class TrimeLoss(torch.autograd.Function):
             # gradients of the exponents: exp(z) / Σ, minus exp(z) / Σ_w for the terms of w. Here
             # exp(z) / Σ = P_words Σ_words / Σ for a word, P_memory Σ_memory / Σ for a memory
             dlogits = P_words.mul_(weight * (log_sum_words - log_sum_all).exp())
-            # extra, log P_a(w), is in Σ_w alone: in Σ a cluster's row stands for all its words
+            # extra is in Σ_w alone. With AdaptiveEmbedding it is log P of w in its cluster; in Σ
+            # the row of a cluster stands for all its words
             dextra[queries] = -weight * (logit_w - log_sum_w).exp()     # (Q, 1)
             dlogits.scatter_add_(1, rows_of_w[queries], dextra[queries])
             dsim = P_memory.mul_(weight * P_on_memory)                      # (Q, M)
@@ -617,7 +622,7 @@ class AdaptiveEmbedding(Embedding):
                     log_P = self.tail(a, f[queries])
                 else:               # too large to keep: the backward pass computes it again
                     log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
-                # an index, because gather would keep log_P
+                # an index, because gather would keep log_P for the backward pass
                 log_p[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
         return row, log_p
 
@@ -631,9 +636,9 @@ class Memories(NamedTuple):
     local: slice            # which of the M are of local memory
 
 
-class Window(NamedTuple):
-    """What `tune` needs of the Q queries of a window, with all memories that any constants tried by
-    `tune` could use"""
+class Queries(NamedTuple):
+    """What `tune` needs of Q queries, with all memories that any constants tried by `tune` could
+    use"""
     logit: torch.Tensor         # (Q, 1) E_w · f of the target words
     log_words: torch.Tensor     # (Q, 1) log Σ_w exp(E_w · f)
     sim: torch.Tensor           # (Q, M)
@@ -652,14 +657,14 @@ class Inference:
     def is_empty(self):
         return not self.local and self.n_neighbors == 0
 
-    def log_p(self, window):
-        """log P (Q, 1) of the target words of a Window, by these memories: the last `long` before
+    def log_p(self, queries):
+        """log P (Q, 1) of the target words of Queries, by these memories: the last `long` before
         the local ones, the first n_neighbors after them (see Memories)"""
-        local = window.local
+        local = queries.local
         used = slice(max(0, local.start - self.long), local.stop + self.n_neighbors)
-        P, log_factor = self.probabilities(window.log_words, window.sim[:, used])
-        P_memory = (P * window.match[:, used]).sum(1, keepdim=True)
-        return torch.logaddexp(window.logit + log_factor, P_memory.log())
+        P, log_factor = self.probabilities(queries.log_words, queries.sim[:, used])
+        P_memory = (P * queries.match[:, used]).sum(1, keepdim=True)
+        return torch.logaddexp(queries.logit + log_factor, P_memory.log())
 
 
 @dataclass
@@ -918,7 +923,7 @@ def init_weights(model):
 
 class TRIME(nn.Module):
     """A Transformer language model whose output softmax is over words and memories"""
-    PIECE = 512         # eval.py passes at most so many tokens to stream: (PIECE, V) log P are held
+    PIECE = 512         # tokens that eval.py passes to stream at once: log P are (PIECE, V)
 
     def __init__(self, config):
         super().__init__()
@@ -935,6 +940,7 @@ class TRIME(nn.Module):
             stride=config.stride or config.block_size // 2 or 1)
 
     def make_layers(self, config):
+        """The layers; compared/sru.py has others"""
         return nn.ModuleList(Block(config) for _ in range(config.n_layer))
 
     def on_device(self, ids):
@@ -1210,8 +1216,7 @@ def prepare_eval(model, corpus, external, args, path):
 
     # τ, λ, K and the tokens of long memory
     memory.inference = inference
-    windows = collect(model, split, 4096, args.progress_bar)
-    memory.inference = tune(windows, inference)
+    memory.inference = tune(collect(model, split, 4096, args.progress_bar), inference)
     print(f'{path}: {memory.inference}, tuned on {split.name}')
     return asdict(memory.inference)
 
@@ -1242,14 +1247,14 @@ LAMBDAS = [i / 20 for i in range(20)]
 def collect(model, split, n_queries, progress_bar):
     """Draws about n_queries random tokens from the first 65,536 of a split (all, if it has no more
     than n_queries; of pairs: from targets) and computes what `tune` needs of them, with the
-    memories of model.inference -> [Window]"""
+    memories of model.inference -> [Queries]"""
     # documents, the last one cut
     text = split.tokens[:65_536]
     documents = np.split(text, split.offsets[1:-1])
 
     # random queries: equally spaced ones could all be at the same place of a document, for example
     # at its beginning, where memory is empty
-    windows = []
+    collected = []
     tab = model.eval_memory.tab
     rng = np.random.default_rng(0)
     for ids in progress_bar(documents, 'tokens read to tune', size=len):
@@ -1269,17 +1274,18 @@ def collect(model, split, n_queries, progress_bar):
             sim, value, local = model.memories(g, state, queries)               # (Q, M)
             # where a search returns fewer than K entries, the others are MASKED
             match = (value == w) & (sim > MASKED)
-            windows.append(Window(logits.gather(1, w), log_words, sim, match, local))
-    return windows
+            collected.append(Queries(logits.gather(1, w), log_words, sim, match, local))
+    return collected
 
 
-def tune(windows, inference):
-    """An Inference of high likelihood for some windows, by coordinate ascent: the best tau, the
-    best long up to inference.long and so on in turn, until none is better. It starts with K = 1:
-    from K = 1,024 it ended at constants with which ext was worse than no ext, in a model trained
-    with p = 0."""
+def tune(collected, inference):
+    """An Inference of high likelihood for the Queries of `collect`, by coordinate ascent: the best
+    tau, the best long up to inference.long and so on in turn, until none is better. Of equal ones
+    the present value stays: inference.long, if no document is as long. It starts with K = 1: from
+    K = 1,024 it ended at constants with which ext was worse than no ext, in a model trained with
+    p = 0."""
     def score(candidate):
-        return sum(candidate.log_p(window).sum().item() for window in windows)
+        return sum(candidate.log_p(queries).sum().item() for queries in collected)
 
     # sizes of long memory: 256, 512, ... tokens, at most inference.long
     long = {min(256 * 2 ** n, inference.long) for n in range(20)}
@@ -1317,9 +1323,9 @@ def datastore_accuracy(runs, args):
         # whether the entries, the most similar one first, have the next token as value
         tuned = model.eval_memory.inference
         model.eval_memory.inference = TrimeInference(n_neighbors=1024)
-        windows = collect(model, run.split, 16_384, args.progress_bar)
+        collected = collect(model, run.split, 16_384, args.progress_bar)
         model.eval_memory.inference = tuned
-        match = torch.cat([window.match for window in windows])                 # (Q, 1024)
+        match = torch.cat([queries.match for queries in collected])             # (Q, 1024)
         shares = result[run.name] = {}
         for K in 1, 8, 64, 1024:
             shares[f'top-{K}'] = match[:, :K].any(1).float().mean().item()

@@ -19,8 +19,11 @@ Where the formula is in this file
     P(w)                    add_cache; Cache.stream for all w, cached_log_p for the target
 
 Where this differs from the paper
-    The scale 1 / (τ sqrt(C)) is the paper's θ. trime.py has the cache of TRIME's comparison, on g
-    and with TRIME's windows: --memory local,long of a model that was trained without memory.
+    The cache is of one document; τ, λ and size are tuned one after the other. 1 / (τ sqrt(C)) is
+    the paper's θ.
+
+trime.py has the cache of TRIME's comparison, on g and with TRIME's windows: --memory local,long of
+a model that was trained without memory.
 
 Letters in the shape comments
     B sequences    t tokens of a call    L tokens so far, at most `size` before the call, and t
@@ -44,6 +47,7 @@ TUNING_TOKENS = 65_536
 
 @dataclass
 class CacheConstants:
+    """The constants of the formula"""
     size: int                   # tokens of the cache
     tau: float = 0.3            # τ
     lam: float = 0.2            # λ
@@ -100,7 +104,7 @@ class Cache(nn.Module):
         super().__init__()
         self.model = model
         self.config = model.config
-        self.PIECE = min(model.PIECE, 512)
+        self.PIECE = min(model.PIECE, 512)      # (t, L) similarities and (t, V) log P are held
         ways = model.ways()
         self.constants = {way: CacheConstants(size) for way in (ways[0], ways[-1])}
         self.way = f'{ways[0]}+cache'

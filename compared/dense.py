@@ -43,11 +43,12 @@ from rpt import (RPT, Retriever, RPTConfig, bm25_candidates, corpus_idf, doc_of_
 
 @dataclass
 class DenseConfig(RPTConfig):
-    retriever: Literal['dpr', 'contriever'] = 'dpr'     # what its positives are
-    reference_steps: int = 300                          # steps of its training
+    retriever: Literal['dpr', 'contriever'] = 'dpr'     # which chunks it is trained to find
+    reference_steps: int = 300                          # steps of its training, before the model's
 
 
 PRESETS = rpt.PRESETS
+TRAINED = dict(dpr=1, contriever=2)     # values of is_trained; 0: not yet
 
 
 class DenseRetriever(nn.Module):
@@ -57,7 +58,7 @@ class DenseRetriever(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.retriever = Retriever(config)
-        self.register_buffer('is_trained', torch.zeros(()))         # 1: see setup
+        self.register_buffer('is_trained', torch.zeros(()))         # see TRAINED, setup
 
     def forward(self, chunks):
         """chunks (B, N, m) of tokens -> queries and keys, 2 x (B, N, C)"""
@@ -108,7 +109,7 @@ def train_retriever(retriever, run, idf):
     """Trains a DenseRetriever on the first micro-batches of a run."""
     config = retriever.config
     device = retriever.embedding.weight.device
-    optimizer = torch.optim.AdamW(retriever.requires_grad_().parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(retriever.requires_grad_().parameters(), lr=1e-3)     # (ours)
     for number in run.progress_bar(range(config.reference_steps), 'training the retriever'):
         batch = run.batches[number]
         chunks = in_chunks(batch.tokens, config.chunk_size).to(device)
@@ -118,7 +119,7 @@ def train_retriever(retriever, run, idf):
         optimizer.step()
     optimizer.zero_grad()                   # else the first step of the model moves it once more
     retriever.requires_grad_(False)
-    retriever.is_trained.fill_(1)
+    retriever.is_trained.fill_(TRAINED[config.retriever])
 
 
 def setup(model, run):
@@ -126,7 +127,8 @@ def setup(model, run):
     train.py -> None, because no scores are added to batches"""
     config = model.config
     warn_if_too_short(config, run.corpus)
-    if run.rank == 0 and not model.retriever.is_trained:
+    # (--init could have brought the other kind)
+    if run.rank == 0 and model.retriever.is_trained != TRAINED[config.retriever]:
         print(f'first the retriever, {config.reference_steps} steps; then RPT')
         train_retriever(model.retriever, run, corpus_idf(run.corpus, config))
     if run.world > 1:

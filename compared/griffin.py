@@ -12,8 +12,9 @@ Where this differs from the paper
     The layers are those of RPT, §5.1 (paper: two recurrent ones, one with attention, and so on;
     convolutions over 4 tokens).
     §2.3   The recurrent layers have no MLP.
-    §2.4   At first, where r_t = 1, a_t is 0.9 to 0.999 with log(1 - a_t) evenly spaced (paper: a_t
-           uniform in a²).
+    §2.4   At first, where r_t = 1, a_t is 0.9 to 0.999 with log(1 - a_t) evenly spaced (official
+           code: a = exp(-softplus(Λ)) is 0.9 to 0.999 with a² uniform, so a_t = a⁸ is 0.43 to
+           0.992).
     h does not continue into another joined document. Self-attention and the convolution do.
 
 Letters as in rpt.py, except R = 2C, the channels of h
@@ -63,7 +64,8 @@ class RecurrentLayer(nn.Module):
         h_t = a_t h_{t-1} + sqrt(1 - a_t²) i_t u_t
         a_t = exp(-8 r_t softplus(Λ)),   r_t = σ(W_r u_t + b_r),   i_t = σ(W_i u_t + b_i)
 
-    W_r and W_i are block-diagonal, with a block for each head. Their rows are interleaved in one
+    Biases of W, W_y and W_u are not shown. W_r and W_i are block-diagonal, with a block for each
+    head. Their rows are interleaved in one
     matrix: r_0, i_0, r_1, i_1, ... of the R channels."""
     def __init__(self, config):
         super().__init__()
@@ -82,13 +84,13 @@ class RecurrentLayer(nn.Module):
         """x (B, t, C); past: the last two inputs of conv (B, R, 2) and h (B, R, 1), None at the
         beginning of a text; begins (B, t), see begins_document -> y (B, t, C), the past of the next
         piece"""
-        gate, z = self.inputs(self.norm(x)).mT.chunk(2, 1)                  # 2 x (B, R, t)
+        gate, inputs = self.inputs(self.norm(x)).mT.chunk(2, 1)             # W_y z, W_u z (B, R, t)
         if past is None:
-            zeros = z.new_zeros(*z.shape[:2], 2)                            # (B, R, 2)
+            zeros = inputs.new_zeros(*inputs.shape[:2], 2)                  # (B, R, 2)
             past = zeros, zeros[..., :1]
-        past_z, past_h = past
-        z = torch.cat([past_z, z], 2)                                       # (B, R, 2 + t)
-        u = self.conv(z)                                                    # (B, R, t)
+        past_inputs, past_h = past
+        inputs = torch.cat([past_inputs, inputs], 2)                        # (B, R, 2 + t)
+        u = self.conv(inputs)                                               # (B, R, t)
 
         # a_t, and b_t = sqrt(1 - a_t²) i_t u_t, in fp32; with a clamp, because the derivative of
         # sqrt at 0 is infinite
@@ -105,7 +107,7 @@ class RecurrentLayer(nn.Module):
 
         # the next piece begins after the last whole chunk
         end = x.size(1) // self.m * self.m
-        return x + self.dropout(y), (z[..., end:end + 2], h[..., end:end + 1])
+        return x + self.dropout(y), (inputs[..., end:end + 2], h[..., end:end + 1])
 
 
 COMPILED = (Block, RecurrentLayer)

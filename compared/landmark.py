@@ -10,13 +10,15 @@ landmarks. All keys and values are kept. Scores (B, H, L, L) limit the length of
 sequence.
 
 Where this differs from the paper
-    Scores have ALiBi; --positions rotary is the paper's. A landmark that is farther than any in
-    training counts as the farthest of training, and its chunk moves with it. In the paper far
-    chunks are scored at one place, too, but read at places of their own near the text (§3.2). With
-    --no-limit-distance distances are what they are. Of equal scores, rounded to 1 / 256, the latest
-    chunk is read. As in DRT, chunks of other joined documents are not read; the tokens of a
-    position's own chunk are. In evaluation these and the K best chunks are all that is read (paper:
-    the latest tokens, too).
+    Scores have ALiBi; --positions rotary is the paper's.
+    §3.2   A chunk that is farther than any in training moves nearer as a whole: its landmark is
+           scored, and its tokens are read, at the farthest distance of training (paper: read at
+           positions just before the text). --no-limit-distance leaves distances as they are.
+    §3.2   In evaluation the K best chunks and the tokens of a position's own chunk are all that is
+           read (paper: the latest tokens, too). Of equal scores, rounded to 1 / 256, the latest
+           chunk is read.
+    As in DRT, chunks of other joined documents are not read; the tokens of a position's own chunk
+    are. DRT's flags of retrieval, but for --n-neighbors, have no effect.
 
 Letters as in drt.py
 
@@ -113,6 +115,7 @@ class LandmarkAttention(SelfAttention):
         positions = torch.arange(k.size(1), device=q.device)
         i = positions[k.size(1) - q.size(2):, None]                     # (L, 1)
         landmarks = k[:, S - 1::S].transpose(1, 2)
+        # the last chunk has no landmark yet: zeros, whose score is replaced below
         landmarks = F.pad(landmarks, (0, 0, 0, 1))                      # (B, H, M, D)
         chunk = positions[:landmarks.size(2)]                           # (M,)
         age = i - (S * chunk + S - 1)                                   # (L, M)
@@ -171,6 +174,9 @@ class LandmarkAttention(SelfAttention):
         b = torch.arange(len(q), device=q.device)[:, None, None, None, None]    # (B, 1, 1, 1, 1)
         h = torch.arange(q.size(1), device=q.device)[:, None, None, None]       # (H, 1, 1, 1)
         existing = j.clamp(max=k.size(1) - 1)
+        k = fp32(k)
+        if self.config.positions == 'rotary':
+            k = rotate_at(k, positions[:, None])                        # (B, s, H, D)
         k = k[b, existing, h]                                           # (..., n, S - 1, D)
         v = v[b, existing, h]
 
@@ -178,11 +184,10 @@ class LandmarkAttention(SelfAttention):
         # scores alone: the softmax over a chunk's tokens does not change if all are nearer
         with torch.autocast(q.device.type, enabled=False):
             q = fp32(q)
-            k = fp32(k)
             if self.config.positions == 'rotary':
                 excess = self.excess(i - (S * chunk + S - 1))           # (..., n)
                 q = rotate_at(q[:, :, :, None], i - excess)             # (B, H, L, n, D)
-                z = torch.einsum('bhind, bhinjd -> bhinj', q, rotate_at(k, j))
+                z = torch.einsum('bhind, bhinjd -> bhinj', q, k)
             else:
                 z = torch.einsum('bhid, bhinjd -> bhinj', q, k)
                 z = z - self.slopes(q.device)[..., None] * age

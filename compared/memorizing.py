@@ -145,12 +145,12 @@ class MemorizingAttention(SelfAttention):
             j = slice(max(0, end - self.config.memory_size), end)
             mask = doc_i[:, None, i, None] == doc_j[:, None, None, j]       # (B, 1, block, n)
             q_i = q[:, i].transpose(1, 2)                                   # (B, H, block, D)
-            s_cos = product(q_i, k[:, j].permute(0, 2, 3, 1))               # s cosine(q, k_j)
-            s_cos = s_cos.masked_fill(~mask, -1e9)
+            scores = product(q_i, k[:, j].permute(0, 2, 3, 1))              # scale · cosine(q, k_j)
+            scores = scores.masked_fill(~mask, -1e9)                        # (B, H, block, n)
 
             # softmax over the nearest
-            is_near = nearest(s_cos, self.config.n_nearest)
-            p = s_cos.masked_fill(~is_near, -math.inf).softmax(3)           # (B, H, block, n)
+            is_near = nearest(scores, self.config.n_nearest)
+            p = scores.masked_fill(~is_near, -math.inf).softmax(3)           # (B, H, block, n)
             outputs.append(torch.einsum('bhij, bjhd -> bihd', p, v[:, j]))
             found.append(mask.any(3).mT[..., None])                         # (B, block, 1, 1)
         return torch.cat(outputs, 1), torch.cat(found, 1)

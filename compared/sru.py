@@ -12,7 +12,7 @@ Where this differs from the paper
     A segment begins with the state 0 and without the keys of the one before (TRIME, App. E: with
     both), because all segments of a micro-batch are encoded in parallel. So its long memory is that
     of a Transformer, too: m segments, with gradients (App. E: the segment before, without).
-    Attention has one head. b of u, v = 0 at first, and g = norm(y) are ours.
+    Attention has one head. Ours: a bias for u, v_f = v_r = 0 at first, and g = norm(y).
     The loop over tokens is in plain PyTorch, so it is slow (official code: a CUDA kernel).
 
 Letters as in trime.py
@@ -37,6 +37,8 @@ class SRUConfig(TRIMEConfig):
         super().__post_init__()
         if self.n_head != 1:
             raise ValueError('the attention of SRU++ has one head here')
+        if self.n_inner:
+            raise ValueError('SRU++ has no MLP, so it has no n_inner')
 
 
 # From TRIME: L = 512 (Table 4, also 2,048), 400K steps and batches of 16 segments (App. E). From
@@ -116,4 +118,7 @@ class SRUBlock(nn.Module):
 class SRU(TRIME):
     """TRIME with recurrent layers"""
     def make_layers(self, config):
-        return nn.ModuleList(SRUBlock(config) for _ in range(config.n_layer))
+        layers = nn.ModuleList(SRUBlock(config) for _ in range(config.n_layer))
+        for layer in layers[:-1]:
+            layer.norm2 = nn.Identity()                             # g is of the last layer alone
+        return layers
