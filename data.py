@@ -614,11 +614,14 @@ class Corpus:
             tokens = np.memmap(folder / f'{split}.bin', self.tokenizer.dtype, 'r')
             offsets = np.fromfile(folder / f'{split}.idx', np.int64)
             n_tokens = len(tokens), offsets[-1], counts['tokens']
-            assert len({*n_tokens}) == 1, f'{split}: {n_tokens} tokens'
-            assert offsets[0] == 0 and np.diff(offsets).min() > 0, f'{split}.idx: {offsets[:99]}'
+            if len({*n_tokens}) > 1:
+                raise ValueError(f'{split}: {n_tokens} tokens')
+            if offsets[0] != 0 or np.diff(offsets).min() <= 0:
+                raise ValueError(f'{split}.idx: {offsets[:99]}')
             largest = tokens[:2 ** 26].max()        # takes time: of the first 67M tokens only
             n_vocab = self.tokenizer.n_vocab
-            assert largest < n_vocab, f'{split}.bin: id {largest} of {n_vocab}'
+            if largest >= n_vocab:
+                raise ValueError(f'{split}.bin: id {largest} of {n_vocab}')
             setattr(self, split, Split(split, tokens, offsets, counts['bytes'], counts['words']))
             hashes.append(counts['sha256'])
         self.fingerprint = f'{digest(hashes)[:8]}-{digest(meta["tokenizer"])[:8]}'
@@ -1075,8 +1078,8 @@ def json_document(path, where, item, n_read):
 
 def refuse(path, where, what, expected):
     """Ends the program: `what`, at this place in a file, is not as expected."""
-    raise SystemExit(f'{str(path)!a}, {where}: {what[:60]!r} is not {expected}: mend it or move '
-                     'the file away')
+    raise SystemExit(f'{str(path)!a}, {where}: {what[:60]!r} is not {expected}: correct it or '
+                     'move the file away')
 
 
 def parquet_documents(path):
@@ -1111,7 +1114,7 @@ def text_column(path, schema):
 # the files of a text
 GITHUB = 'https://raw.githubusercontent.com/'
 WIKITEXT2 = f'{GITHUB}pytorch/examples/main/word_language_model/data/wikitext-2/'
-DOWNLOADS = {                                   # {name: {URL: begin of its sha256, if it is known}}
+DOWNLOADS = {                                   # {name: {URL: first digits of its sha256, or ''}}
     'shakespeare': {f'{GITHUB}karpathy/char-rnn/master/data/tinyshakespeare/input.txt': '86c4e6aa'},
     'wikitext2': {f'{WIKITEXT2}train.txt': '9e9fa1ad', f'{WIKITEXT2}valid.txt': 'f0737ed3',
                   f'{WIKITEXT2}test.txt': 'd790b833'},
@@ -1183,7 +1186,7 @@ def list_files(top, why_not):
     links if it has one.
 
     why_not(path): the reason why a file or folder is left out, or None"""
-    # links come after all other folders, whose files so get names without links
+    # links to folders are read last: a file that is also in a folder has a name without links
     files, left_out = [], defaultdict(list)
     folders, links, visited = [top], [], set()
     while folders or links:
@@ -1513,7 +1516,7 @@ def article_start(text):
     [' = A = \\n \\n = = Part = = \\n x \\n \\n', ' = B = \\n \\n y']"""
     # ' = A = ' or ' = A =', not ' = = A = = ': no = follows the first one or precedes the last one
     title = r' = (?!= ).*(?<! =) = ?'
-    # (?m)^ the begin of a line; (?=) after it come a title and a blank line; (?<=) before it come
+    # (?m)^ the start of a line; (?=) after it come a title and a blank line; (?<=) before it come
     # something that is not blank, and a blank line
     article = rf'(?m)^(?={title}\n *$)(?<=\S\s*\n *\n)'
     if regex.search(article, text):
@@ -1547,6 +1550,8 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     hops = HOPS.get(task, 0)
     if hops:
         data = haystack or 'code'
+        if data == 'random':
+            raise SystemExit('niah needs a text with words: random has none')
     if data == 'random':
         text = Text('random', 'random', {}, {})
         if isinstance(tokenizer, str):
@@ -1581,7 +1586,7 @@ def corpus_folders(text, tokenizer, vocab_size, root):
     """The folders in which the corpus of a Text can be. The first is named by a hash of the text:
     its tokenizer was trained on this text. A given Tokenizer may be that one; if it was trained on
     other text, its corpus is in a second folder, named by a hash of text and tokens"""
-    # a file's name tells its split and format, also that of a link
+    # with names, because a name, also that of a link, tells the split and the format
     stamp = [(name, str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
              for name, path in text.files.items()]
     hashes = [digest(VERSION, stamp)]
@@ -1874,7 +1879,7 @@ def wrong_byte(file):
 def new_folder(folder):
     """A temporary folder, which gets the name of `folder` at the end: an incomplete corpus,
     download or datastore is never opened. It is removed after an error; if the process is killed,
-    the next new folder beside it, or the next `load`, removes it."""
+    the next new folder in the same place, or the next `load`, removes it."""
     remove_abandoned(folder.parent)
     temporary = folder.with_name(f'{folder.name}.{os.urandom(4).hex()}.tmp')
     temporary.mkdir(parents=True)
@@ -1955,8 +1960,9 @@ def main():
 
     # tokens of a row: a line on the screen; most of a pair; 8 chunks, the least for needles
     T = 12
-    if corpus.tab >= 0:
-        T = 36
+    if corpus.tab >= 0:                                 # at least the shortest source
+        tabs = np.flatnonzero(corpus.train.tokens == corpus.tab)
+        T = max(36, (tabs - corpus.train.offsets[:-1]).min().item() + 2)
     if corpus.hops:
         T = 256
     batch = corpus.batches(corpus.train, 'documents', T, micro_batch=4, seed=0)[0]

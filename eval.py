@@ -41,6 +41,13 @@ beginning. A model is evaluated in several ways, values of its attribute `way`:
     corpus, both    with --retrieve-from: it retrieves from that corpus; from corpus and text
     on+cache, ...   with --cache: the same with a continuous cache (compared/cache.py)
 
+The sections of this file; what a function calls is often further down
+    flags, runs                 EvalConfig; EvalRun: a model and its text, log P of all tokens
+    losses                      loss_table, metrics, frequency, repeats
+    tasks                       examples, samples, pairs, needles, speed
+    pictures, a page            plot_losses, page_of
+    the command                 TASKS, parse, main
+
 Letters in the shape comments
     B texts    t tokens of a call    n tokens of a document    N documents    V vocabulary
 """
@@ -194,7 +201,8 @@ class EvalRun:
     documents       the documents of the split that have a scored token, each (n,) int64
     about_text      name, fingerprint and sizes of the text: equal for all runs of a table
     log_p_of        {way: log P of the scored tokens of each document, (n - 1,) fp64}; `evaluate`
-                    adds a way"""
+                    adds a way
+    constants       {name: what was tuned}, for --json; set by prepare"""
     def __init__(self, trained, args):
         """Reads the text. args: the values of all flags; device is a torch.device"""
         # the model
@@ -268,6 +276,11 @@ class EvalRun:
         """The way that retrieves most"""
         return 'both' if 'both' in self.ways else self.ways[0]
 
+    @property
+    def retrieving(self):
+        """The same without --cache, whose memories `trace` does not show"""
+        return self.on.removesuffix('+cache')
+
     def log_p(self, way, tokens):
         """log P of every token of a document except the first: tokens (n,) -> (n - 1,) fp64"""
         self.model.way = way
@@ -290,7 +303,7 @@ class EvalRun:
 
     def gains(self):
         """What retrieval gains for each scored token of each document, in nats, (n - 1,)"""
-        return [on - off for on, off in zip(self.log_p_of[self.on], self.log_p_of['off'])]
+        return [on - off for on, off in zip(self.log_p_of[self.retrieving], self.log_p_of['off'])]
 
 
 def check_cache(run, args):
@@ -422,8 +435,7 @@ def loss_table(runs, args):
     """Losses and gains of each run and way, on the same tokens -> all numbers"""
     documents = runs[0].documents
     N = len(documents)
-    n_scored = sum(map(len, documents)) - N
-    about = dict(runs[0].about_text, documents=N, scored=n_scored)
+    about = dict(runs[0].about_text, documents=N)
     Table().add(about)
     print('\non: as in training; shuffled: wrong memory; off: none; corpus, both: --retrieve-from\n'
           'word ppl: per word between blanks, first words included, as is usual for WikiText\n'
@@ -436,6 +448,7 @@ def loss_table(runs, args):
             'way': way,
             'params': sum(map(torch.numel, run.model.parameters())),
             'trained on': run.checkpoint['tokens'],
+            'scored': sum(map(len, run.log_p_of[way])),
             **metrics(run.log_p_of[way], run.log_p_of['off'], run.split)})
     return dict(about, rows=table.rows, constants={run.name: run.constants for run in runs})
 
@@ -504,6 +517,9 @@ def repeats(runs, args):
 
 # --------------------------------------------------------------------------------------------------
 # examples of retrieval: what is read to predict a token
+PAGE_TOKENS = 8192              # tokens of a document that the page of --html shows, at most
+
+
 def check_prompt(runs, args):
     """SystemExit if the prompt is too short for an example"""
     for run in runs:
@@ -525,7 +541,7 @@ def show_example(run, tokens, t, **facts):
             print(f'{key:9} {value!r}')
 
     # the chunks or memories of largest weight; of chunks, 32 tokens around the end of the first one
-    run.model.way = run.on
+    run.model.way = run.retrieving
     first = max(0, run.chunk - 16)
     retrieved = []
     table = Table()
@@ -562,9 +578,9 @@ def examples(runs, args, n=3):
     """What is retrieved at the end of the prompt, or in n documents where a token gains most.
     --html: a page for the prompt, or for the document that gains most in the first run"""
     for run in runs:
-        if run.on == 'off':
+        if run.retrieving == 'off':
             print(f'\n{run.name} retrieves nothing: there is nothing to show')
-    runs = [run for run in runs if run.on != 'off']
+    runs = [run for run in runs if run.retrieving != 'off']
     if not runs:
         return []
     print('\ngain: in nats; start, end: tokens of the document; ago: tokens from the last of them '
@@ -580,7 +596,7 @@ def examples(runs, args, n=3):
             texts.append(tokens)
     else:
         for i, run in enumerate(runs, 1):
-            run.evaluate(run.on, f'run {i} of {len(runs)}')
+            run.evaluate(run.retrieving, f'run {i} of {len(runs)}')
         for run in runs:
             results += best_examples(run, n)
         gains = [gain[:PAGE_TOKENS].sum() for gain in runs[0].gains()]      # of the documents
@@ -1070,28 +1086,36 @@ def n_bytes(state):
     return sum(x.nbytes for x in tensors if not x.untyped_storage().filename)
 
 
-def speed(runs, args):
-    """Time and memory of reading, generating and training (DRT, Table 3). Random tokens are read;
-    with the state of them, n_generated steps of one token are timed -> the rows of both tables"""
+def reading_seconds(run, length, device):
+    """Reads random tokens, then more of them one per call, as in generating -> seconds per token of
+    both, MB of the state"""
     n_generated = 32
-    table = Table()
-    for run, (name, length) in itertools.product(runs, args.lengths.items()):
-        run.model.way = run.on
-        shape = 1, length + n_generated
-        tokens = torch.randint(run.model.config.vocab_size, shape, device=args.device)
+    run.model.way = run.on
+    shape = 1, length + n_generated
+    tokens = torch.randint(run.model.config.vocab_size, shape, device=device)
+    began = clock(tokens)
+    state = read_long(run.model, tokens[:, :length], f'{run.name}, tokens read')
+    has_read = clock(tokens)
+    for token in tokens[0, length:]:
+        _, state = run.model.stream(token[None, None], state)
+    end = clock(tokens)
+    return (has_read - began) / length, (end - has_read) / n_generated, n_bytes(state) / 2 ** 20
 
-        # read, then one token per call, as in generating
-        began = clock(tokens)
-        state = read_long(run.model, tokens[:, :length], f'{run.name}, tokens read')
-        has_read = clock(tokens)
-        for token in tokens[0, length:]:
-            _, state = run.model.stream(token[None, None], state)
-        end = clock(tokens)
-        table.add({'run': run.name,
-                   'tokens': name,
-                   'reading s/token': (has_read - began) / length,
-                   'generating s/token': (end - has_read) / n_generated,
-                   'state MB': n_bytes(state) / 2 ** 20})
+
+def speed(runs, args):
+    """Time and memory of reading, generating and training (DRT, Table 3). Runs are interleaved, and
+    the seconds are medians -> the rows of both tables"""
+    for run in runs:                                    # the first call of all is slower
+        reading_seconds(run, 1, args.device)
+    table = Table()
+    for name, length in args.lengths.items():
+        times = [[reading_seconds(run, length, args.device) for run in runs] for _ in range(3)]
+        for run, (reading, generating, size) in zip(runs, np.median(times, axis=0)):
+            table.add({'run': run.name,
+                       'tokens': name,
+                       'reading s/token': reading,
+                       'generating s/token': generating,
+                       'state MB': size})
     return table.rows + training_speed(runs, args.device)
 
 
@@ -1252,9 +1276,6 @@ def plot_needles(figure, rows):
 
 # --------------------------------------------------------------------------------------------------
 # a page that shows a document and what is retrieved, in a browser
-PAGE_TOKENS = 8192              # tokens of a document that a page shows, at most
-
-
 def traces_of(run, tokens):
     """What is retrieved to predict tokens (n,) -> traces[i][group], a list of what is retrieved for
     chunk i + 1 (TRIME: for token i + 2), at most 8 [weight, start, end, other_text]. other_text:
@@ -1262,7 +1283,7 @@ def traces_of(run, tokens):
     """
     n_groups = getattr(run.model.config, 'groups', 0)
     options = [dict(group=group) for group in range(n_groups)] or [{}]
-    run.model.way = run.on
+    run.model.way = run.retrieving
     traces, state = [], None
     starts = range(run.chunk, len(tokens), run.chunk)
     for t in progress_bar(starts, f'{run.name}, chunks traced'):
@@ -1282,7 +1303,7 @@ def traces_of(run, tokens):
 def page_of(run, tokens):
     """What a page shows of a run and a text (n,). losses: of the ways off and on, of n - 1 tokens
     """
-    losses = [-run.log_p(way, tokens) for way in ('off', run.on)]
+    losses = [-run.log_p(way, tokens) for way in ('off', run.retrieving)]
     return dict(run=run.name, chunk=run.chunk, traces=traces_of(run, tokens),
                 tokens=tokens.tolist(), losses=np.round(losses, 3).tolist(),
                 tokenizer=run.tokenizer.to_dict())
@@ -1345,11 +1366,6 @@ def parser_of(Models):
     return parser
 
 
-def flag_of(field):
-    """The flag of a field of a config, as train.add_flags makes it"""
-    return f'--{field.replace("_", "-")}'
-
-
 def model_files_of(flags):
     """The value of --model, before the parser is known"""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -1358,22 +1374,17 @@ def model_files_of(flags):
     return args.model
 
 
-def has_flag(Config, flag):
-    """Has this config, or None, a field for this flag?"""
-    return Config is not None and flag in map(flag_of, Config.__dataclass_fields__)
-
-
 def explain_flag(parser, flag):
     """Ends with one line if the flag is one of another model, or of train.py alone, or is a run."""
     if not flag.startswith('-'):
         parser.error(f'{flag}: no flag takes this value; runs come before flags')
     Models = [train.find_model(name) for name in train.MODELS]
     for Config in [train.part_of(Model, 'EvalConfig') for Model in Models]:
-        if has_flag(Config, flag):
+        if train.has_flag(Config, flag):
             parser.error(f'{flag} is a flag of {Config.__module__}: none of these runs is of that '
                          'model')
     for Config in [train.TrainConfig, *map(train.config_of, Models)]:
-        if has_flag(Config, flag):
+        if train.has_flag(Config, flag):
             parser.error(f'{flag} is a flag of train.py: a trained model keeps its value')
 
 
@@ -1391,7 +1402,7 @@ def refuse_unused_flags(parser, flags, task, subtasks):
         return
     used = {word.split('=')[0] for word in flags}
     for field, text in train.comments_of(EvalConfig).items():
-        flag = flag_of(field)
+        flag = train.flag_of(field)
         users = text.split(':')[0].split(', ')          # tasks, if the comment begins with them
         if flag in used and users[0] in TASKS and not {*users} & {*subtasks}:
             parser.error(f'{flag} is for --task {" or ".join(users)}: --task {task} does not use '
@@ -1458,7 +1469,8 @@ def main(argv):
     if not names and '--help' not in flags and '-h' not in flags:
         raise SystemExit('eval.py: runs come before flags: eval.py RUN [RUN ...] [flags], or '
                          'eval.py --help')
-    trained = [read_run(name, model_files_of(flags)) for name in names]
+    with train.short_errors('eval.py', '--device cpu'):
+        trained = [read_run(name, model_files_of(flags)) for name in names]
     Models = [type(run.model) for run in trained]
     parser = parser_of(Models)
     args = parse(parser, flags)

@@ -45,6 +45,14 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
     FLOPS                   optional: operators that torch cannot count, for --task speed
 
 What a file does not define is taken from the file of the class that X inherits from.
+
+The sections of this file; what a function calls is often further down
+    configuration, optimizers   TrainConfig; learning_rate, Muon
+    training                    train; Run: its steps, log, validations, checkpoints
+    model files, flags          find_model, part_of; parse
+    files of a run              write, read_checkpoint, locked, check_folder
+    processes, hardware         check_processes, caught_signals; precision, compile_layers
+    the command                 short_errors, main
 """
 import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP), then sleep
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
@@ -92,6 +100,7 @@ def source(text):
 @dataclass
 class TrainConfig:
     data: source = 'code'           # code, shakespeare, ..., folder or file; niah, niah2, niah:TEXT
+    # with --init, tokenizer is a data.Tokenizer until Run.load_data
     tokenizer: Literal['bpe', 'bytes', 'gpt2', 'word'] = 'bpe'      # bpe is learned from the text
     seed: int = 0                   # of the weights, the order of the data, the model's randomness
     max_steps: int = 600            # optimizer steps; a larger number resumes a finished run
@@ -103,11 +112,11 @@ class TrainConfig:
     beta2: float = 0.95             # AdamW, mean of the squared gradients
     grad_clip: float = 1.0          # largest norm of the gradient; 0: no limit
     eval_every: int = 100           # steps between validations and checkpoints
-    val_tokens: int = 32768         # tokens of a validation, evenly spread; at the end it has all
+    val_tokens: int = 32768         # tokens of a validation, evenly spread; the last step adds all
     gains: bool = False             # rpt, drt: validates in all ways; logs what retrieval gains
     dtype: Literal['auto', 'bf16', 'fp32'] = 'auto'     # auto: bf16 where hardware is fast with it
     grow_context: bool = False      # niah: sequences grow to block_size in the first half
-    init: expanded_path = ''        # a .pt file, or a run's last one: its weights and settings
+    init: expanded_path = ''        # a .pt file, or a run (its ckpt.pt): its weights and settings
     out: expanded_path = ''         # folder of the run
     resume: Literal['auto', 'no'] = 'auto'              # auto: the run in the folder is resumed
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
@@ -215,12 +224,12 @@ def train(Model, model_config, config, corpus=None, stage=''):
         run.attach = setup(run.model, run)
     run.make_optimizers()
 
-    # what a run that is resumed can have other than before
+    # what a resumed run may change
     changed = [key for key in ('max_steps', 'micro_batch')
                if run.resumes and saved.get(key) != run.settings[key]]
     if 'max_steps' in changed:
-        print(f'--max-steps was {saved["max_steps"]}: the learning rate is now that of '
-              f'{config.max_steps} steps')
+        print(f'--max-steps was {saved["max_steps"]}: the schedules, of the learning rate and of '
+              f'the model, are now those of {config.max_steps} steps')
     if run.state['step'] == config.max_steps and not stage:
         print(f'{run.out} has all {config.max_steps} steps: a larger --max-steps lengthens it, '
               'another --out begins a new one')
@@ -256,7 +265,7 @@ class Run:
     out, stage      folder; what ends the lines on the console
     kind            of the batches, see data.Corpus.batches
     bf16, ran_on    is the forward pass in bf16? Processes, device and dtype in words
-    resumes         does the run go on from its last checkpoint?
+    resumes         is the run resumed from its ckpt.pt?
     n_micro_batches in a step, of each process
     val_batches     micro-batches of corpus.val
     attach          what setup returns
@@ -321,8 +330,8 @@ class Run:
         not_packed = dict(sizes, bm25=False)
         self.val_batches = corpus.batches(corpus.val, seed=0, **not_packed)
 
-        # config.tokenizer can be the Tokenizer of --init, vocab_size a wish: now they are what the
-        # corpus has
+        # from here on the tokenizer is a name (--init gives a Tokenizer), and vocab_size is the
+        # number of its ids (bpe may learn fewer than --vocab-size)
         config.tokenizer = corpus.tokenizer.name
         model_config.vocab_size = corpus.tokenizer.n_vocab
         self.settings = dict(model=model_name(self.Model), corpus=corpus.fingerprint,
@@ -356,6 +365,7 @@ class Run:
                 model_name=model_name(self.Model), data=config.data, corpus=corpus.fingerprint,
                 tokenizer=corpus.tokenizer.to_dict(), step=0, tokens=start.get('tokens', 0),
                 log_size=0, best=math.inf)
+        self.state['data'] = config.data                    # the text can have been moved
         self.state['config'] = vars(self.model_config)
         self.state['model'] = self.model.state_dict()       # the same tensors: steps change them
 
@@ -477,7 +487,8 @@ class Run:
                 if n == 1:                              # in which layers are compiled
                     began = time.perf_counter()
                 self.show(entry, seconds, n, time.perf_counter() - began, due)
-            # a signal in the last validation counts, too: RPT would go on after its reference LM
+            # a signal in the last validation ends the program, too: else RPT would start after its
+            # reference LM
             if stopped or (is_last and signals):
                 raise SystemExit(f'stopped at step {done + 1}; run it again to resume')
         barrier()                       # until ckpt.pt is written
@@ -568,7 +579,7 @@ class Run:
         left = seconds_since / max(1, n - 1) * (max_steps - step) / 60      # minutes
         if n == 1:
             print(f'the first step took {seconds:.1f} s')
-        if n == 10 and left > 5:
+        if n == 10 and left > 5:                        # with how many steps would it take 4?
             few = step + 4 * (max_steps - step) / left
             print(f'{left:.0f} min left; with --max-steps {few:.0f} about 4')
         if not (due or step == 1 or step % max(1, max_steps // 30) == 0):
@@ -689,6 +700,16 @@ def comments_of(Config):
     return comments
 
 
+def flag_of(field):
+    """The flag of a field of a config"""
+    return f'--{field.replace("_", "-")}'
+
+
+def has_flag(Config, flag):
+    """Has this config, or None, a field for this flag?"""
+    return Config is not None and flag in map(flag_of, Config.__dataclass_fields__)
+
+
 def add_flags(parser, Config):
     """A flag for each field of a config. Its help is the comment after the field. SystemExit for a
     field without a comment."""
@@ -706,7 +727,7 @@ def add_flags(parser, Config):
         if types[f.name] is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
         text = comments[f.name].replace('%', '%%')      # % is special in a help
-        group.add_argument(f'--{f.name.replace("_", "-")}', default=f.default,
+        group.add_argument(flag_of(f.name), default=f.default,
                            help=f'{text} (default: %(default)r)', **kind)
 
 
@@ -719,8 +740,7 @@ def trouble_of_flag(word, argv, parser):
     if word in MODELS:
         return f'{word} without a flag: --model {word}'
     flag = word.split('=')[0]
-    owners = [name for name in MODELS
-              if flag.removeprefix('--').replace('-', '_') in vars(config_of(find_model(name))())]
+    owners = [name for name in MODELS if has_flag(config_of(find_model(name)), flag)]
     if owners:
         return f'{flag} is a flag of {", ".join(owners)}, not of this model'
     near = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0)[0]
@@ -735,7 +755,7 @@ def parse_flags(parser, argv):
         parser.error(trouble_of_flag(unknown[0], sys.argv[1:] if argv is None else argv, parser))
     for name, x in vars(args).items():
         if isinstance(x, int | float) and not 0 <= x < 2 ** 63:         # or nan
-            parser.error(f'--{name.replace("_", "-")} {x} is not a number from 0 on')
+            parser.error(f'{flag_of(name)} {x} is not a number from 0 on')
     return args
 
 
@@ -775,6 +795,12 @@ def parse(argv=None):
         state, _, tokenizer = read_checkpoint(file, [Model])
         if state['model_name'] != name:
             parser.error(f'{file} has weights of another model: --model {state["model_name"]}')
+        of_file = state['config']
+        differ = [key for key, x in presets[args.preset].items()
+                  if x != of_file.get(key, x) and key != 'vocab_size']
+        if args.preset != 'tiny' and differ:
+            parser.error(f'--preset {args.preset} has another {differ[0]} than {file}: leave it '
+                         'out with --init')
         parser.set_defaults(**state['config'], tokenizer=tokenizer)
 
     # what is on the command line comes before all defaults
@@ -845,7 +871,8 @@ def read_checkpoint(path, Models=()):
     try:
         state = torch.load(path, 'cpu', weights_only=True)
         name = state['model_name']
-        assert re.fullmatch(r'[\w-]+', name)
+        if not re.fullmatch(r'[\w-]+', name):
+            raise ValueError(name)
     except Exception as e:                              # a broken file can raise anything
         raise SystemExit(f'{path} is not a checkpoint of this version: {e!r:.200}')
 
@@ -865,7 +892,8 @@ def read_checkpoint(path, Models=()):
         model = Model(Config(**config))
         model.load_state_dict(state['model'])
         for key, x in model.state_dict().items():
-            assert x.isfinite().all(), key
+            if not x.isfinite().all():
+                raise ValueError(f'{key} is not finite')
         return state, model, tokenizer
     except Exception as e:
         raise SystemExit(f'{path} is not a checkpoint of this version: {e!r:.200}')
@@ -889,8 +917,9 @@ def locked(out):
         if fcntl:                                       # on Windows there is none, and no lock
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # is it still the lock of this folder? A program that ends removes its own
-            assert os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK))
-    except (BlockingIOError, FileNotFoundError, AssertionError):    # or its program has just ended
+            if not os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK)):
+                raise FileNotFoundError
+    except (BlockingIOError, FileNotFoundError):        # or its program has just ended
         raise SystemExit(f'{out} is in use by another program; try another --out')
     except OSError:                                     # of a file system without locks
         pass
@@ -1133,8 +1162,12 @@ def short_errors(program, smaller):
     the program with one line."""
     try:
         yield
-    except (OSError, NotImplementedError, KeyboardInterrupt) as e:
-        raise SystemExit(f'{program}: {str(e) or "stopped"}')
+    except KeyboardInterrupt:
+        raise SystemExit(f'{program}: stopped')
+    except (OSError, NotImplementedError) as e:
+        if not str(e):                                  # of a user's model file
+            raise
+        raise SystemExit(f'{program}: {e}')
     except (RuntimeError, MemoryError) as e:
         if re.search('allocate|overflowed|MemoryError', repr(e)):
             raise SystemExit(f'out of memory; try {smaller}')

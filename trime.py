@@ -753,7 +753,8 @@ def open_index(folder, about):
     import faiss
     try:
         saved = json.loads((folder / 'about.json').read_text())
-        assert 'checkpoint' in saved
+        if 'checkpoint' not in saved:
+            raise ValueError('about.json')
         if saved != about:
             raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
 
@@ -762,7 +763,8 @@ def open_index(folder, about):
         index = faiss.read_index(
             f'{folder}/keys.faiss', faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
         lists = faiss.downcast_InvertedLists(index.invlists)
-        assert (folder / 'keys.ivfdata').stat().st_size == lists.totsize, 'keys.ivfdata'
+        if (folder / 'keys.ivfdata').stat().st_size != lists.totsize:
+            raise ValueError('keys.ivfdata')
         return index
     except FileNotFoundError:                                       # there is no store
         return None

@@ -202,9 +202,17 @@ def test_rpt_with_a_dense_retriever_is_the_papers(retriever, fp64):
 @DENSE
 def test_dense_retrievers_are_trained_by_contrast(start, retriever, capsys, fp64):
     """The loss by loops: dpr's positives are BM25's first, contriever's the chunks before"""
+    other = dict(dpr='contriever', contriever='dpr')[retriever]
+
+    def setup_of_both(model, run):
+        """A retriever that has been trained, as after --init, is trained again for other chunks."""
+        for model.config.retriever in (other, other, retriever):
+            setup(model, run)
+
     (batch, _), corpus, model, _ = start(
-        Model=Dense, Config=DenseConfig, setup=setup, retriever=retriever, reference_steps=2)
-    assert 'first the retriever, 2 steps' in capsys.readouterr().out
+        Model=Dense, Config=DenseConfig, setup=setup_of_both, retriever=retriever,
+        reference_steps=2)
+    assert capsys.readouterr().out.count('first the retriever, 2 steps') == 2
     dense, n = model.retriever, 12                                      # chunks of a sequence
     assert dense.is_trained and not any(p.requires_grad for p in dense.parameters())
     assert not any(p.grad is not None for p in dense.parameters())      # no optimizer moves it

@@ -585,6 +585,21 @@ def test_init_starts_from_weights_and_their_tokenizer(first, capsys):
     assert 'step 1 of 1' in capsys.readouterr().out
 
 
+def test_a_text_that_was_moved(here):
+    """A resumed run keeps the new path."""
+    launch('--max-steps 1')
+    Path('texts').rename('moved')
+    launch('--max-steps 2 --data moved')
+    for name in 'ckpt.pt', 'best.pt':
+        assert load(f'out/trime/{name}')['data'] == os.path.abspath('moved')
+
+
+def test_an_error_of_a_model_file_is_shown():
+    """With its place, as all errors without a message"""
+    with pytest.raises(NotImplementedError), train.short_errors('train.py', ''):
+        raise NotImplementedError
+
+
 def test_cutoffs_beyond_the_vocabulary_are_named(here, capsys):
     launch('--cutoffs 100,9999 --max-steps 1')
     assert 'has 257 tokens: cutoffs [9999] are not used' in capsys.readouterr().out
@@ -592,7 +607,8 @@ def test_cutoffs_beyond_the_vocabulary_are_named(here, capsys):
 
 NOT_FITTING = {'--n-embd 32': "first has weights for other settings: {'n_embd': 16}",
                '--tokenizer bytes': 'need theirs, bpe', '--model trime': '--model rpt',
-               '--init other.txt': 'other.txt is not a checkpoint'}
+               '--init other.txt': 'other.txt is not a checkpoint',
+               '--preset paper': '--preset paper has another block_size than first'}
 
 
 @mark.parametrize('more, message', NOT_FITTING.items())
@@ -741,7 +757,7 @@ PAPERS = [
     ('trime --preset 150m --memory long', 148.44, 'consecutive'),
     ('trime --preset 247m --memory ext', 245.71, 'packed'),
     ('trime --preset enwik8 --memory long', 37.89, 'consecutive'),
-    ('sru --preset enwik8 --memory long --n-consecutive 2', 42.09, 'consecutive'),
+    ('sru --preset enwik8 --memory long --n-consecutive 2', 42.07, 'consecutive'),
     (RPT, 242.37, 'documents'),
     (RPT + ' --retriever bm25', 236.07, 'documents'),
     (RPT + ' --retriever none', 202.50, 'documents'),
