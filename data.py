@@ -442,8 +442,8 @@ class Needles(Batches):
         chunk 1                                   chunk 6               chunk 7
         ... the old \nKey A opens B.\n house ...  ... she wrote \nKey A |  opens B.\n while ...
 
-    With 2 hops, A opens B, B opens C, and the answer is "B, C". Then the question also ends the
-    chunk before, and what that one retrieves can help this one. The targets are the answers, and
+    With 2 hops, A opens B, B opens C, and the answer is "B, C". The question then ends chunk 5,
+    too: what chunk 5 retrieves can help chunk 6 to retrieve. The targets are the answers, and
     random tokens, PREDICTED of all.
 
     chunk  S, tokens of a chunk
@@ -801,9 +801,9 @@ def gpt2_tokens():
     try:
         gpt2 = tiktoken.get_encoding('gpt2')
     except Exception:                                   # of requests, of tiktoken, OSError
-        raise SystemExit('gpt2 cannot be downloaded: TIKTOKEN_CACHE_DIR may have its vocab.bpe, '
-                         'named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and encoder.json, named '
-                         '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
+        raise SystemExit('gpt2 cannot be downloaded. Set TIKTOKEN_CACHE_DIR to a folder with its '
+                         'vocab.bpe, renamed 6d1cbeee0f20b3d9449abfede4726ed8212e3aee, and its '
+                         'encoder.json, renamed 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
     tokens = map(gpt2.decode_single_token_bytes, range(gpt2.eot_token))
     return [token.decode('latin-1') for token in tokens], gpt2._pat_str
 
@@ -1031,7 +1031,7 @@ def pair_documents(path):
 
 
 def json_documents(path):
-    """Yields the documents of a JSON file, objects {"text": ...}: one a line, or the items of an
+    """Yields the documents of a JSON file, objects {"text": ...}: one per line, or the items of an
     array, or a single object that takes several lines."""
     # the first line that is not blank is an object, or an array or object begins there
     first = next((line.text for line in lines_of(path) if line.text.strip()), '')
@@ -1430,8 +1430,9 @@ def usual_limits(held_out):
 
 
 def split_code(sources):
-    """{name: split}: in the order of sha256(name), each goes to val, else to test, while that has
-    at most HELD_OUT percent of all bytes, else to train."""
+    """{name: split}: in the order of sha256(name), each source goes to val if val still has room
+    for it, else to test if test has room, else to train. val and test have room for HELD_OUT
+    percent of all bytes each."""
     total = sum(source.n_bytes for source in sources)
     room = dict(val=total * HELD_OUT // 100, test=total * HELD_OUT // 100, train=total)
     split_of = {}
@@ -1444,7 +1445,7 @@ def split_code(sources):
 
 def split_by_names(sources, held_out):
     """{name: split} by a hash of the names alone: a file stays in its split when others are added.
-    The only exception: a copy of a file of train is in train, else a copy of one of val in val."""
+    Exception: files of equal text are all in train if one of them is, else all in val if one is."""
     limits = usual_limits(held_out)
     split_of = {source.name: split_of_hash(hash64(os.fsencode(source.name)), limits)
                 for source in sources}
@@ -1466,9 +1467,10 @@ def is_usable(split_of, sources):
 
 
 def limits_of_lines(sources, held_out):
-    """{split: limit} for the lines or rows of all sources: the usual limits, if val then has 1% of
-    the bytes. Else, for few lines, each split has one or more: in the order of their hashes, until
-    they are HELD_OUT percent. Equal lines have one hash, so they are in one split."""
+    """{split: limit} for the lines or rows of all sources: the usual limits, if they give val 1% of
+    the bytes or more. Else there are few lines, and the limits follow from them: in the order of
+    their hashes, each split gets lines until it has HELD_OUT percent of the bytes, at least one.
+    Equal lines have the same hash, so they are in the same split."""
     limits = usual_limits(held_out)
     hashes = np.concatenate([source.hashes for source in sources])
     sizes = np.concatenate([source.sizes for source in sources])
@@ -1499,8 +1501,8 @@ def cut_text(text, held_out):
 
 
 def cut_position(text, percent):
-    """The position before which about so many percent of a text are. It is moved to the end of the
-    next blanks or, if there are none in the next 2.5% of the text, to the end of these 2.5%"""
+    """About the position of `percent` percent of a text: the end of the next blanks or, if there
+    are none in the next 2.5% of the text, the end of these 2.5%"""
     start = max(1, len(text) * percent // 100)          # at least one character is before it
     after_blanks = re.compile(r'(?<=\s)(?!\s)|\Z')      # or where the search ends
     return after_blanks.search(text, start, start + len(text) // 40).start()

@@ -57,14 +57,14 @@ Where we differ from the paper, and why
     As in the official code, cross-attention has a norm, a projection and, in place of the
     landmark's key, a sink; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the
     residual (official code: only the MLP's input).
-    Scores and top K are computed without autocast (official code: bf16). In evaluation the top K
-    are of scores rounded to 1/256, so that chunks that recur are nearly always ties.
+    Scores and top K are computed without autocast (official code: bf16). In evaluation, scores are
+    rounded to 1/256 before the top K, so repeated chunks nearly always have equal scores.
     Streams keep chunks in 16 bits, and copy those that are retrieved in each call (paper, §3.3:
     once every S tokens). Of a corpus, keys and values are stored, too (paper, §3.3: only landmarks;
     chunks are encoded again).
     Retrieval never crosses joined documents; self-attention does.
-    With --next-chunk, the chunk after the last permitted one is the retrieving chunk itself. It is
-    whole before the next chunk, which attends to it.
+    With --next-chunk, chunk t may retrieve chunk t - 1 together with the chunk after it, which is
+    chunk t itself. This is causal: chunk t is complete before chunk t + 1 attends to it.
     Weights start with std 0.02 for C = 768 (as in the official code), divided by sqrt(2 n_layer)
     where they add to the residual, except in GCA.
 
@@ -153,8 +153,8 @@ class DRTConfig:
         if self.block_size <= 2 * (self.chunk_size - 1):
             raise ValueError(f'block_size {self.block_size} must be above 2 (chunk_size - 1)')
         if self.encoder == 'tokens' and self.n_encoder == 0 and not self.compare_means:
-            raise ValueError('encoder tokens: all landmarks are equal, '
-                             'without n_encoder or compare_means')
+            raise ValueError('encoder tokens needs n_encoder above 0, or compare_means: else all '
+                             'landmarks are equal')
 
     @property
     def n_upper(self):
@@ -831,9 +831,9 @@ class DRT(nn.Module):
         # what the chunks are sorted by
         sort_by = r
         if not self.training:
-            # the scores of a chunk that recurs differ by errors of rounding, which depend on the
-            # pieces in which a text is read. Rounded to 1 / 256 they are ties, unless they lie on
-            # both sides of a step: the first is chosen
+            # repeated chunks have scores that differ by floating-point errors, which depend on the
+            # pieces in which a text is read. Rounded to 1/256 they are equal, so the first of these
+            # chunks is chosen, unless a rounding boundary separates them
             sort_by = (256 * r).round()
         elif self.config.gumbel:
             exponential = torch.empty_like(r).exponential_()
@@ -1129,11 +1129,11 @@ class DRT(nn.Module):
             state = self.empty_state(len(tokens))
         ids = self.insert(tokens, config.vocab_size, state)
 
-        # Where the upper layers start again, `past` and `chosen` are of an earlier part of the
-        # text, so the first states are wrong: W positions for each layer, S for each group. The
-        # last landmark, whose choice is kept, is at most S positions before the end. So `reach`
-        # positions are enough: with W = 128, S = 32, two upper layers in one group they are
-        # 2 x 128 + 2 x 32 = 320
+        # The upper layers skip all pieces but those with the last `reach` positions. Where they
+        # start, their `past` and `chosen` are of an earlier part of the text, so their first states
+        # are wrong: each layer spreads this error by W positions, each group by S. The choice of
+        # the last landmark, at most S positions before the end, is kept and has to be right. With
+        # W = 128, S = 32 and two upper layers in one group, `reach` is 2 x 128 + 2 x 32 = 320
         reach = len(self.upper) * config.window + (1 + config.groups) * config.chunk_size
         n_after = ids.size(1)                                           # positions after a piece
         for piece in ids.split(self.PIECE, dim=1):
@@ -1191,7 +1191,8 @@ def prepare_eval(model, corpus, external, args, path):
     if not args.retrieve_from or 'on' not in model.ways():
         return
     if args.split == 'train' and external.fingerprint == corpus.fingerprint:
-        raise SystemExit('--split train with --retrieve-from: each text would find itself')
+        raise SystemExit('--split train with --retrieve-from: each text would find itself in the '
+                         'corpus; choose another --split')
     tokens = torch.as_tensor(external.train.tokens.astype('int64'),
                              device=model.embedding.weight.device)
     if len(tokens) < 2 * (model.config.chunk_size - 1):

@@ -107,19 +107,19 @@ class EvalConfig:
     model: str = ''             # your model file, as for train.py; several: a.py,b.py
     data: train.source = ''     # another corpus than the one of training
     retrieve_from: train.source = ''    # trime, drt: retrieve from the train split of this corpus
-    cache: int = 0              # adds a continuous cache of up to so many tokens to every model
+    cache: int = 0              # adds a continuous cache of at most this many tokens to every model
     split: Literal['train', 'val', 'test'] = 'val'              # which part of the corpus
     prompt: str = None          # examples, generate, translate: a text in place of the split's
     prompt_file: train.expanded_path = None     # examples, generate, translate: its file; -: stdin
     html: new_file = None       # examples: a file for a page, a document and what is retrieved
     max_tokens: int = 200       # generate, pairs, translate: new tokens, at most
     temperature: float = 0.8    # generate: 0 takes the likeliest token
-    top_k: int = 0              # generate: from so many of the likeliest tokens; 0: from all
+    top_k: int = 0              # generate: draws from this many of the likeliest tokens; 0: all
     top_p: float = 0.95         # generate: from the likeliest tokens with this sum of probability
     seed: int = 0               # generate, niah, ranks: of the random draws
     beam: int = 4               # pairs, translate: hypotheses (TRIME: 4); 1: the likeliest token
     lines: int = 200            # pairs: the first lines of the split; 0: all
-    output: new_file = None     # translate: a file for the targets, a line each
+    output: new_file = None     # translate: a file for the targets, one per line
     lengths: numbers = '1k,4k,16k'      # niah, speed: tokens of the text; k is 2^10, m is 2^20
     depths: numbers = '0,25,50,75,100'  # niah: places of the needles, in %
     json: new_file = None       # a file for the numbers and texts of the task
@@ -312,13 +312,14 @@ def check_cache(run, args):
     if not args.cache or run.chunk > 1:
         return
     has_memories = run.ways != ('off',)
-    advice = 'no --cache'
+    advice = 'leave --cache out'
     if hasattr(run.model.config, 'memory'):             # TRIME, in which prepare sets the ways
         memory = args.memory or run.model.config.memory
         has_memories = memory != 'none' or args.retrieve_from
-        advice += ', or also --memory none'
+        advice += ', or add --memory none'
     if has_memories:
-        raise SystemExit(f'eval.py: {run.name} has memories of single tokens itself: {advice}')
+        raise SystemExit('eval.py: --cache is for models without a memory of single tokens, which '
+                         f'{run.name} has: {advice}')
 
 
 def cached_model(run, args):
@@ -343,10 +344,11 @@ def ways_of(runs):
 # --------------------------------------------------------------------------------------------------
 # the table of losses, and what else is computed from log P of all tokens
 
-# columns of the table: losses of tokens before these positions of their document, but not in the
-# column before
+# columns of the table: mean losses of the tokens below this position of their document, and from
+# the position of the column to the left on
 POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': sys.maxsize}
-# columns of Table 14 of TRIME: tokens that occur at most so often, but not in the column before
+# columns of Table 14 of TRIME: tokens that occur up to this number of times in the split, and more
+# often than those of the column to the left
 FREQUENCIES = {'<=10': 10, '10-100': 100, '100-1k': 1000, '1k-10k': 10_000, '>10k': sys.maxsize}
 
 
@@ -438,7 +440,7 @@ def loss_table(runs, args):
     about = dict(runs[0].about_text, documents=N)
     Table().add(about)
     print('\non: as in training; shuffled: wrong memory; off: none; corpus, both: --retrieve-from\n'
-          'word ppl: per word between blanks, first words included, as is usual for WikiText\n'
+          'word ppl: exp(nats / words between blanks); first words count, but are not scored\n'
           f'±: standard error of the gain, from {N} documents (below 5 it means little)')
     table = Table()
     for run, way, number in ways_of(runs):
@@ -920,13 +922,14 @@ def evaluate_pairs(runs, args):
 def check_translate(runs, args):
     """SystemExit unless there are sources, and beam search has something to do"""
     if args.prompt is None:
-        raise SystemExit('eval.py: --task translate needs --prompt-file FILE, a source a line')
+        raise SystemExit('eval.py: --task translate needs --prompt-file FILE, one source per '
+                         'line')
     check_beam(runs, args)
 
 
 def translate(runs, args):
     """The lines of --prompt-file as sources of pairs: prints their targets, or writes them to
-    --output, a line each, of the first run, in the way that retrieves most -> [target]"""
+    --output, one per line, of the first run, in the way that retrieves most -> [target]"""
     run = runs[0]
     run.model.way = run.on
     lines = args.prompt.removesuffix('\n').split('\n') if args.prompt else []
@@ -1414,7 +1417,7 @@ def check_values(parser, args):
     if args.prompt is not None and args.prompt_file is not None:
         parser.error('--prompt and --prompt-file are two prompts: only one of them is possible')
     if args.cache and args.retrieve_from:
-        parser.error('--cache is without --retrieve-from')
+        parser.error('--cache and --retrieve-from cannot be used together')
     if args.cache and args.task not in TASKS:
         parser.error(f'--cache is not for --task {args.task}')
     if 0 in args.lengths.values():
@@ -1454,8 +1457,8 @@ def check_runs(parser, runs, args):
         check_cache(run, args)
     for task in subtasks_of(args.task, of_pairs):
         if of_pairs and task not in FOR_PAIRS:
-            parser.error(f'--task {task} scores all tokens, of pairs only targets are predicted: '
-                         '--task pairs')
+            parser.error(f'--task {task} scores all tokens, but a model of pairs predicts targets '
+                         'only: use --task pairs')
         if task in CHECKS:
             CHECKS[task](runs, args)
 

@@ -52,8 +52,8 @@ Where we differ from the paper, and why
     Settings: by default, fields marked (ours) differ; --preset paper has the paper's, except those
     named at PRESETS. Those that change the method, not only its size, are a group of their own in
     RPTConfig.
-    Scores: s_q is divided by sqrt(C). Search is exact (paper: faiss), in evaluation of scores
-    rounded to 1/256, so that chunks that recur are nearly always ties. A chunk without neighbors
+    Scores: s_q is divided by sqrt(C). Search is exact (paper: faiss). In evaluation, scores are
+    rounded to 1/256, so repeated chunks nearly always have equal scores. A chunk without neighbors
     gets 0 from cross-attention.
     Layers: the retriever and the gate have norms and biases. Retrieved states have passed the
     retriever's attention, those of the chunk that retrieves have not. The gate attends to the
@@ -114,7 +114,7 @@ class RPTConfig:
     eta: float = 0.1              # lower bound of the gate, η (paper)
     alpha: float = 0.005          # weight of L_ret from a fifth of the steps on (ours; paper: 1e-9)
     tau: float = 4.0              # margin of L_ret at the end (paper: 2, 4, 8, 128); first 1 (ours)
-    teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # of sem, lex: when it chooses
+    teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # teacher forcing (sem, lex)
 
     # the reference LM, here trained first (paper: Pythia)
     reference: str = ''           # .pt file, or folder with ckpt.pt; default: one is trained first
@@ -123,9 +123,9 @@ class RPTConfig:
     # changes of the method: all are off in --preset paper
     shift_values: bool = True     # in cross-attention a token has the next one's value (ours)
     reference_cache: float = 0.2  # weight of a cache in the reference LM, λ (ours; paper: 0)
-    score_every: int = 8          # the reference LM teaches every n-th chunk (ours); others: as lex
+    score_every: int = 8          # the reference LM scores every n-th chunk, BM25 the others (ours)
     eta_gradient: bool = False    # a gate at its lower bound has a gradient, too (ours)
-    p_off: float = 0.0            # share of the training sequences that read no neighbors (ours)
+    p_off: float = 0.0            # share of the training sequences without neighbors (ours)
 
     def __post_init__(self):
         check_positive(self, 'vocab_size block_size micro_batch n_layer n_head n_embd window '
@@ -424,9 +424,9 @@ class SelfAttention(nn.Module):
         if past is not None:
             kv = torch.cat([past, kv], 1)                               # (B, s, 2, H, D)
 
-        # Rotary positions count from the first key: only differences of positions matter. In the
-        # next piece another key is the first, so past is not rotated. Two blocks are the window, so
-        # none of their keys is too old
+        # Only differences of rotary positions matter, so positions count from the first key. In the
+        # next piece another key is the first, so the past has keys before rotation. No key of these
+        # two blocks is too old, because two blocks are a window
         k, v = kv.unbind(2)
         n_past = k.size(1) - q.size(1)
         y = attend(rotate(q, n_past), rotate(k), v, self.block, 2 * self.block)
@@ -440,8 +440,8 @@ class SelfAttention(nn.Module):
 
 class Attention(nn.Module):
     """Multi-head attention of all tokens of x to all tokens of y, without a causal mask. With shift
-    (ours), a token of y has the value of the next one: what attends to a token reads what followed
-    it."""
+    (ours), a token of y has the value of the next one, so a query that matches a token gets the
+    value of the token after it."""
     def __init__(self, config, shift=False):
         super().__init__()
         C = config.n_embd
@@ -560,8 +560,8 @@ def permitted(doc, window_chunks, first=0):
 
 
 def top(scores, K):
-    """The numbers of the K highest of scores (..., n), the first of equal ones first; -1 where
-    fewer than K are above -inf -> (..., K)
+    """The indices of the K highest of scores (..., n), of equal scores the first one first; -1
+    where fewer than K are above -inf -> (..., K)
 
     scores [2, -inf, 5, 2], K = 2: [2, 0]; K = 4: [2, 0, 3, -1]"""
     scores = F.pad(scores, (0, K), value=-math.inf)                     # at least K columns
@@ -632,8 +632,9 @@ class NeighborEncoder(nn.Module):
 
             gate = max(η, σ((w_ng · norm(ĉ_{i,k}) + b) / n_embd)),    C^g_{i,k} = gate · C_{i,k}
 
-        ĉ_{i,k} is the mean of C_{i,k}, after attention to the means of the neighbors of chunk i of
-        higher rank, and of all neighbors of the chunks before chunk i in a window.
+        ĉ_{i,k} is the mean of C_{i,k} over its tokens, after it has attended to itself, to the
+        means of the neighbors of chunk i with a higher rank, and to the means of all neighbors of
+        the chunks before chunk i in its window.
 
         states (B, n, K, 2m, C) of the neighbors of n chunks, chosen (B, n, K), -1: none
         -> (B, n, K)"""
@@ -679,7 +680,7 @@ class ChunkedCrossAttention(nn.Module):
 
         tokens, m = 4               0 1 2 | 3 4 5 6 | 7 8 9 10 | 11 ...
         number of the group         0     | 1       | 2        | 3
-        reads the neighbors of      none  | chunk 0 | chunk 1  | chunk 2
+        attends to neighbors of     none  | chunk 0 | chunk 1  | chunk 2
 
     A group has the positions m - 1 to 2m - 2, a neighbor 0 to 2m - 1: as if chunk i had the place
     of the retrieved chunk j. In a stream, group 0 reads what the chunk before the piece has
@@ -787,8 +788,8 @@ def target_scores(reference, chunks, candidates, lam, autocast=contextlib.nullco
     chunks = chunks.to(reference.embedding.weight.device)
     candidates = candidates.to(chunks.device)
 
-    # the first term is computed for all candidates; the second term is the first one of j = i - 2,
-    # so it is computed for each i that has candidates, too
+    # the first term is computed for all candidates. The second term is the first one of j = i - 2,
+    # so this j is computed, too, for each i that has candidates
     has_candidates = candidates.any(1)                                  # (N,)
     needed = candidates | torch.diag(has_candidates[2:], -2)            # (N, N)
 
@@ -1072,11 +1073,11 @@ class RPT(nn.Module):
         return top(s_q, K)
 
     def evaluation_scores(self, s_q):
-        """The scores by which chunks are chosen in evaluation: s_q (B, N, M) in units of 1 / 256,
-        rounded. Without this, the scores of a chunk that recurs differ by errors of rounding, which
-        depend on the pieces in which a text is read. Rounded scores are equal, unless they lie on
-        both sides of a step, so the first of these chunks is chosen. BM25 is exact already. The way
-        `shuffled`: random numbers -> (B, N, M)"""
+        """The scores by which chunks are chosen in evaluation: s_q (B, N, M), rounded, in units of
+        1/256. Without rounding, repeated chunks have scores that differ by floating-point errors,
+        which depend on the pieces in which a text is read. Rounded scores are equal, so the first
+        of these chunks is chosen, unless a rounding boundary separates them. BM25 needs no
+        rounding. In the way `shuffled`: random numbers -> (B, N, M)"""
         if self.way == 'shuffled':
             N, M = s_q.shape[1:]
             random = pseudorandom(M, M - N, s_q.device)                 # (N, M)
@@ -1097,8 +1098,8 @@ class RPT(nn.Module):
         return Neighbors(chosen, states, self.neighbor_encoder.gates(states, chosen))
 
     def for_groups(self, neighbors, doc, chunk_doc):
-        """What the G = N + 1 groups of a piece read: group g what chunk g - 1 of the N has
-        retrieved, group 0 what the chunk before the piece has.
+        """What the G = N + 1 groups of a piece attend to: group g to the neighbors of chunk g - 1
+        of the N, group 0 to those of the chunk before the piece.
 
         doc (B, t) of tokens, chunk_doc (B, N) -> Retrieved"""
         m = self.config.chunk_size
@@ -1219,8 +1220,8 @@ class RPT(nn.Module):
         return p_ss, alpha, tau
 
     def scheduled_sampling(self, s_t, p_ss):
-        """§3.4: with probability p_ss a chunk reads the K chunks that help most, else those that it
-        retrieves. Chunks of RETRO always read those that help most (§5.1).
+        """§3.4: with probability p_ss the neighbors of a chunk are the K chunks that help most,
+        else those that it retrieves. For RETRO they are always those that help most (§5.1).
         s_t (B, N, N) -> Forced"""
         best = top(s_t.where(s_t > 0, -math.inf), self.config.n_neighbors)      # (B, N, K)
         mask = torch.ones_like(best[..., :1], dtype=torch.bool)                 # (B, N, 1)
@@ -1335,9 +1336,9 @@ def warn_if_too_short(config, corpus):
     longest = np.diff(corpus.train.offsets).max()
     # with `hops` the batches are needles, and each row is a document
     if longest < needed and not corpus.hops:
-        print(f'warning: nothing can be taught: the longest document has {longest} tokens, but the '
-              f'first chunk that can retrieve another, and the next one, which it predicts, end at '
-              f'token {needed}. Try longer documents or smaller --window and --chunk-size')
+        print(f'warning: nothing can be taught: retrieval is learned from documents of {needed} '
+              f'or more tokens (--window + 2 --chunk-size); the longest has {longest}. Try longer '
+              'documents or smaller --window and --chunk-size')
 
 
 def reference_lm(config, run):

@@ -20,8 +20,8 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
                             is named tiny, the default
     COMPILED                classes of layers, for torch.compile
     batches(config)         arguments of data.Corpus.batches: what a micro-batch consists of
-    setup(model, run)       optional, before training: computes what a teacher knows; run: see Run.
-                            Returns None or attach(batch, number), which adds that to a micro-batch
+    setup(model, run)       optional, before training: computes a teacher's scores; run: see Run.
+                            Returns None or attach(batch, number), which adds them to a micro-batch
     X(config)               the model, an nn.Module
     .forward(batch, progress)   loss () and a dict of numbers () to log; in eval mode the loss is
                             the mean over all targets. batch: data.Batch; progress: step / max_steps
@@ -29,8 +29,8 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
                             the text of state or begin one (None); the new state
     .PIECE                  the largest t of a call of stream
     .log_probs(tokens)      log P alone, of whole texts (for notebooks and tests)
-    .states(tokens, state)  states f (B, t, C), of which .logits makes log P without memories, for
-                            eval.py --cache; the new state
+    .states(tokens, state)  states f (B, t, C), from which .logits computes logits without memories,
+                            for eval.py --cache; the new state
     .logits(f)              logits (B, t, V)
     .read(tokens, state=None)   the new state alone, for any t
     .ways()                 names of ways to read a text, the last one `off`, see eval.py
@@ -518,8 +518,8 @@ class Run:
 
     @torch.no_grad()
     def validate(self, progress, at_most=sys.maxsize):
-        """The loss of all micro-batches of val, or of some, evenly spread, with at most so many
-        tokens -> nats per token, the number of tokens"""
+        """The loss of all micro-batches of val, or of some of them, evenly spread, that have up to
+        at_most tokens -> nats per token, the number of tokens"""
         # n of N micro-batches; each process has its share of them
         batches = self.val_batches
         N = len(batches)
@@ -581,7 +581,7 @@ class Run:
             print(f'the first step took {seconds:.1f} s')
         if n == 10 and left > 5:                        # with how many steps would it take 4?
             few = step + 4 * (max_steps - step) / left
-            print(f'{left:.0f} min left; with --max-steps {few:.0f} about 4')
+            print(f'{left:.0f} min left; with --max-steps {few:.0f} it would be about 4 min')
         if not (due or step == 1 or step % max(1, max_steps // 30) == 0):
             return
         columns = [f'step {step:6d}/{max_steps}']
@@ -755,7 +755,7 @@ def parse_flags(parser, argv):
         parser.error(trouble_of_flag(unknown[0], sys.argv[1:] if argv is None else argv, parser))
     for name, x in vars(args).items():
         if isinstance(x, int | float) and not 0 <= x < 2 ** 63:         # or nan
-            parser.error(f'{flag_of(name)} {x} is not a number from 0 on')
+            parser.error(f'{flag_of(name)} {x} has to be a number from 0 to 2^63 - 1')
     return args
 
 
@@ -1030,7 +1030,7 @@ def fingerprint(tensors):
 
 def check_processes(run):
     """Compares what the processes start from, before the first step. SystemExit in all of them if
-    it differs, as on machines without a common disk. The weights become those of the first one."""
+    it differs, as on machines without a shared disk. The weights become those of the first one."""
     if WORLD == 1:
         return
 
@@ -1053,7 +1053,7 @@ def check_processes(run):
                 raise SystemExit(
                     f'process {rank} has another value of {name} than process 0 ({other[name]}, '
                     f'{of_first}): all machines need the same text and the same --out, on a '
-                    'common disk or as copies')
+                    'shared disk or as copies')
 
     # the weights of the first one
     for x in run.model.state_dict().values():
@@ -1139,7 +1139,8 @@ def compile_layers(model, classes):
     torch.compiler.reset()                              # a reference LM's are not needed any more
     torch._dynamo.config.cache_size_limit = 64          # kinds of layers, lengths of --grow-context
     layers = [layer for layer in model.modules() if isinstance(layer, classes)]
-    print(f'the first step compiles {len(layers)} layers; many take minutes (--compile off)')
+    print(f'the first step compiles {len(layers)} layers, which can take minutes; --compile off '
+          'avoids it')
     for layer in layers:
         layer.compile(dynamic=False)
 

@@ -119,7 +119,8 @@ class TRIMEConfig:
         if self.memory == 'long' and self.n_consecutive:
             n_segments = min(n_segments, self.n_consecutive)
         if n_segments == 1 and self.memory in ('long', 'ext'):
-            raise ValueError('memories long and ext are those of other segments: there is only one')
+            raise ValueError(f'memory {self.memory} needs two segments or more: a larger '
+                             'micro_batch or n_consecutive')
 
 
 def parse_cutoffs(text):
@@ -637,8 +638,7 @@ class Memories(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What `tune` needs of Q queries, with all memories that any constants tried by `tune` could
-    use"""
+    """What `tune` needs of Q queries; M: all memories that any of the constants it tries can use"""
     logit: torch.Tensor         # (Q, 1) E_w · f of the target words
     log_words: torch.Tensor     # (Q, 1) log Σ_w exp(E_w · f)
     sim: torch.Tensor           # (Q, M)
@@ -658,8 +658,8 @@ class Inference:
         return not self.local and self.n_neighbors == 0
 
     def log_p(self, queries):
-        """log P (Q, 1) of the target words of Queries, by these memories: the last `long` before
-        the local ones, the first n_neighbors after them (see Memories)"""
+        """log P (Q, 1) of the target words of Queries. Of each row of sim it uses the last `long`
+        memories before the local ones, the local ones, and the first n_neighbors after these"""
         local = queries.local
         used = slice(max(0, local.start - self.long), local.stop + self.n_neighbors)
         P, log_factor = self.probabilities(queries.log_words, queries.sim[:, used])
@@ -835,9 +835,9 @@ class Datastore:
         if shutil.disk_usage(folder).free < 2 * n * size:
             raise SystemExit(f'{folder} needs {2 * n * size / 1e9:.2f} GB of free disk space')
 
-        # an empty index, an inverted file: a key is in the list of its nearest centroid, a search
-        # reads the lists of the nprobe centroids that are nearest to the query. A key itself is
-        # stored, not its difference from a centroid, so all lists round alike
+        # an empty index, an inverted file: each key is in the list of its nearest centroid, and a
+        # search reads the lists of the nprobe centroids nearest to the query. Keys are stored as
+        # they are, not as differences from their centroid, so rounding is the same in all lists
         n_lists = min(n // 1000, 16_384) or 1
         index = faiss.index_factory(C, f'IVF{n_lists},SQfp16')
         index.by_residual = False
@@ -868,8 +868,9 @@ class Datastore:
             shard.unlink()
 
     def search(self, query, K):
-        """The K most similar entries to queries (Q, C), best first: similarities, entries (Q, K);
-        MASKED and -1 where there are fewer, in nprobe lists (0: in all)"""
+        """Searches nprobe lists (0: all) for the K entries most similar to queries (Q, C)
+        -> similarities, the highest first, and numbers of the entries, 2 x (Q, K); MASKED and -1
+        where there are fewer"""
         self.index.nprobe = self.nprobe or self.index.nlist
         sim, j = map(torch.from_numpy, self.index.search(to_numpy(query), K))
         sim = self.factor * sim / query.size(1) ** 0.5
@@ -971,8 +972,8 @@ class TRIME(nn.Module):
             of_config = {'none': set(), 'local': {'local'}, 'long': {'local', 'long'}}
             return of_config[config.memory]
 
-        # ext is not causal, because other segments may come later. So validation uses the local
-        # memory that is trained with it, if p < 1
+        # validation uses local memory alone, if the model is trained with it (p < 1): ext is not
+        # causal, because other segments may come later
         has_local = config.p < 1
         if not self.training:
             return {'local'} if has_local else set()
@@ -1179,8 +1180,8 @@ class TRIME(nn.Module):
 
 
 def exchanged(j, first, n):
-    """For the way `shuffled`: of n memories from `first` on, memory j becomes the one n / 2 places
-    further, after the last one the first. A single memory stays."""
+    """For the way `shuffled`: memory j of n memories from `first` on becomes the memory n // 2
+    places further, cyclically. A single memory stays."""
     return first + (j - first + n // 2) % n
 
 
@@ -1226,7 +1227,8 @@ def prepare_eval(model, corpus, external, args, path):
 def open_store(model, corpus, external, args, path):
     """The Datastore of external.train, arguments as in prepare_eval"""
     if args.split == 'train' and external.fingerprint == corpus.fingerprint:
-        raise SystemExit('--split train with --memory ext: each token would find itself')
+        raise SystemExit('--split train with --memory ext: each scored token would find itself in '
+                         'the datastore; choose another --split')
     about = dict(checkpoint=hashlib.sha256(path.read_bytes()).hexdigest(),
                  corpus=external.fingerprint, stride=model.eval_memory.stride)
     pairs = None
@@ -1281,11 +1283,11 @@ def collect(model, split, n_queries, progress_bar):
 
 
 def tune(collected, inference):
-    """An Inference of high likelihood for the Queries of `collect`, by coordinate ascent: the best
-    tau, the best long up to inference.long and so on in turn, until none is better. Of equal ones
-    the present value stays: inference.long, if no document is as long. It starts with K = 1: from
-    K = 1,024 it ended at constants with which ext was worse than no ext, in a model trained with
-    p = 0."""
+    """Chooses an Inference with high likelihood for the Queries of `collect`, by coordinate ascent:
+    it sets tau, long (at most inference.long) and the other constants in turn to their best values,
+    until none improves. Ties keep the current value, so long stays inference.long if no document is
+    that long. The search starts with K = 1: from K = 1,024, in a model trained with p = 0, it ended
+    at constants with which ext was worse than no ext."""
     def score(candidate):
         return sum(candidate.log_p(queries).sum().item() for queries in collected)
 

@@ -1,6 +1,6 @@
 """
-The Block-Recurrent Transformer: a layer with states that each block of tokens updates, which RPT
-and DRT compare with.
+The Block-Recurrent Transformer, a baseline of RPT and DRT: one layer has states that each block of
+tokens updates.
 
     DeLesley Hutchins, Imanol Schlag, Yuhuai Wu, Ethan Dyer and Behnam Neyshabur, "Block-Recurrent
     Transformers", NeurIPS 2022, arXiv:2203.07852;  RPT, §5 and Table 2

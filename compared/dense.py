@@ -1,6 +1,6 @@
 """
-RPT with a retriever that is trained first, then fixed: DPR and Contriever, which RPT and DRT
-compare with.
+RPT with a retriever that is trained first, then frozen: DPR and Contriever, baselines of RPT and
+DRT.
 
     Vladimir Karpukhin et al., "Dense Passage Retrieval for Open-Domain Question Answering", EMNLP
     2020, arXiv:2004.04906;  RPT, App. C

@@ -1,5 +1,5 @@
 """
-Griffin: a sliding-window language model with linear recurrent layers, which RPT compares with.
+Griffin, a baseline of RPT: a sliding-window language model with linear recurrent layers.
 
     Soham De et al., "Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient
     Language Models", 2024, arXiv:2402.19427;  RPT, §5.1 and Table 2

@@ -1,6 +1,6 @@
 """
-Landmark Attention: each position attends to its chunk and to the chunks of the best landmarks,
-which DRT compares with.
+Landmark Attention, a baseline of DRT: each position attends to its chunk and to the chunks of the
+best landmarks.
 
     Amirkeivan Mohtashami and Martin Jaggi, "Landmark Attention: Random-Access Infinite Context
     Length for Transformers", NeurIPS 2023, arXiv:2305.16300;  DRT, Tables 1 to 3
@@ -17,8 +17,9 @@ Where this differs from the paper
     §3.2   In evaluation the K best chunks and the tokens of a position's own chunk are all that is
            read (paper: the latest tokens, too). Of equal scores, rounded to 1 / 256, the latest
            chunk is read.
-    As in DRT, chunks of other joined documents are not read; the tokens of a position's own chunk
-    are. DRT's flags of retrieval, but for --n-neighbors, have no effect.
+    As in DRT, chunks of other joined documents are not read. But a position reads all tokens of its
+    own chunk up to itself, also those of another document. DRT's flags of retrieval, except
+    --n-neighbors, have no effect.
 
 Letters as in drt.py
 
@@ -180,8 +181,9 @@ class LandmarkAttention(SelfAttention):
         k = k[b, existing, h]                                           # (..., n, S - 1, D)
         v = v[b, existing, h]
 
-        # their scores z (B, H, L, n, S - 1), in fp32. That a far chunk has moved is seen in rotary
-        # scores alone: the softmax over a chunk's tokens does not change if all are nearer
+        # their scores z (B, H, L, n, S - 1), in fp32. Moving a far chunk nearer changes rotary
+        # scores only: with ALiBi it would add the same number to all scores of a chunk, which
+        # changes no softmax over its tokens
         with torch.autocast(q.device.type, enabled=False):
             q = fp32(q)
             if self.config.positions == 'rotary':

@@ -1,5 +1,5 @@
 """
-The Memorizing Transformer: attention to the nearest of all earlier tokens, which RPT compares with.
+The Memorizing Transformer, a baseline of RPT: attention to the nearest of all earlier tokens.
 
     Yuhuai Wu, Markus N. Rabe, DeLesley Hutchins and Christian Szegedy, "Memorizing Transformers",
     ICLR 2022, arXiv:2203.08913;  RPT, §5 and Table 2

@@ -1,5 +1,5 @@
 """
-SRU++: recurrent layers with attention, which TRIME trains with memories, too.
+SRU++: recurrent layers with attention; TRIME trains them with memories, too.
 
     Tao Lei, "When Attention Meets Fast Recurrence: Training Language Models with Reduced Compute",
     EMNLP 2021, arXiv:2102.12459;  TRIME, Table 4 and App. E

@@ -12,7 +12,7 @@ import train                        # before eval and torch
 import rpt, test_drt, test_rpt, test_trime, trime
 import eval as evaluation
 from compared.block_recurrent import BlockRecurrent, BlockRecurrentConfig
-from compared.cache import Cache, CacheConstants, best_constants, cached_log_p
+from compared.cache import (LAMBDAS, TAUS, Cache, CacheConstants, best_constants, cached_log_p)
 from compared.dense import Dense, DenseConfig, contrast, setup
 from compared.griffin import Griffin, GriffinConfig
 from compared.landmark import Landmark, LandmarkConfig
@@ -180,6 +180,16 @@ def test_a_memory_is_of_one_document(name, fp64):
     tokens = tokens_of(b=1)
     difference = model.encode(tokens)[0] - model.encode(tokens, docs_of(8, 36))[0]
     assert difference[0].any(1).nonzero()[0] == 8
+
+
+def test_no_gradient_reaches_the_memory(fp64):
+    """That of the Memorizing Transformer: only the window of two blocks learns."""
+    layer = with_memory('memorizing').upper[-1]
+    x = torch.randn(1, T, 16, generator=generator(0)).requires_grad_()
+    y, _ = layer(x, None, torch.zeros(1, T, dtype=torch.bool))
+    gradient, = torch.autograd.grad(y[0, -1].sum(), x)
+    left = ((T - 1) // CHUNK - 1) * CHUNK                               # a block has CHUNK tokens
+    assert not gradient[0, :left].any() and gradient[0, left:].any()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -484,9 +494,11 @@ def test_the_constants_of_a_cache_are_tuned():
         close(found, torch.cat(expected))
 
     best = best_constants(queries, CacheConstants(9))
-    score = {lam: sum(cached_log_p(x, replace(best, lam=lam)).sum().item() for x in queries)
-             for lam in (0.05, best.lam, 0.95)}
-    assert max(score, key=score.get) == best.lam
+
+    def total(**change):
+        return sum(cached_log_p(x, replace(best, **change)).sum().item() for x in queries)
+    for name, values in dict(tau=TAUS, lam=LAMBDAS).items():
+        assert total() == max(total(**{name: value}) for value in values), name
 
     # of pairs, by targets alone
     tab = tokens[30].item()

@@ -1,5 +1,5 @@
 """drt.py against the paper's equations by loops (by_definition), and what must always hold."""
-import doctest, io, math
+import doctest, inspect, io, math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -328,6 +328,15 @@ def test_what_a_corpus_must_be():
 CORPUS = tokens_of(1, t=40)[0]              # 13 chunks and a token
 
 
+def test_read_runs_the_upper_layers_far_enough(monkeypatch):
+    """Of four upper layers; pieces are so short that what `read` omits alone decides."""
+    monkeypatch.setattr(DRT, 'PIECE', 3)
+    model = small(n_layer=8, window=7)
+    tokens = tokens_of(t=90)
+    log_probs, _ = model.stream(tokens[:, 60:], model.read(tokens[:, :60]))
+    close(log_probs, model.log_probs(tokens)[:, 60:])
+
+
 @mark.parametrize('way', ['on', 'corpus', 'both'])
 @mark.parametrize('settings', [{}, dict(n_neighbors=30), dict(encoder='tokens'),
                                       dict(next_chunk=False)], ids=str)
@@ -423,10 +432,16 @@ def test_a_share_of_the_sequences_retrieves_nothing():
     model.way = 'off'
     close(loss, model(batch, 0)[0])
 
+    # and not in evaluation
+    model.config.p_off, model.way = 1.0, 'on'
+    assert model.eval()(batch, 0)[1]['top_weight'] > 0
 
-def test_the_loss_scores_each_target_once():
+
+@mark.parametrize('kernel', ['auto', 'torch'])
+def test_the_loss_scores_each_target_once(kernel):
     """In slices of 1,024 tokens; targets are shifted before landmarks, which predict nothing."""
     model = small()
+    model.kernel = kernel
     batch = batch_of(tokens_of(t=1101))
     batch.targets[0, 7:21] = batch.targets[-1] = batch.doc[-1] = -1     # the last row is padding
     loss, log = model(batch, 0)
@@ -437,7 +452,11 @@ def test_the_loss_scores_each_target_once():
     close(torch.autograd.grad(loss, weights), torch.autograd.grad(expected, weights))
     _, state = model.stream(batch.tokens[:-1])
     w, _ = state.chosen[-1]
-    close(log['top_weight'], w[:, 2:-1].amax(2).mean())    # 0, 1 have none
+    close(log['top_weight'], w[:, 2:-1].amax(2).mean())     # chunks 0 and 1 have nothing to read
+
+    # --kernel torch computes the definition, whatever a reader makes of it
+    with mock.patch('drt.cross_entropy_reference', return_value=0 * loss + 7):
+        assert (model(batch, 0)[0] == 7) == (kernel == 'torch')
 
 
 def test_mlm_predicts_the_tokens_that_the_encoder_does_not_see():
@@ -447,7 +466,9 @@ def test_mlm_predicts_the_tokens_that_the_encoder_does_not_see():
     batch.targets[0] = -1                                       # as in needles: MLM has them too
     with mock.patch.object(model, 'encode_batch', wraps=model.encode_batch) as encode:
         loss, log = model(batch, 0.49)
-    *_, encoder_ids = encode.call_args.args
+    call = encode.call_args
+    arguments = inspect.signature(DRT.encode_batch).bind(model, *call.args, **call.kwargs).arguments
+    encoder_ids = arguments['encoder_ids']
     masked = encoder_ids[:, :11 * S].view(B, 11, S) == V + 1
     assert not masked[..., -1].any()                                    # landmarks
     assert all(0.15 < share < 0.45 for share in masked[..., :-1].float().mean((1, 2)))

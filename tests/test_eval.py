@@ -12,7 +12,8 @@ from pytest import approx, fixture, mark
 
 import data, train
 import eval as evaluation
-from helpers import flags, one_line, write, write_splits
+import test_drt, test_trime
+from helpers import flags, log_p, one_line, random_tokens, write, write_splits
 
 TEXTS = ['The first text has\nsome words.\n', 'third\n' * 800, 'A text of two lines,\nénd this.\n']
 WAYS = {'on': 1.0, 'shuffled': -1.0, 'off': 0.0}        # of the stand-in: signs of its strength
@@ -154,6 +155,9 @@ def test_the_table_of_a_text(run):
         assert (row['run'], row['way'], row['trained on']) == ('a', way, 1234)
         loss = -np.concatenate(log_p_by_hand(strength)).mean()
         assert row['loss'] == approx(loss, rel=1e-5)
+        for name, first, stop in (('<512', 1, 512), ('<1,024', 512, 1024), ('4,096+', 4096, 9999)):
+            part = np.concatenate([x[first - 1:stop - 1] for x in log_p_by_hand(strength)])
+            assert row[name] == approx(-part.mean(), rel=1e-5)
 
 
 def test_the_metrics_by_hand():
@@ -302,7 +306,7 @@ def test_a_wrong_flag_is_one_line(run, flags, words):
     ('--prompt-file texts', '--prompt-file texts: Is a directory'),
     ('--task table --retrieve-from nothing', '--retrieve-from nothing: there is no such file'),
     ('--task table --data nothing', '--data nothing: there is no such file'),
-    ('--cache 9 --retrieve-from texts', '--cache is without --retrieve-from'),
+    ('--cache 9 --retrieve-from texts', '--cache and --retrieve-from cannot be used'),
     ('--cache 9 --task count', '--cache is not for --task count'),
     ('--data pairs --task table', '--task pairs'), ('--data pairs --beam 0', '1 or more'),
     ('--data pairs --task translate --prompt x --max-tokens 0', '1 or more'),
@@ -647,6 +651,25 @@ def test_beam_search_of_several_prompts(model):
     assert len({*map(len, together)}) > 2
 
 
+@mark.parametrize('small', [test_trime.small, test_drt.small])
+def test_beam_search_continues_the_state_of_each_hypothesis(small, n=4):
+    """With enough hypotheses: the best of all texts, by log P of prompt and text read together"""
+    model = small(vocab_size=4).eval()
+    texts = set()
+    for text in itertools.product(range(4), repeat=n):          # 3 ends a text
+        texts.add(text[:[*text, 3].index(3) + 1])
+
+    def score(text):
+        of_text = log_p(model, torch.tensor([*prompt, *text]))[-len(text):]
+        return of_text.sum().item() / len(text) ** 0.6
+    prompts = random_tokens(4, 9, vocab=3)
+    best = []
+    for prompt in prompts.tolist():
+        best.append([*max(texts, key=score)])
+    args = SimpleNamespace(beam=4 ** n, max_tokens=n)
+    assert evaluation.beam_search(model, prompts, 3, args) == best
+
+
 PERFECT = {                 # a right translation -> is BLEU a number?
     'the sun is up, too': True, 'Всё счастливые семьи похожи друг на друга': True,
     '我们明天早上去北京看朋友': True, '明日の朝、友達に会いに行きます': True,
@@ -925,8 +948,8 @@ def test_a_cache_of_each_model(models, capsys):
     rows = evaluate('out/drt --task speed --lengths 64', '--cache', '64')
     assert rows[1]['MACs/token'] == evaluate('out/drt --task speed --lengths 64')[1]['MACs/token']
     message = one_line(evaluate, 'out/trime --cache 64 --task table')       # and no tuning
-    assert message == ('eval.py: out/trime has memories of single tokens itself: no --cache, or '
-                       'also --memory none')
+    assert message == ('eval.py: --cache is for models without a memory of single tokens, which '
+                       'out/trime has: leave --cache out, or add --memory none')
     evaluate('out/trime --cache 64 --memory none --task table')
 
 

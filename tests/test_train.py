@@ -231,7 +231,7 @@ def test_a_folder_has_one_run_at_a_time(here):
 @mark.parametrize('stop', [3, 99])
 def test_more_steps(here, capsys, stop):
     """A run of 6 steps, stopped at step 3 or finished, then --max-steps 9: the batches are those
-    of 9 steps. Without a rate and memory, losses depend on nothing else."""
+    of 9 steps. With a rate of nearly 0 weights stay, so equal losses mean equal batches."""
     more = '--lr 1e-12 --memory none --dropout 0 --max-steps '
     launch(more + '9 --out straight')
     with at_step(stop, interrupt), contextlib.suppress(SystemExit):
@@ -334,7 +334,20 @@ def test_gains_in_the_log(here):
     launch('--gains --out run', 'drt')
     log = log_of('run')
     gains = [x for x in log if 'gain_over_off' in x]
-    assert [x['step'] for x in gains] == [2, 4, 6] and all('gain_over_shuffled' in x for x in gains)
+    assert [x['step'] for x in gains] == [2, 4, 6]
+
+    # by the weights of the end, on the same part of val
+    Model, model_config, config = train.parse(flags('drt', '--out run'))
+    training = train.Run(Model, model_config, config)
+    training.load_data()
+    _, training.model, _ = train.read_checkpoint('run')
+    loss = {}
+    for way in training.model.ways():
+        training.model.way = way
+        loss[way], _ = training.validate(1.0, config.val_tokens)
+    for way in ('shuffled', 'off'):
+        gain = log[-1][f'gain_over_{way}']
+        assert gain == approx(loss[way] - loss['on'], abs=1e-6) and abs(gain) > 1e-5
     launch('--out straight', 'drt')
     assert log_of('straight')[-1]['val_loss'] == log[-1]['val_loss']        # the way on, again
     assert 'retrieve chunks' in one_line(launch, '--gains')
@@ -491,9 +504,9 @@ WRONG = {
     '--learning-rate 1': 'nearest is --', '--m 2': 'no flag here', '--memory lokal': 'lokal',
     '--gains 1': '--gains takes no value, but 1 follows', '--groups 2': 'a flag of drt, landmark,',
     'rpt': 'rpt without a flag: --model rpt', '--init no.pt': 'no.pt: there is no such file',
-    '--model gpt': 'drt', '--lr -1': '--lr -1.0 is not a number from 0 on', '--lr nan': 'nan',
-    '--seed 1.5': '1.5', f'--seed {2 ** 64}': 'from 0 on',
-    '--model drt --groups -1': '--groups -1 is not a number from 0 on',
+    '--model gpt': 'drt', '--lr -1': '--lr -1.0 has to be a number from 0', '--lr nan': 'nan',
+    '--seed 1.5': '1.5', f'--seed {2 ** 64}': '2^63 - 1',
+    '--model drt --groups -1': '--groups -1 has to be a number from 0',
     '--max-steps 0': '1 or more', '--tokens-per-step 0': '1 or more', '--eval-every 0': '1 or more',
     '--val-tokens 0': '1 or more', '--micro-batch 0': 'micro_batch must be 1',
     '--model rpt --n-head 0': 'n_head must be 1', '--model drt --n-layer 0': 'n_layer must be 1',
@@ -555,6 +568,17 @@ def test_help_has_every_field_its_comment_and_default(capsys, model):
         assert parse_args(['train.py', *flag]).training_script_args == flag     # not torchrun's
     screen = ' '.join(screen.split())
     assert 'peak rate; width 256: 4e-3; AdamW: 2e-3; after --init: 1e-3 (default: 0.008)' in screen
+
+
+def test_the_commands_of_readme(here):
+    """Their flags exist, and their values fit."""
+    Path('assets').symlink_to(FILE.parent / 'assets')
+    text = FILE.with_name('README.md').read_text().replace('\\\n', ' ')
+    commands = re.findall(r'^ {4}.*?train\.py ?([^#;&|\n]*)', text, re.M)
+    assert len(commands) >= 20
+    for command in commands:
+        if 'decay.py' not in command:                       # test_compared.py has it
+            train.parse(command.replace('$m', 'local').split())
 
 
 @fixture
@@ -703,6 +727,49 @@ def test_momentum_of_muon():
     update = train.orthogonalize((0.05 * h + 0.95 * m)[None])[0] * 0.2 * 8 ** 0.5
     close(p, -update, atol=1e-4)
     close(q.flip(0), -update, atol=1e-4)
+
+
+def test_beta2():
+    """Of AdamW: gradients 1, then 0; only the second step has a rate."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    before = layer.weight.detach().clone()
+    config = train.TrainConfig(optimizer='adamw', beta2=0.5, weight_decay=0.0)
+    adamw = train.optimizers_of(layer, config)[0]
+    for g, lr in ((1.0, 0.0), (0.0, 1.0)):
+        layer.weight.grad = torch.full((1, 1), g)
+        for group in adamw.param_groups:
+            group['lr'] = lr
+        adamw.step()
+    step = 0.09 / 0.19 / (0.25 / 0.75) ** 0.5               # m and v without their bias
+    close(before - layer.weight, torch.full((1, 1), step), 1e-5)
+
+
+@mark.parametrize('name', ['trime', 'rpt'])
+def test_initial_weights_and_dropout(name):
+    """GPT-2's, for width C; dropout on embeddings and on what each layer adds, twice."""
+    more = '--retriever none' if name == 'rpt' else ''
+    lm = make(f'--model {name} {more} --n-embd 96 --n-layer 8 --dropout 0.1'.split())
+    first = lm.blocks[0] if name == 'trime' else lm.lower[0]
+    for weight, scale in ((lm.embedding.weight, 1), (first.attention.qkv.weight, 1),
+                          (first.attention.proj.weight, 1 / 4), (first.mlp.proj.weight, 1 / 4)):
+        assert weight.std().item() == approx(scale * 0.02 * 8 ** 0.5, rel=0.05)
+    dropout = torch.nn.functional.dropout
+    with mock.patch('torch.nn.functional.dropout', wraps=dropout) as recorded:
+        lm(batch_of(torch.zeros(1, 64).long()), 0.5)
+    assert [call.args[1] for call in recorded.call_args_list] == [0.1] * (1 + 2 * 8)
+
+
+def test_sequences_of_needles_grow_in_the_first_half(here):
+    """--grow-context, 6 steps of two micro-batches; validation has whole sequences."""
+    texts = [' '.join(random.Random(i).choices(WORDS, k=600)) for i in range(8)]
+    write_splits(here / 'long', texts[:4], texts[4:])
+    Model, model_config, config = train.parse(flags(
+        'trime', '--data niah:long --block-size 1024 --tokens-per-step 4096 --grow-context'))
+    training = train.Run(Model, model_config, config)
+    training.load_data()
+    n_rows = [len(training.batches[g].tokens) for g in range(12)]
+    assert n_rows == [16, 16, 8, 4, 4, 2] + 6 * [2]
+    assert len(training.val_batches[0].tokens) == 2
 
 
 def make(argv, **more):

@@ -95,6 +95,12 @@ def test_what_a_class_changes_is_there():
         nodes = [node for node in ast.walk(ast.parse(text)) if getattr(node, 'name', '') == name]
         assert any(old in ast.get_source_segment(text, node) for node in nodes), (file, name, old)
 
+    # and a test that sees the change
+    tests = re.findall(r'\| `(test_\w+\.py) -k (\w+)` \|$', read('README.md'), re.M)
+    assert len(tests) == len(rows)
+    for file, word in tests:
+        assert re.search(rf'^def test_\w*{word}', read(f'tests/{file}'), re.M), (file, word)
+
 
 @mark.parametrize('name', [*SOURCES, *COMPARED, *TESTS])
 def test_a_line_has_one_idea_and_a_function_one_job(name):
@@ -112,7 +118,12 @@ def test_a_line_has_one_idea_and_a_function_one_job(name):
 
 def imported_by(name):
     """The modules of the tree that a file imports"""
-    imported = set(re.findall(r'^\s*(?:import|from) ([\w.]+)', read(name), re.M))
+    imported = set()
+    for node in ast.walk(ast.parse(read(name))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
     of_tree = {file[:-3].replace('/', '.') for file in [*SOURCES, *COMPARED]}
     return imported & of_tree
 

@@ -46,6 +46,16 @@ def no_progress(items, *_, **__):
     return items
 
 
+@mark.parametrize('n_past', [0, 3])
+def test_attention_in_bf16(n_past):
+    """On a CPU bf16 has its own formula, with the mask."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 9, 2, 8).double()
+    exact = trime.causal_attention(q, k, v)[:, n_past:]
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    close(trime.causal_attention(q[:, n_past:], k, v).double(), exact, 0.05)
+
+
 # --------------------------------------------------------------------------------------------------
 # training
 def word_vectors(embedding):
@@ -545,7 +555,8 @@ def perplexity(model, way='on'):
 
 
 @mark.parametrize('trained, names', [
-    ('local', ''), ('long', ''), ('none', 'local,long'), ('none', 'ext'), ('ext', 'local,ext')])
+    ('local', ''), ('long', ''), ('none', 'local,long'), ('none', 'ext'), ('ext', 'local,ext'),
+    ('ext', '')])
 def test_tuning(trained, names, tmp_path, capsys):
     """On val tuned temperatures are better than others, memories than shuffled ones and none."""
     model = prepared(trained, tmp_path, memory=names)
@@ -556,10 +567,17 @@ def test_tuning(trained, names, tmp_path, capsys):
     for factor in (0.1, 10.0):
         model.eval_memory.inference = replace(x, tau=factor * x.tau, tau_ext=factor * x.tau_ext)
         assert on < perplexity(model), x
+    is_used = dict(lam=trained == 'none' and x.local, lam_ext=x.n_neighbors > 0)
+    for name in filter(is_used.get, is_used):
+        for lam in (getattr(x, name) - 0.05, getattr(x, name) + 0.05):
+            if 0 <= lam < 1:
+                model.eval_memory.inference = replace(x, **{name: lam})
+                assert on <= perplexity(model) * (1 + 1e-4), (x, name, lam)
 
     # these memories, which are printed; the default is Table 1
     assert f'{x}, tuned on val' in capsys.readouterr().out
-    names = names or {'local': 'local', 'long': 'local,long'}[trained]
+    default = dict(local='local', long='local,long', ext='local,long,ext')
+    names = names or default[trained]
     for name, present in dict(local=x.local, long=x.long, ext=x.n_neighbors).items():
         assert bool(present) == (name in names)
     assert isinstance(x, LinearInference) == (trained == 'none')
@@ -602,7 +620,8 @@ def test_the_accuracy_and_recall_of_the_datastore(stores, monkeypatch):
                  for (*_, ext), w in zip(each, TOKENS[1:])]
         assert shares[f'top-{K}'] == approx(np.mean(right))
 
-    # one of two lists has fewer than 1,024 entries; those that it lacks are right for no token
+    # with nprobe 1 a list can have fewer than 1,024 entries: those that it lacks, -1, are right
+    # for no token
     model.eval_memory.store.nprobe = 1
     monkeypatch.setattr(model.eval_memory.store, 'text', V * torch.arange(2001))
     shares = trime.datastore_accuracy(runs, args)['a']
