@@ -98,13 +98,13 @@ def check_positive(config, names):
 @dataclass
 class DRTConfig:
     # sizes
-    vocab_size: int = 4096      # ids of the tokenizer; for bpe, how many to learn (ours)
+    vocab_size: int = 4096      # ids of the tokenizer; for bpe, the number to learn (ours)
     block_size: int = 992       # tokens of a training sequence, landmarks not counted (paper: 16K)
     micro_batch: int = 2        # sequences of a micro-batch, B (official code: 4)
     n_layer: int = 5            # Transformer layers; the upper n_layer // 2 retrieve (paper: 12)
     n_head: int = 4             # attention heads, H (paper: 12)
     n_embd: int = 128           # width, C (paper: 768)
-    n_inner: int = 0            # width inside the MLP; 0: 8/3 C, rounded up (paper: 2,048)
+    n_inner: int = 0            # hidden width of the MLP; 0: 8/3 C, rounded up (paper: 2,048)
     window: int = 128           # positions that a query attends to, itself included, W (paper: 512)
     chunk_size: int = 32        # positions of a chunk, its landmark included, S (official: 64)
     n_neighbors: int = 4        # chunks retrieved for each chunk, K (paper: 8)

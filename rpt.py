@@ -94,7 +94,7 @@ def check_positive(config, names):
 @dataclass
 class RPTConfig:
     # sizes
-    vocab_size: int = 4096        # ids of the tokenizer; for bpe, the number to train (ours)
+    vocab_size: int = 4096        # ids of the tokenizer; for bpe, the number to learn (ours)
     block_size: int = 1024        # tokens of a training sequence, T (ours; paper: 16K)
     micro_batch: int = 2          # sequences of a micro-batch, B (ours)
     n_layer: int = 4              # layers, half of them lower; see n_cca (ours; paper: 12)

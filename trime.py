@@ -16,7 +16,7 @@ Where the paper is in this file
     §3                      f and g                                 TRIME.encode
     §3, Eq. 5               the training objective                  trime_loss_reference
     §4.1 to 4.3             segments of a micro-batch, m            batches
-    §4.3                    p, a share without local memory         TRIME.training_memory
+    §4.3                    p, probability of no local memory       TRIME.training_memory
     §5.2                    the first 5% of the steps               TRIME.training_memory
     §5.2                    FAISS                                   Datastore
     App. A, Eq. 6           probabilities at test time              TrimeInference
@@ -91,7 +91,7 @@ class TRIMEConfig:
     n_layer: int = 4            # Transformer layers (ours; paper: 8 to 16)
     n_head: int = 4             # attention heads, H (ours)
     n_embd: int = 128           # width, C (ours; paper: 128 to 1,024)
-    n_inner: int = 0            # width inside the MLP; 0: 4 C (paper: 4 C, its 150M model 2,100)
+    n_inner: int = 0            # hidden width of the MLP; 0: 4 C (paper: 4 C, its 150M model 2,100)
     dropout: float = 0.0        # on embeddings and residual branches (ours; official code: 0.3)
     memory: Literal['none', 'local', 'long', 'ext'] = 'local'   # used in training (paper Table 1)
     n_consecutive: int = 0      # segments that share long memory, m; 0: B (paper Table 9)

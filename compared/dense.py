@@ -8,7 +8,7 @@ DRT.
     TMLR 2022, arXiv:2112.09118;  RPT_contriever of DRT, §4.1
 
 It starts from rpt.py. The retriever has embeddings of its own and reads the tokens of a chunk, not
-the states of the decoder. It is trained by contrast before the model is: each chunk has one other
+the states of the decoder. It is trained first, with a contrastive loss: each chunk has one other
 chunk as its positive, whose score must be above those of all other chunks of a micro-batch.
 
 Where this differs from the papers
