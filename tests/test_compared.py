@@ -616,3 +616,46 @@ def test_a_file_that_is_no_model_is_one_line(mine, name, text, message):
     assert message in one_line(train.parse, ['--model', f'own/{name}'])
     if name in ('empty.py', 'my-model.py', 'other.py', 'plain.py', 'fields.py'):
         sys.modules.pop(name[:-3])
+
+
+def test_the_initial_decay_of_griffin():
+    """a_t from 0.9 to 0.999 where r_t = 1, with log(1 - a_t) evenly spaced"""
+    a = torch.exp(-8 * F.softplus(Griffin(GriffinConfig()).upper[-1].decay))
+    close(a[[0, -1]], torch.tensor([0.9, 0.999]), 0.003)
+    steps = (1 - a).log().diff()
+    close(steps, steps.mean().expand_as(steps), 0.01)
+
+
+@mark.parametrize('name', ['memorizing', 'block_recurrent'])
+def test_the_tenth_of_twelve_layers_has_the_memory(name):
+    Model = type(with_memory(name))
+    config = replace(with_memory(name).config, n_layer=12)
+    usual = type(Model(config).lower[0])
+    is_usual = [type(layer) is usual for layer in Model(config).upper]
+    assert is_usual == [True, True, True, False, True, True]
+
+
+@mark.parametrize('shift_values', [True, False])
+def test_the_query_of_the_memory(shift_values, fp64):
+    """With --shift-values a token's key, else its query"""
+    model = test_rpt.small(Memorizing, MemorizingConfig, retriever='none', memory_size=10,
+                           n_nearest=3, shift_values=shift_values)
+    attention = model.upper[-1].attention
+    q, other = torch.randn(2, 1, T, 2, 8, generator=generator(0))
+    kv = torch.randn(1, T, 2, 2, 8, generator=generator(1))
+    begins = torch.zeros(1, T, dtype=torch.bool)
+    a, b = (attention.read_memory(x, kv, begins)[0] for x in (q, other))
+    assert torch.equal(a.nan_to_num(), b.nan_to_num()) == shift_values
+
+
+def test_each_way_of_a_cache_is_tuned_as_such(monkeypatch):
+    model, ways = cached_model('drt'), []
+    monkeypatch.setattr(model, 'collect', lambda *_: ways.append(model.way) or [])
+    model.tune(Split('test', [], [0]), -1, None)
+    assert ways == ['on+cache', 'off+cache']
+
+
+def test_the_bias_of_sru():
+    """b is 0, of r -2."""
+    u, f, r = SRU(SRUConfig()).blocks[0].out.bias.chunk(3)
+    assert not u.any() and not f.any() and (r == -2).all()

@@ -1195,3 +1195,42 @@ def test_the_split_for_tuning(scored, val, test, tuned_on, capsys):
     split = data.Corpus.tuning_split(SimpleNamespace(**splits), scored)
     assert split.name == tuned_on
     assert ('warning' in capsys.readouterr().out) == (tuned_on == scored)
+
+
+def test_the_words_of_val_and_test_are_not_learned(src):
+    """Of a text that is cut: its last tenth has words of its own."""
+    corpus = prepared(src(a_txt='a b ' * 900 + 'c d ' * 100), 'word')
+    assert {*corpus.tokenizer.tokens} == {'a', 'b', '<unk>', '<eos>'}
+    assert {*corpus.val.tokens} == {*corpus.test.tokens} == {corpus.tokenizer.ids['<unk>']}
+
+
+def test_needles_are_anywhere():
+    """In each place of each chunk of the first half, in any part of the text; questions in any
+    order. A tenth of the other tokens is predicted."""
+    tokenizer, needles = make_needles('bytes', 1)
+    rows = [needles.row(r, 32) for r in range(60)]
+    half = 16 * CHUNK
+    starts = set()
+    numbers = set()
+    parts = set()
+    first = in_front = 0
+    for ids, _ in rows:
+        text = tokenizer.decode(ids)
+        needle = r'\nKey (\w{4}) opens (\w{4})\.\n'
+        found = [match.start() for match in re.finditer(needle, text[:half])]
+        starts |= {*found}
+        numbers.add(len(found))
+        first += [start // CHUNK for start in found] == [*range(len(found))]
+        parts.add(text[half:half + 9])                              # no needle, no answer
+        answers = [i for i in range(17, 32) if text[i * CHUNK:].startswith(' opens ')]
+        in_front += answers == [*range(17, 17 + len(answers))]
+    assert {start // CHUNK for start in starts} == {*range(16)}
+    assert {start % CHUNK for start in starts} == {*range(CHUNK - 22 + 1)}
+    assert len(numbers) > 8 and len(parts) > 30
+    assert first < 20 and in_front < 20
+    assert np.mean([targets[:half] >= 0 for _, targets in rows]) == approx(0.1, abs=0.02)
+
+
+def test_rows_of_needles_are_documents():
+    _, needles = make_needles('bytes', 1)
+    assert needles[3].doc.unique(dim=1).tolist() == [[6], [7]]

@@ -570,3 +570,28 @@ def test_retrieval_is_learned_from_the_loss_alone(seed):
         predicted = model.log_probs(tokens).argmax(2)
         right[way] = (predicted == answers)[answers >= 0].float().mean().item()
     assert right['on'] > 0.9 and right['shuffled'] < 0.4 and right['off'] < 0.2, right
+
+
+def test_the_slopes_of_alibi():
+    """From `slope` to 2^-8"""
+    attention = small(slope=0.5, n_head=4, n_embd=32).lower[0].attention
+    close(attention.slopes('cpu').flatten().log2(), torch.linspace(-1, -8, 4), 1e-6)
+
+
+def test_initial_weights_of_the_paper():
+    """Without what we change: norms of 1, random W_Q and W_O, the latter not divided"""
+    torch.manual_seed(0)
+    weights = DRT(DRTConfig(n_embd=96, n_layer=8, copy_start=False, compare_means=False))
+    weights = weights.state_dict()
+    assert (weights['landmark_norms.0.weight'] == 1).all()
+    k, _ = weights['encoder.kv.weight'].chunk(2)
+    assert not weights['upper.3.gca.query.weight'].equal(k)
+    std = weights['upper.3.gca.proj.weight'].std().item()
+    assert std == approx(0.02 * (768 / 96) ** 0.5, rel=0.05)
+
+
+def test_padding_is_not_masked_for_mlm():
+    model = small(encoder='tokens', mlm=1.0)
+    docs = torch.tensor([[0, 0, 0, 0, -1, -1, -1, -1]])
+    masked = model.masked_for_mlm(torch.tensor([[1, 2, 3, V, 0, 0, 0, V]]), docs)
+    assert masked.tolist() == [[True] * 3 + [False] * 5]

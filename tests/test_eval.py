@@ -907,7 +907,7 @@ def test_pairs_for_the_three_models(models, model):
     texts = evaluate(f'out/pairs-{name} --lines 2 --max-tokens 9')['texts']
     ways = ['on', 'off'] if name == 'trime' else WAYS
     assert [*texts] == [f'out/pairs-{name}, {way}' for way in ways]
-    assert 'only targets' in one_line(evaluate, f'out/pairs-{name} --task table')
+    assert 'targets only' in one_line(evaluate, f'out/pairs-{name} --task table')
 
 
 def test_a_flag_of_another_model_names_it(models):
@@ -1011,3 +1011,55 @@ def test_the_trained_weights_gain_by_what_they_read(weights, name):
 def test_the_trained_weights_find_needles(weights):
     rows = evaluate('assets/drt-niah.pt --data texts --task niah --lengths 4k')
     assert rows[0]['needles'] == 50 and rows[0]['right'] > 0.9
+
+
+def test_translation_scores():
+    """BLEU and chrF fall with what is missing; ROUGE-1 is the F1 of 4 of 4 and 4 of 5 words."""
+    pytest.importorskip('sacrebleu')
+    short, long = 'the sun is up', 'the sun is up now'
+    values, _ = evaluation.text_metrics([long], [short])
+    assert values['BLEU'] == approx(100 * math.exp(1 - 5 / 4))      # the brevity penalty alone
+    assert values['rouge1'] == approx(100 * 2 * 0.8 / 1.8)
+    too_long, _ = evaluation.text_metrics([short], [long])
+    assert values['chrF'] < too_long['chrF']                        # recall counts more
+
+
+def test_texts_of_needles_differ(run, monkeypatch):
+    """Ten for each --seed, each from another place of the split"""
+    texts = []
+    monkeypatch.setattr(BIGRAM, 'read', lambda self, tokens, state: texts.append(tokens[0]))
+    for seed in (0, 1):
+        evaluate(f'a --task niah --lengths 1k --seed {seed}')
+    assert len({tuple(text.tolist()) for text in texts}) == 20
+    assert len({tuple(text[31:62].tolist()) for text in texts}) > 3         # without a needle
+
+
+def test_an_answer_with_a_wrong_token_is_wrong(run, monkeypatch):
+    class Forgetful(Copier):
+        def stream(self, tokens, state):
+            log_probs, _ = super().stream(tokens, state)
+            log_probs[0, -4] = 0                                    # the first of four
+            return log_probs, None
+    monkeypatch.setattr(sys.modules[__name__], 'BIGRAM', Forgetful)
+    row, = evaluate('a --task niah --lengths 512 --depths 0,50')
+    assert row['right'] == 0
+
+
+def test_the_way_of_each_row_of_pairs(answers, monkeypatch):
+    pytest.importorskip('sacrebleu')
+    ways, search = [], evaluation.beam_search
+
+    def recorded(model, *args):
+        ways.append(model.way)
+        return search(model, *args)
+    monkeypatch.setattr(evaluation, 'beam_search', recorded)
+    evaluate('a --data pairs --task pairs --lines 1')
+    assert ways == [*WAYS]
+
+
+def test_tuned_on_the_split_for_tuning(models, monkeypatch, capsys):
+    """Not on the scored one: of a cache, and of TRIME"""
+    monkeypatch.setattr(data.Corpus, 'tuning_split', lambda corpus, scored: corpus.train)
+    evaluate('out/base --cache 9 --task table')
+    evaluate('out/trime --task table')
+    assert len(re.findall('tuned on .*train$', capsys.readouterr().out, re.M)) == 2

@@ -364,3 +364,12 @@ def test_offsets_beyond_32_bits():
     o = gca(k, k, k, w, idx, 64)
     k, w, idx = k[-1:], w[-1:], idx[-1:]
     assert torch.equal(o[-1:], gca(k, k, k, w, idx, 64))
+
+
+def test_blocks_have_all_options(monkeypatch):
+    """A sink, fewer keys and a scale reach each block of rows."""
+    inputs = example(N=8)
+    options = dict(n_keys=11, sink=True, scale=0.7)
+    monkeypatch.setattr(gca_kernel, 'SCORES', 1)
+    exact = run_exact(gca_reference, *inputs, **options)
+    assert_close(run_exact(gca, *inputs, **options), exact, 1e-12, 1e-12)

@@ -862,3 +862,16 @@ def test_retrieval_is_learned():
         nll[way] = model(batch, 1)[0].item()
     assert nll['on'] < 0.3
     assert min(nll['off'], nll['shuffled']) > 2.3                       # at random: ln 16 = 2.77
+
+
+def test_the_reference_scores_without_dropout():
+    reference = small(retriever='none', window=4 * CHUNK, dropout=0.5).train()
+    tokenizer = SimpleNamespace(ids={})
+    run = SimpleNamespace(config=CONFIG, corpus=SimpleNamespace(tokenizer=tokenizer),
+                          load_reference=lambda *_: (reference, tokenizer))
+    assert not rpt.reference_lm(small(dropout=0.5).config, run).training
+
+
+def test_the_teacher_is_drawn_for_each_chunk():
+    mask = small().scheduled_sampling(torch.rand(8, N, N, generator=generator(0)), 0.5).mask
+    assert (mask.any(1) & ~mask.all(1)).all()

@@ -515,7 +515,8 @@ WRONG = {
     '--block-size 999999 --tokens-per-step 1999998': 'block-size', '--warmup 2': 'at most 1',
     '--data a\0b': '--data',
     '--device cuda': '--device cpu', '--out texts/val.jsonl': 'val.jsonl',
-    '--memory long --n-consecutive 1': 'only one', '--memory ext --micro-batch 1': 'only one',
+    '--memory long --n-consecutive 1': 'two segments',
+    '--memory ext --micro-batch 1': 'two segments',
     '--cutoffs 0': 'cutoffs', '--cutoffs 9,5': 'rise', '--cutoffs 5,': 'rise',
     '--dropout 1.5': 'at most 1', '--model rpt --window 96': 'window',
     '--model rpt --n-candidates 1': 'n_candidates', '--model rpt --n-cca 2 --n-layer 2': 'n_cca',
@@ -950,3 +951,60 @@ def test_imports():
     command = [sys.executable, '-c', script, 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT']
     screen = subprocess.check_output(command, env={}, text=True, cwd=FILE.parent)
     assert screen == "PASSIVE 1000 {'torch.distributed.nn'}\n"
+
+
+def test_best_is_the_lowest_validation(here, monkeypatch):
+    """Not the last one"""
+    losses = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(train.Run, 'validations', lambda *_: dict(val_loss=next(losses)))
+    launch('--out run')
+    assert step_of('run/best.pt') == 4 and step_of('run/ckpt.pt') == 6
+
+
+def prepared_run(argv):
+    """A Run with its data, before its model is made"""
+    training = train.Run(*train.parse(argv))
+    training.load_data()
+    return training
+
+
+def test_a_validation_is_spread_evenly(here, monkeypatch):
+    argv = flags('trime')
+    training = prepared_run(argv)
+    training.model = make(argv, vocab_size=257)
+    batches, numbers = training.val_batches, []
+    in_order = batches.in_order
+    monkeypatch.setattr(batches, 'in_order', lambda i: numbers.append(i) or in_order(i))
+    training.validate(1.0, 3 * 2 * 16)
+    last = len(batches) - 1
+    assert numbers == [0, round(last / 2), last]
+
+
+def test_flags_of_memory_reach_the_batches(here):
+    """Each changes the rows of the micro-batches; ext without BM25 has those of other memories."""
+    def rows(more):
+        batches = prepared_run(flags('trime', f'--micro-batch 4 --memory {more}')).batches
+        return [batches.rows(g).tolist() for g in range(4)]
+    assert rows('long --n-consecutive 2') != rows('long')
+    assert rows('ext --no-bm25') == rows('none') != rows('ext')
+    assert rows('ext --no-same-document') != rows('ext')
+
+
+def test_needles_have_the_chunks_of_the_model(here):
+    """Of DRT 27 tokens and a landmark: a question ends such a chunk."""
+    texts = [' '.join(random.Random(i).choices(WORDS, k=600)) for i in range(8)]
+    write_splits(here / 'long', texts[:4], texts[4:])
+    argv = flags('drt', '--data niah:long --chunk-size 28 --block-size 432 --tokens-per-step 864')
+    tokens = prepared_run(argv).batches[0].tokens
+    chunks = tokens.view(-1, 27)
+    opens = (chunks[:, :7] == torch.tensor([*b' opens '])).all(1)
+    questions = chunks[opens.roll(-1)]
+    assert opens.any() and (questions[:, -9:-4] == torch.tensor([*b'\nKey '])).all()
+
+
+def test_muon_has_no_part_of_the_embedding():
+    """Nor the tables of an adaptive one"""
+    model = make('--model trime --cutoffs 100,1000'.split())
+    _, muon = train.optimizers_of(model, train.TrainConfig())
+    of_muon = {id(p) for group in muon.param_groups for p in group['params']}
+    assert not of_muon & {id(p) for p in model.embedding.parameters()}
