@@ -795,9 +795,10 @@ def parse(argv=None):
         state, _, tokenizer = read_checkpoint(file, [Model])
         if state['model_name'] != name:
             parser.error(f'{file} has weights of another model: --model {state["model_name"]}')
+        # the model of a preset would have no effect; the micro-batch is not a part of it
         of_file = state['config']
         differ = [key for key, x in presets[args.preset].items()
-                  if x != of_file.get(key, x) and key != 'vocab_size']
+                  if x != of_file.get(key, x) and key not in ('vocab_size', 'micro_batch')]
         if args.preset != 'tiny' and differ:
             parser.error(f'--preset {args.preset} has another {differ[0]} than {file}: leave it '
                          'out with --init')

@@ -127,7 +127,7 @@ def setup(model, run):
     train.py -> None, because no scores are added to batches"""
     config = model.config
     warn_if_too_short(config, run.corpus)
-    # (--init could have brought the other kind)
+    # --init can have brought a retriever of the other kind
     if run.rank == 0 and model.retriever.is_trained != TRAINED[config.retriever]:
         print(f'first the retriever, {config.reference_steps} steps; then RPT')
         train_retriever(model.retriever, run, corpus_idf(run.corpus, config))

@@ -65,8 +65,7 @@ class RecurrentLayer(nn.Module):
         a_t = exp(-8 r_t softplus(Λ)),   r_t = σ(W_r u_t + b_r),   i_t = σ(W_i u_t + b_i)
 
     Biases of W, W_y and W_u are not shown. W_r and W_i are block-diagonal, with a block for each
-    head. Their rows are interleaved in one
-    matrix: r_0, i_0, r_1, i_1, ... of the R channels."""
+    head. Their rows are interleaved in one matrix: r_0, i_0, r_1, i_1, ... of the R channels."""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd

@@ -150,7 +150,7 @@ class MemorizingAttention(SelfAttention):
 
             # softmax over the nearest
             is_near = nearest(scores, self.config.n_nearest)
-            p = scores.masked_fill(~is_near, -math.inf).softmax(3)           # (B, H, block, n)
+            p = scores.masked_fill(~is_near, -math.inf).softmax(3)          # (B, H, block, n)
             outputs.append(torch.einsum('bhij, bjhd -> bihd', p, v[:, j]))
             found.append(mask.any(3).mT[..., None])                         # (B, block, 1, 1)
         return torch.cat(outputs, 1), torch.cat(found, 1)
