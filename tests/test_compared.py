@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from pytest import fixture, mark
+from pytest import approx, fixture, mark
 
 import train                        # before eval and torch
 import rpt, test_drt, test_rpt, test_trime, trime
@@ -624,6 +624,13 @@ def test_the_initial_decay_of_griffin():
     close(a[[0, -1]], torch.tensor([0.9, 0.999]), 0.003)
     steps = (1 - a).log().diff()
     close(steps, steps.mean().expand_as(steps), 0.01)
+
+
+def test_dropout_in_a_recurrent_layer():
+    layer = Griffin(GriffinConfig(n_embd=16, n_head=2, dropout=0.5)).upper[-1]
+    x = torch.randn(1, 40, 16)
+    added = layer(x, None, torch.zeros(1, 40, dtype=torch.bool))[0] - x
+    assert (added == 0).float().mean() == approx(0.5, abs=0.1)
 
 
 @mark.parametrize('name', ['memorizing', 'block_recurrent'])

@@ -1089,6 +1089,9 @@ def test_pairs_are_packed_by_their_targets():
     split = Split('train', np.concatenate(pairs), np.arange(0, 721, 8))
     rows = Pairs(split, 8, 'packed', 16, 90, seed=0).rows(0)
     assert rows.tolist() == algorithm_1(targets, [{r} for r in range(90)])
+    shuffled = Pairs(split, 8, 'packed', 16, 90, seed=0, bm25=False).rows(0)
+    assert sorted(shuffled) == sorted(rows)
+    assert shuffled.tolist() != rows.tolist()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -300,6 +300,9 @@ def test_random_retrieval_ignores_the_text():
     log_probs, state = model.stream(tokens)
     _, idx = state.chosen[0]
     assert len(idx.unique()) > 20
+    vectors = model.random_query(0, torch.zeros(1, 999, 16), 999)
+    assert vectors.mean().item() == approx(0, abs=0.05)
+    assert vectors.std().item() == approx(1, abs=0.05)
     for norm in model.landmark_norms:
         norm.weight.data.zero_()
     assert torch.equal(model.log_probs(tokens), log_probs)

@@ -844,6 +844,13 @@ def test_needles_of_a_model_that_copies(run, monkeypatch, drawn, limit, right):
     assert [x.get_text() for x in heat_map.get_yticklabels()] == ['a, 512', 'a, 1k']
 
 
+def test_how_often_a_split_is_repeated_among_needles(run, drawn):
+    n_tokens = len(data.load('texts', 'bytes', quiet=True).val.tokens)
+    [short, long] = evaluate('a --task niah --lengths 1k,16k --depths 50')
+    assert short['repeated'] == 0
+    assert long['repeated'] == 2 ** 14 / n_tokens - 1 > 0
+
+
 def test_the_interval_of_a_share():
     """Wilson's, of 8 of 10 and of 10 of 10, from a table"""
     assert evaluation.wilson_interval(8, 10) == approx((0.490, 0.943), abs=0.001)

@@ -872,6 +872,21 @@ def test_the_reference_scores_without_dropout():
     assert not rpt.reference_lm(small(dropout=0.5).config, run).training
 
 
+@mark.parametrize('part', ['attention', 'cca', 'mlp'])
+def test_dropout_is_on_all_that_a_layer_adds(part):
+    layer = rpt.Block(replace(small().config, dropout=0.5), cross_attends=True)
+    for name, weight in layer.named_parameters():
+        if name.endswith('proj.weight') and not name.startswith(part):
+            weight.data.zero_()                         # the other parts add 0
+    G = N + 1
+    retrieved = rpt.Retrieved(states=torch.randn(1, G, K, 2 * CHUNK, 16),
+                              mask=torch.ones(1, G, K, dtype=torch.bool),
+                              in_document=torch.ones(1, T, 1))
+    x = torch.randn(1, T, 16)
+    added = layer(x, None, retrieved)[0] - x
+    assert (added == 0).double().mean() == approx(0.5, abs=0.1)
+
+
 def test_the_teacher_is_drawn_for_each_chunk():
     mask = small().scheduled_sampling(torch.rand(8, N, N, generator=generator(0)), 0.5).mask
     assert (mask.any(1) & ~mask.all(1)).all()

@@ -904,6 +904,15 @@ ON_A_GPU = [
     ('rpt', '--teacher always --reference-steps 2')]
 
 
+def test_the_peak_of_a_gpu(monkeypatch):
+    """An A100 has 312 TFLOP/s in bf16; a token takes 6 FLOPs for each of 10 parameters."""
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA A100-SXM4-80GB')
+    gpu = torch.device('cuda')
+    assert train.peak_tokens_per_s(gpu, True, 10) == 312e12 / 60
+    assert train.peak_tokens_per_s(gpu, False, 10) is None
+    assert train.peak_tokens_per_s(torch.device('cpu'), True, 10) is None
+
+
 @mark.gpu
 @mark.parametrize('dtype, error', [('fp32', 1e-3), ('bf16', 2e-2)])
 @mark.parametrize('model, more', ON_A_GPU)

@@ -188,6 +188,17 @@ def test_the_embedding(sizes):
     close(embedding(torch.arange(V)[None])[0], torch.cat(word_vectors(embedding)))
 
 
+def test_initial_weights():
+    """Of a width of 128: 0.02 sqrt(768 / 128) = 0.049. What layers add is divided by
+    sqrt(2 n_layer); the factors of the adaptive embedding keep the norm of a vector."""
+    torch.manual_seed(0)
+    cutoffs = dict(cutoffs='1000', div_value=2)
+    weights = TRIME(TRIMEConfig(3000, T, n_layer=8, **cutoffs)).state_dict()
+    for name, std in (('blocks.0.attention.qkv', 0.049), ('blocks.7.mlp.proj', 0.049 / 4),
+                      ('blocks.3.attention.proj', 0.049 / 4), ('embedding.tail_proj.0', 1 / 8)):
+        assert weights[name + '.weight'].std().item() == approx(std, rel=0.05), name
+
+
 def test_f_and_g():
     """§3: g is the input of the last MLP. With memory ext similarities are at most 1 at first."""
     model = small(n_layer=1)
