@@ -137,10 +137,8 @@ class DRTConfig:
             raise ValueError(f'chunk_size {self.chunk_size} is below 2, a token and a landmark')
         if self.slope < 2 ** -8:
             raise ValueError(f'slope {self.slope} is below 2^-8, the last slope')
-        if self.mlm > 1:
-            raise ValueError(f'mlm {self.mlm} is a share, at most 1')
-        if self.p_off > 1:
-            raise ValueError(f'p_off {self.p_off} is a share, at most 1')
+        if max(self.mlm, self.p_off) > 1:
+            raise ValueError('mlm and p_off are shares, at most 1')
         if self.p_off and self.groups == 0:
             raise ValueError('p_off is for models with groups, which retrieve')
 
@@ -612,7 +610,7 @@ def gather_chunks(kv, idx):
 
     # for NO_CHUNK, -1, this copies the last chunk, which is not read
     copied = torch.stack([kv[k] for k in retrieved.tolist()], 2)        # (B, 2, m, S, H, D)
-    copied = copied.transpose(0, 1).to(idx.device)
+    copied = copied.transpose(0, 1).contiguous().to(idx.device)
     return copied, numbers.masked_fill(idx == NO_CHUNK, NO_CHUNK)
 
 
@@ -627,8 +625,8 @@ class Traced(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a stream keeps of a text (§3.3). Only l_k and kv grow, once a chunk: encode_lower
-    appends to these lists, without a copy of what they have."""
+    """What a stream keeps of a text (§3.3). Only l_k and kv grow, with each chunk that ends. A
+    state never changes: the next one has new lists, of the same tensors and those of new chunks."""
     past: list                  # of each layer, keys and values of the last W positions
     unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the unfinished chunk
     l_k: list                   # (B, n, C) of n chunks each; encode_upper joins them to one
@@ -727,9 +725,13 @@ class DRT(nn.Module):
         return lower, upper
 
     def insert(self, x, value, state=None):
-        """§3.1: inserts a landmark after every S - 1 tokens, at positions S - 1, 2 S - 1, ... of a
-        text. x (B, T), which continues the text of state: ids or other numbers of tokens; value: of
-        the landmarks, None: of each as of the token before -> (B, L)
+        """§3.1: inserts a landmark after every S - 1 tokens of a text, at positions S - 1,
+        2 S - 1, ...
+
+        x (B, T)        a number for each token, as its id
+        value           the number of a landmark; None: that of the token before
+        state           if x continues a text, whose chunks go on
+        returns         (B, L)
 
             S = 4, value 0         1 2 3 4 5 6 7 8  ->  1 2 3 0 4 5 6 0 7 8
             the text continues     9 10 11 12       ->  9 0 10 11 12 0
@@ -816,6 +818,13 @@ class DRT(nn.Module):
         """Eq. 1: r_k = h · l_k / sqrt(C). h (B, N, C) or (N, C), l_k (B, M, C) -> (B, N, M)"""
         return product(h, l_k.mT) / h.size(-1) ** 0.5
 
+    def rounded(self, r):
+        """Scores r (..., n) in units of 1/256, as integers of which no two are equal, because the
+        choice of topk among equal numbers depends on n: of equal scores the first is the highest"""
+        n = r.size(-1)
+        units = (256 * r.clamp(min=-2.0 ** 30)).round().long()
+        return units * n - torch.arange(n, device=r.device)
+
     def choose(self, r, permitted):
         """Eq. 1: the permitted chunks k of the K largest scores r_k; in training, Gumbel noise can
         change which these are (§3.2). Eq. 2: their weights, from scores without noise,
@@ -828,20 +837,19 @@ class DRT(nn.Module):
         r = r.masked_fill(~permitted, MASKED)
         r = F.pad(r, (0, K), value=MASKED)                              # (B, N, M + K), K or more
 
-        # what the chunks are sorted by
-        sort_by = r
+        # what the best chunks are chosen by
+        best_by = r
         if not self.training:
             # repeated chunks have scores that differ by floating-point errors, which depend on the
             # pieces in which a text is read. Rounded to 1/256 they are equal, so the first of these
             # chunks is chosen, unless a rounding boundary separates them
-            sort_by = (256 * r).round()
+            best_by = self.rounded(r)
         elif self.config.gumbel:
             exponential = torch.empty_like(r).exponential_()
             noise = -exponential.log()                                  # of Gumbel's distribution
-            sort_by = r + noise
+            best_by = r + noise
 
-        # a stable sort, because among equal scores the choice of topk depends on M
-        idx = sort_by.argsort(descending=True, stable=True)[..., :K]    # (B, N, K)
+        idx = best_by.topk(K).indices                                   # (B, N, K)
         r_k = r.gather(2, idx)                                          # (B, N, K)
         valid = r_k > MASKED
         w = r_k.softmax(2) * valid                                      # Eq. 2
@@ -869,7 +877,7 @@ class DRT(nn.Module):
 
         # once for all layers of the group
         plan = None
-        if idx.is_cuda:
+        if idx.is_cuda and torch.is_grad_enabled():
             plan = gca_plan(idx, kv.size(2))
         return Retrieved(kv, w, idx, plan, candidates.start, candidates.mask)
 
@@ -1052,7 +1060,7 @@ class DRT(nn.Module):
         l_k, kv = state.l_k, state.kv
         if N > 0 and self.encoder is not None:
             _, new_l_k, new_kv = self.encode_chunks(whole)
-            l_k = [*l_k, new_l_k]
+            l_k = [*l_k, new_l_k.clone()]           # a view would keep all of C_k
             kv = [*kv, *self.store(new_kv)]
         return x, State(past, unfinished, l_k, kv, state.chosen)
 
@@ -1075,7 +1083,9 @@ class DRT(nn.Module):
         """x and the state of encode_lower, through the upper layers; start: see Retrieved
         -> f (B, L, C), the new state"""
         n_lower = len(self.lower)
-        l_k = torch.cat(state.l_k, 1)                                   # (B, M, C)
+        l_k = state.l_k[0]                                              # (B, M, C)
+        if len(state.l_k) > 1:                                          # chunks ended in the piece
+            l_k = torch.cat(state.l_k, 1)
         candidates = None
         if self.retrieves and l_k.size(1) > 0:
             N = (start + x.size(1)) // self.config.chunk_size           # landmarks in x
@@ -1154,8 +1164,8 @@ class DRT(nn.Module):
         return ('on', 'corpus', 'both', 'shuffled', 'off')              # Table 4
 
     def trace(self, tokens, t, state=None, group=None):
-        """The chunks that are read to predict token t + 1 of tokens (n,), by all groups or one,
-        with w_k; with next_chunk two at once -> [Traced], the largest weight first. state: of
+        """What the upper layers, in all groups or one, read to predict token t + 1 of tokens (n,)
+        -> [Traced], the largest w_k first, each a chunk, with next_chunk two. state: of
         read(tokens[None, :t]), computed if None"""
         if state is None:
             state = self.read(tokens[None, :t])
@@ -1184,9 +1194,9 @@ class DRT(nn.Module):
 # evaluation
 @torch.no_grad()
 def prepare_eval(model, corpus, external, args, path):
-    """Table 4: with --retrieve-from, reads external.train once; each text that is evaluated can
-    retrieve its chunks, too. Raises SystemExit if a text would retrieve from itself, or if
-    there is no chunk."""
+    """Sets --offload. Table 4: with --retrieve-from, reads external.train once; each text that is
+    evaluated can then retrieve the chunks of it, too. SystemExit if a text would retrieve from
+    itself, or if there is no chunk"""
     model.offload = args.offload
     if not args.retrieve_from or 'on' not in model.ways():
         return

@@ -165,9 +165,10 @@ def tile_offsets(rows, H, D: tl.constexpr):
 
 
 def load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot,
-              H, M, S: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
+              H, M, S: tl.constexpr, D: tl.constexpr, R: tl.constexpr, N_KEYS: tl.constexpr):
     """The chunk of keys in a slot: its weight (), its keys and values (S, D) for head h of sequence
-    b. All are zeros if the slot is unused; by masks, because a branch is not pipelined."""
+    b, zeros from N_KEYS on. All are zeros if the slot is unused; by masks, because a branch is not
+    pipelined."""
     c = tl.load(idx_row + slot)
     w = tl.load(w_row + slot, mask=c >= 0, other=0.0)
 
@@ -175,7 +176,8 @@ def load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot,
     Hkv = H // R
     tile = tile_offsets(rows, Hkv, D)                           # (S, D)
     offset = ((b * M + c) * S * Hkv + h // R) * D               # in k and v
-    n_rows = tl.where(c >= 0, S, 0)                             # none of an unused slot
+    # no rows of an unused slot; not mask=c >= 0, because the interpreter takes no scalar here
+    n_rows = tl.where(c >= 0, N_KEYS, 0)
     mask = rows[:, None] < n_rows
     k = tl.load(k_ptr + offset + tile, mask=mask, other=0.0)
     v = tl.load(v_ptr + offset + tile, mask=mask, other=0.0)
@@ -244,7 +246,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
     # one slot after the other
     acc = tl.zeros([S, D], tl.float32)
     for slot in range(K):
-        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, R)
+        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, R,
+                            N_KEYS)
 
         # O += w_k P_k V_k
         exp_s, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
@@ -281,7 +284,8 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
     # one slot after the other
     dq = tl.zeros([S, D], tl.float32)
     for slot in range(K):
-        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, R)
+        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, R,
+                            N_KEYS)
 
         # P_k, dP_k, δ_k, dS_k
         exp_s, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
@@ -387,9 +391,9 @@ def import_triton():
         globals()[function.__name__] = triton.jit(function)
 
 
-def is_hopper_or_later(device):
-    """Is it an H100 or a later GPU?"""
-    return device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (9, 0)
+def compute_capability(device):
+    """(8, 0) of an A100, (9, 0) of an H100; (0, 0) if it is no GPU"""
+    return torch.cuda.get_device_capability(device) if device.type == 'cuda' else (0, 0)
 
 
 def kernel_options(q, k, chunk, n_keys):
@@ -400,19 +404,19 @@ def kernel_options(q, k, chunk, n_keys):
     H, D = q.shape[2:]
     options = dict(S=chunk, D=D, R=H // k.size(2), N_KEYS=n_keys)
 
-    # 4 warps would spill registers for tiles larger than 64 x 64
-    is_small = chunk <= 64 and chunk * D <= 64 * 64
+    # 4 warps would spill registers for tiles larger than 64 x 64 in 16 bits
+    tile_bytes = chunk * D * q.element_size()
+    is_small = chunk <= 64 and tile_bytes <= 8 * 1024
     options['num_warps'] = 4 if is_small else 8
 
     # a stage holds a k and v: the next are loaded while this one is multiplied
-    tile_bytes = chunk * D * q.element_size()
     options['num_stages'] = 3 if tile_bytes <= 12 * 1024 else 2
     return options
 
 
 def dkdv_options(q, k, chunk, n_keys):
     """The same for dkdv_kernel, with BLOCK, the number of queries at a time"""
-    block = 64 if is_hopper_or_later(q.device) else 32          # on an H100, 64 take less time
+    block = 64 if compute_capability(q.device) >= (9, 0) else 32    # on an H100 64 take less time
     return dict(kernel_options(q, k, chunk, n_keys), BLOCK=min(block, chunk))
 
 
@@ -555,8 +559,12 @@ def triton_can_run(q, chunk):
     if not HAS_TRITON or not (q.is_cuda or interprets):
         return False
 
-    # sizes whose tiles fit the shared memory of RTX cards, 99 KiB; for small heads, the scores are
-    # the largest tile
+    # NVIDIA's from the A100 on: Triton has no tensor cores of earlier ones
+    if q.is_cuda and not torch.version.hip and compute_capability(q.device) < (8, 0):
+        return False
+
+    # sizes whose tiles fit the shared memory of RTX cards from RTX 30 on, 99 KiB; for small heads,
+    # the scores are the largest tile
     D = q.size(3)
     tile_bytes = chunk * max(D, 64) * q.element_size()
     fits = 16 <= D <= 128 and tile_bytes <= 16 * 1024
@@ -573,7 +581,7 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
         n_keys   only the first n_keys keys of each chunk are used (default: all)
         sink     adds a key with score 0 and value 0 to each softmax
         scale    of the scores (default: 1 / sqrt(D))
-        plan     gca_plan(idx, M); made here if None
+        plan     gca_plan(idx, M), for the backward pass; made here if None
         kernel   'triton', 'torch', or 'auto': Triton on a GPU where it can run, else PyTorch
 
     Returns o like q, 0 for a chunk of queries whose slots are all unused. Raises
@@ -581,9 +589,11 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     M = k.size(1) // chunk
     D = q.size(3)
     assert k.shape == v.shape and w.shape == idx.shape
+    assert len(q) == len(k) == len(idx)
     assert q.size(1) == idx.size(1) * chunk
     assert k.size(1) == M * chunk
     assert q.size(2) % k.size(2) == 0
+    assert q.size(3) == k.size(3)
     assert kernel in ('auto', 'triton', 'torch'), kernel
 
     # kernel='auto' becomes 'torch' or 'triton'
@@ -615,8 +625,10 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     width = 2 ** (D - 1).bit_length()
     if width > D:
         q, k, v = (F.pad(x, (0, width - D)) for x in (q, k, v))
-    if plan is None:
+    if plan is None and torch.is_grad_enabled():
         plan = gca_plan(idx, M)
+    if plan is None:                                            # there is no backward pass
+        plan = [idx.new_empty(0, dtype=torch.int32)] * 3
     tensors = [x.contiguous() for x in (q, k, v, w.float(), idx.int())]
     o = gca_forward(*tensors, *plan, chunk, n_keys, sink, scale)
     return o[..., :D]

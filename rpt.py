@@ -39,8 +39,9 @@ Letters in the shape comments
     K neighbors of a chunk    J candidates of a chunk
     G = N + 1 groups of m tokens, see ChunkedCrossAttention     n any other size
     i a chunk that retrieves (the paper's c_q = c_i)    j a chunk that is retrieved
-    l a positive, in L_ret    r a rank    w a target token; in BM25 any    u an earlier token
-    λ the weight of the reference LM's cache    λ_lj LambdaRank's factor, in L_ret
+    l a positive, in L_ret    λ_lj LambdaRank's factor, in L_ret    r a rank, from 0
+    w a target token; in BM25 any    u an earlier token    λ the weight of the reference LM's cache
+    x states between layers    f states after the last norm    E embeddings (V, C): f Eᵀ are logits
 
 Letters of the paper with another meaning here: its d is C, its C (states of neighbors) is `states`
 in Neighbors, its w (chunks of a window) is window_chunks.
@@ -60,12 +61,15 @@ Where we differ from the paper, and why
     neighbors of a window of chunks, so that a stream keeps no others (paper: of all chunks).
     Dropout is on what layers add. Self-attention crosses joined documents.
     Teacher: the reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is
-    trained on the same documents, and scores the candidates of every n-th chunk. The other chunks
-    are taught as in RPT-Lex. BM25 has the idf of the corpus. A teacher chooses chunks of positive
-    s_t only, so there can be fewer than K. Scheduled sampling draws for each chunk.
-    Losses: s_t is a mean over tokens, L_ret over the chunks that have a positive. NDCG discounts by
-    1 / log2(1 + rank). L_ret trains the lower layers, too. Its τ starts at 1.
-    Measures: Precision@2 is over the chunks that have a positive (paper: over all).
+    trained on the same documents, and scores the candidates of chunks 0, n, 2n, ... of a sequence.
+    The other chunks are taught as in RPT-Lex. BM25 has the idf of the corpus. A teacher chooses
+    chunks of positive s_t only, so there can be fewer than K. Scheduled sampling draws for each
+    chunk.
+    Losses: s_t is a mean over tokens, L_ret over the chunks that have a positive. In λ_lj
+    the discount is NDCG's (official code: log2(1 + rank), not its reciprocal). L_ret trains the
+    lower layers, too. Its τ starts at 1.
+    Measures: Precision@2 is over the chunks that have a positive (paper: over all). Figure 6 has
+    nats over the same model without neighbors (paper: % over Transformer-XL).
     Optimizer: Muon or AdamW (paper: AdaBelief).
 
     $ python rpt.py                         a demo of ten seconds, on a CPU
@@ -102,10 +106,10 @@ class RPTConfig:
     n_embd: int = 128             # width, C (ours; paper: 1,024)
     n_inner: int = 0              # hidden width of the MLP; 0: 4 C (paper)
     dropout: float = 0.0          # on embeddings and what layers add (ours; paper: 0.05)
-    window: int = 128             # of self-attention, tokens: two blocks (ours; paper: 2,048)
+    window: int = 128             # tokens of self-attention, two blocks (ours; paper: 2,048)
     chunk_size: int = 32          # tokens of a chunk, m (ours; paper: 64)
     n_neighbors: int = 4          # chunks that a chunk retrieves, K (ours; paper: 2)
-    n_cca: int = 1                # last layers that cross-attend; 0: the upper half (paper: 5)
+    n_cca: int = 1                # last layers that cross-attend; 0: upper half (ours; paper: 5)
     n_candidates: int = 4         # BM25 candidates of a chunk, J (ours; paper: 20)
 
     # the method of the paper, its baselines (§5.1) and ablations (§5.3)
@@ -322,7 +326,7 @@ def attend(q, k, v, block, window, slopes=0.0):
 
 
 class MLP(nn.Module):
-    """Two layers, the hidden one wider."""
+    """Two linear layers, with n_inner numbers between them"""
     def __init__(self, config):
         super().__init__()
         n_inner = config.n_inner or 4 * config.n_embd
@@ -424,9 +428,9 @@ class SelfAttention(nn.Module):
         if past is not None:
             kv = torch.cat([past, kv], 1)                               # (B, s, 2, H, D)
 
-        # Only differences of rotary positions matter, so positions count from the first key. In the
-        # next piece another key is the first, so the past has keys before rotation. No key of these
-        # two blocks is too old, because two blocks are a window
+        # Only differences of rotary positions matter, so positions count from the first key. The
+        # next piece has another first key, so the past has keys that are not rotated. A query sees
+        # its block and the one before, which are a window, so `attend` masks no other key
         k, v = kv.unbind(2)
         n_past = k.size(1) - q.size(1)
         y = attend(rotate(q, n_past), rotate(k), v, self.block, 2 * self.block)
@@ -548,7 +552,9 @@ def bm25_vectors(tokens, idf):
 
 def permitted(doc, window_chunks, first=0):
     """§3: may chunk i, one of the N from `first` on, retrieve chunk j, one of all M? Yes if j has
-    left the window of i, j <= i - window_chunks, and both are of one document.
+    left the window of i, j <= i - window_chunks, and both are of one document. As in the paper,
+    self-attention is in blocks, so up to half a window between these chunks and the block before is
+    neither retrieved nor attended to.
 
     doc (..., M) of all chunks, -1: of no document -> (..., N, M) bool"""
     j = torch.arange(doc.size(-1), device=doc.device)                   # (M,)
@@ -576,6 +582,15 @@ def rank_of(scores):
     scores [2, 7, 5]: [2, 0, 1]"""
     order = scores.argsort(descending=True, stable=True)
     return order.argsort()                                              # the inverse permutation
+
+
+class Index(NamedTuple):
+    """What can be retrieved of a text (§3.4): its M whole chunks so far"""
+    keys: torch.Tensor          # (B, M, C) of chunks 0 to M - 1; RETRO: (B, M, V)
+    chunk_pairs: torch.Tensor   # (B, M, 2m, C) row j + 1: states of chunks j and j + 1, for j from
+                                # 0 to M - 2; row 0: zeros, in place of no chunk. Before the
+                                # first chunk M is 0, and there is row 0 alone
+    last: torch.Tensor          # (B, 0 or 1, m, C) states of chunk M - 1, until it has a next one
 
 
 class NeighborEncoder(nn.Module):
@@ -647,7 +662,7 @@ class NeighborEncoder(nn.Module):
         # to those before it, of the last window_chunks chunks. These chunks are of one document,
         # because a chunk with neighbors has retrieved one of its document that is at least
         # window_chunks before it. In the mask a row is a query, a column a key
-        chunk = torch.arange(n * K, device=chosen.device) // K          # (n K,) that retrieved it
+        chunk = torch.arange(n * K, device=chosen.device) // K          # (n K,) which one retrieves
         in_window = chunk > chunk[:, None] - self.config.window_chunks  # (n K, n K)
         mask = in_window.tril() & exists.flatten(1)[:, None, None]      # (B, 1, n K, n K)
         mean = states.mean(3).flatten(1, 2)[:, None]                    # (B, 1, n K, C)
@@ -810,40 +825,55 @@ def differences(x):
     return x[..., None] - x[..., None, :]
 
 
+def gain_of(s_t):
+    """What a chunk adds to the DCG at rank 0: 2^max(s_t, 0) - 1"""
+    return torch.exp2(s_t.relu()) - 1
+
+
+def discount_of(rank):
+    """1 / log2(2 + r) at rank r = 0, 1, ...: 1, 0.63, 0.5, ..."""
+    return 1 / torch.log2(2 + rank)
+
+
+def ideal_dcg(gain, n):
+    """The highest DCG, Σ gain · discount over n ranks: of the best order, that by the gain.
+    gain (..., N) -> (...)"""
+    best = gain.sort(descending=True).values[..., :n]
+    ranks = torch.arange(best.size(-1), device=gain.device)
+    return (best * discount_of(ranks)).sum(-1).clamp(min=1e-9)
+
+
 def ranking_loss(s_q, s_t, tau):
     """§3.3: LambdaRank with a margin, over positives l (s_t > 0) and all permitted chunks j; one
-    that was no candidate has s_t = 0. r = 1, 2, ... is the rank by s_q, from 1 because of the
-    logarithm.
+    that was no candidate has s_t = 0. r = 0, 1, ... is the rank by s_q.
 
         L_ret = Σ_{l, j: s_t(l) > s_t(j)} λ_lj max(0, τ - (s_q(l) - s_q(j)))
 
     λ_lj is how much NDCG changes if l and j exchange their ranks (Burges et al. 2006):
 
         λ_lj  = |gain_l - gain_j| |discount_l - discount_j| / IDCG
-        gain  = 2^max(s_t, 0) - 1,    discount = 1 / log2(1 + r)
+        gain  = 2^max(s_t, 0) - 1,    discount = 1 / log2(2 + r)
 
     IDCG is the DCG, Σ gain · discount, of the best order, that by s_t.
 
-    s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret and NDCG@20 of each chunk, (B, N)"""
-    gain = torch.exp2(s_t.relu()) - 1                                   # (B, N, N)
-    rank = 1 + rank_of(s_q)                                             # r
-    discount = 1 / torch.log2(1 + rank)
-
-    # the terms of IDCG: the largest gain has rank 1
-    ideal_rank = torch.arange(1, 1 + s_q.size(2), device=s_q.device)    # (N,)
-    ideal_discount = 1 / torch.log2(1 + ideal_rank)
-    ideal = gain.sort(descending=True).values * ideal_discount          # (B, N, N)
+    s_q (B, N, N), -inf: not permitted, s_t (B, N, N) -> L_ret of each chunk (B, N)"""
+    gain = gain_of(s_t)                                                 # (B, N, N)
+    discount = discount_of(rank_of(s_q))
 
     # Only pairs with gain_l > gain_j count. Pairs with a chunk that is not permitted do not: as l
     # its gain is 0, as j its s_q = -1e9 makes the hinge 0
     weight = differences(gain).relu() * differences(discount).abs()     # λ_lj IDCG
     hinge = (tau - differences(s_q.clamp(min=-1e9))).relu()             # (B, N, N, N)
-    loss = (weight * hinge).sum((2, 3)) / ideal.sum(2).clamp(min=1e-9)
+    return (weight * hinge).sum((2, 3)) / ideal_dcg(gain, gain.size(2))
 
-    # NDCG of the first 20
-    dcg = (gain * discount * (rank <= 20)).sum(2)
-    ndcg = dcg / ideal[..., :20].sum(2).clamp(min=1e-9)
-    return loss, ndcg
+
+def ndcg(s_q, s_t, n=20):
+    """NDCG@n: the DCG of the first n by s_q, as a share of the highest one. s_q, s_t as in
+    ranking_loss -> (B, N), 0 if no s_t is positive"""
+    gain = gain_of(s_t)                                                 # (B, N, N)
+    rank = rank_of(s_q)
+    dcg = gain * discount_of(rank) * (rank < n)
+    return dcg.sum(2) / ideal_dcg(gain, n)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -854,15 +884,6 @@ class Traced(NamedTuple):
     ids: torch.Tensor       # (n,) the document, or another text
     start: int
     end: int
-
-
-class Index(NamedTuple):
-    """What can be retrieved of a text (§3.4): its M whole chunks so far"""
-    keys: torch.Tensor          # (B, M, C) of chunks 0 to M - 1; RETRO: (B, M, V)
-    chunk_pairs: torch.Tensor   # (B, M, 2m, C) row j + 1: states of chunks j and j + 1, for j from
-                                # 0 to M - 2; row 0: zeros, in place of no chunk. Before the
-                                # first chunk M is 0, and there is row 0 alone
-    last: torch.Tensor          # (B, 0 or 1, m, C) states of chunk M - 1, until it has a next one
 
 
 class Neighbors(NamedTuple):
@@ -900,7 +921,7 @@ class Forced(NamedTuple):
 
 class UpperInputs(NamedTuple):
     """What RPT.upper_inputs returns"""
-    retrieved: Retrieved | None     # for each upper layer, with x; None: nothing is retrieved
+    retrieved: Retrieved | None     # third argument of each upper layer; None: nothing
     memory: Memory                  # the new one
     s_q: torch.Tensor | None        # (B, N, M), -inf: j may not be retrieved; None: no scores
 
@@ -1108,8 +1129,8 @@ class RPT(nn.Module):
         states = neighbors.states[:, -G:] * gates                       # (B, G, K, 2m, C) C^g
         mask = neighbors.chosen[:, -G:] >= 0                            # (B, G, K)
 
-        # group 0 begins one token before the piece, so token 0 of the piece is its second. In a
-        # stream all is document 0. In training no chunk precedes the piece: group 0 reads nothing
+        # group 0 begins one token before the piece. In a stream all is document 0. In training no
+        # chunk precedes the piece: group 0 reads nothing
         group_doc = F.pad(chunk_doc, (1, 0)).repeat_interleave(m, 1)    # (B, G m)
         in_document = group_doc[:, 1:1 + doc.size(1)] == doc            # (B, t)
         return Retrieved(states, mask, in_document[:, :, None])
@@ -1151,6 +1172,8 @@ class RPT(nn.Module):
         m = config.chunk_size
         C = config.n_embd
         zeros = self.embedding.weight.new_zeros
+        if self.neighbor_encoder is None:
+            K = 0                                                       # nothing is retrieved
 
         # no chunks
         key_size = config.vocab_size if config.retriever == 'bm25' else C
@@ -1220,9 +1243,9 @@ class RPT(nn.Module):
         return p_ss, alpha, tau
 
     def scheduled_sampling(self, s_t, p_ss):
-        """§3.4: with probability p_ss the neighbors of a chunk are the K chunks that help most,
-        else those that it retrieves. For RETRO they are always those that help most (§5.1).
-        s_t (B, N, N) -> Forced"""
+        """§3.4: with probability p_ss the neighbors of a chunk are its K positives of highest s_t,
+        or fewer if it has fewer, else those that it retrieves. RETRO always has the former: the
+        best by BM25 (§5.1). s_t (B, N, N) -> Forced"""
         best = top(s_t.where(s_t > 0, -math.inf), self.config.n_neighbors)      # (B, N, K)
         mask = torch.ones_like(best[..., :1], dtype=torch.bool)                 # (B, N, 1)
         if self.retriever is not None:
@@ -1254,10 +1277,11 @@ class RPT(nn.Module):
 
         # means over the chunks with a positive: `ranked` is how many a micro-batch has on average
         s_t = batch.target_scores                                       # (B, N, N)
-        ret_loss, ndcg = ranking_loss(s_q, s_t, tau)                    # (B, N)
-        ret_loss = ret_loss.sum() / batch.ranked
-        ndcg = ndcg.sum() / batch.ranked
-        log = dict(lm_loss=lm_loss, ret_loss=ret_loss, ndcg=ndcg, ranked=(s_t > 0).any(2).sum())
+        ret_loss = ranking_loss(s_q, s_t, tau).sum() / batch.ranked
+        log = dict(lm_loss=lm_loss,
+                   ret_loss=ret_loss,
+                   ndcg=ndcg(s_q, s_t).sum() / batch.ranked,
+                   ranked=(s_t > 0).any(2).sum())
         return lm_loss + alpha * ret_loss, log
 
     # inference
@@ -1379,7 +1403,7 @@ class Teacher:
         # the folder. Needles are drawn by the seed, so their scores depend on it
         corpus = run.corpus
         seed = run.config.seed if corpus.hops else 0
-        facts = [VERSION, corpus.fingerprint, corpus.hops, seed, run.config.dtype,
+        facts = [VERSION, corpus.fingerprint, corpus.hops, seed, run.bf16,
                  config.chunk_size, config.window_chunks, config.n_candidates,
                  config.score_every, config.reference_cache]
         digest = hashlib.sha256(repr(facts).encode())
@@ -1481,15 +1505,9 @@ def ranking_measures(s_q, s_t):
     rank = rank_of(s_q)                                                 # (n, N, N)
     positive = s_t > 0
     n_positives = positive.sum(2)                                       # (n, N)
-
-    # NDCG of one text at a time, because a text takes (N, N, N)
-    ndcg = []
-    for q, t in zip(s_q.split(1), s_t.split(1)):
-        _, ndcg_of_text = ranking_loss(q, t, tau=1)                     # (1, N)
-        ndcg.append(ndcg_of_text)
     measures = {'precision@2': (positive & (rank < 2)).sum(2) / 2,
                 'recall@10': (positive & (rank < 10)).sum(2) / n_positives,
-                'ndcg@20': torch.cat(ndcg)}
+                'ndcg@20': ndcg(s_q, s_t)}
     return {name: x.masked_fill(n_positives == 0, math.nan) for name, x in measures.items()}
 
 
@@ -1521,15 +1539,15 @@ def check_ranked_runs(rankers, reference, texts):
             raise SystemExit(f'ranks: {run.name} and the reference LM {reference.name} differ in '
                              'text or tokenizer. Use the reference LM that was trained for the run')
         m = run.model.config.chunk_size
-        if m != reference.model.config.chunk_size:
-            raise SystemExit(f'ranks: {run.name} has chunks of {m} tokens, the reference LM '
-                             f'{reference.name} has others. Use runs of one --chunk-size')
+        if m != rankers[0].model.config.chunk_size:
+            raise SystemExit(f'ranks: {run.name} has chunks of {m} tokens, {rankers[0].name} has '
+                             'others. Use runs of one --chunk-size')
 
     # the reference LM and the texts
     if reference.model.neighbor_encoder:
         raise SystemExit(f'ranks: the last run, {reference.name}, retrieves chunks. It must be the '
                          'reference LM, an RPT of --retriever none, as out/rpt-reference is')
-    if reference.model.config.window_chunks < 4:
+    if reference.model.config.window < 4 * m:
         raise SystemExit(f'ranks: the window of the reference LM {reference.name} is shorter than '
                          'the 4 chunks that it scores. Train one with a larger --window')
     if len(texts) == 0:
@@ -1582,7 +1600,7 @@ def rows_of_losses(model, texts, rankings, s_t, shared):
         missed = ~positive.any(2)[:, :-1]                               # (n, N - 1)
         gain = off - row['loss 2']
         row['gain with positive'] = gain.masked_fill(missed, math.nan)
-        row['without'] = gain.masked_fill(~missed, math.nan)
+        row['gain without positive'] = gain.masked_fill(~missed, math.nan)
 
         # ids that the first one shares with chunk i, and with its target
         is_first = rank == 0
@@ -1681,7 +1699,7 @@ def demo():
             print(f"""RPTConfig()                {n_parameters:,} parameters
 {f.size(1)} tokens in chunks      (B, N, m)         {tuple(chunks.shape)}
 scores s_q of all pairs    (B, N, M)         {tuple(s_q.shape)}
-neighbors, n = N + window  (B, n, K, 2m, C)  {tuple(neighbors.states.shape)}
+neighbors, n = N + 4       (B, n, K, 2m, C)  {tuple(neighbors.states.shape)}
 their gates                (B, n, K)         {tuple(neighbors.gates.shape)}
 states that predict        (B, T, C)         {tuple(f.shape)}
 loss at first              {loss:.3f}, ln 256 = {math.log(256):.3f}""")

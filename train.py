@@ -255,6 +255,7 @@ class Run:
     corpus          data.Corpus
     batches         micro-batches of corpus.train: batches[number], .rows(number), .B, .T
     autocast()      the context in which the model's forward pass runs
+    bf16            is it in bf16?
     rank, world     number of this process, number of processes
     progress_bar    data.progress_bar
     load_reference  see there
@@ -264,7 +265,7 @@ class Run:
     Model, model_config, model, optimizers, device
     out, stage      folder; what ends the lines on the console
     kind            of the batches, see data.Corpus.batches
-    bf16, ran_on    is the forward pass in bf16? Processes, device and dtype in words
+    ran_on          processes, device and dtype in words
     resumes         is the run resumed from its ckpt.pt?
     n_micro_batches in a step, of each process
     val_batches     micro-batches of corpus.val

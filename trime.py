@@ -4,15 +4,16 @@ TRIME: a language model trained to find its next word among the contexts that it
     Zexuan Zhong, Tao Lei and Danqi Chen, "Training Language Models with Memory Augmentation",
     EMNLP 2022, arXiv:2205.12674
 
-A Transformer predicts the next word by comparing its state with one vector per word. TRIME lets
-other contexts of the batch take part: a context that was followed by "cat" is one more vector for
-"cat". Both kinds of vector are in one softmax and are trained together. At test time the same
-formula has memories of the current window, of the earlier document, or of a whole corpus.
+A Transformer predicts the next word by comparing its state f with one vector per word. TRIME also
+compares a second state, g, with the g of other contexts of the batch: a context that was followed
+by "cat" is one more vector for "cat". Both kinds of vector are in one softmax and are trained
+together. At test time the contexts are those of the current window, of the earlier part of the
+document, or of a whole corpus.
 
 Where the paper is in this file
     Eq. 1                   a language model                        Embedding
-    Eq. 2, 3                local and long memory, in training      memory_mask
-    Eq. 4                   external memory                         Datastore
+    Eq. 2, 3, §4.1 to 4.3   local, long and ext memory in training  memory_mask
+    Eq. 4                   external memory at test time            Datastore
     §3                      f and g                                 TRIME.encode
     §3, Eq. 5               the training objective                  trime_loss_reference
     §4.1 to 4.3             segments of a micro-batch, m            batches
@@ -43,16 +44,19 @@ Letters in the shape comments and formulas
 
 Where this differs from the paper, and why
     Layers: RMSNorm, RoPE, GELU, GPT-2's initial weights, a final norm, no biases.
-    Optimizer: in the presets AdamW and a cosine replace NAG (247M), inverse square root (7M).
-    Training: memories are those of the micro-batch of one process (official code: ext of all
-    processes, long of several). §4.3 sets m = 1; here ext memory also excludes other segments of
-    the query's own document (official code: it does not). Long memory is of the query's document;
-    local memory may cross a boundary of documents.
-    With memory ext g is small at first. Otherwise the words have almost no probability in the first
-    steps, and learn more slowly.
-    Test time: each context is in memory once (official code: the window's twice). P' of Eq. 8 is
-    over all memories (official code: the external ones). K is tuned (App. D: 1,024). Similarities
-    of fp16 keys are exact (official code: or of quantized keys).
+    Optimizer: the presets have AdamW and a cosine (paper: NAG for 247M; inverse square root for
+    7M).
+    Training: memories are those of the micro-batch of one process (official code: ext memory is of
+    all processes, long memory of several). §4.3 sets m = 1; here ext memory also excludes other
+    segments of the query's own document (official code: it does not). Long memory is of the query's
+    document; local memory may cross a boundary of documents.
+    With memory ext the gain of g is small at first. Otherwise memories have almost all probability
+    when they are first used, and the words learn more slowly.
+    Test time: each document is read alone, from an empty window (official code: the split is one
+    text). Contexts of the datastore cross boundaries of documents. Each context is in memory once
+    (official code: the window's twice). P' of Eq. 8 is over all memories (official code: the
+    external ones). K is tuned (App. D: 1,024). Similarities are exact, of keys in fp16 (official
+    code: by default of quantized keys).
     We read the "evaluation segment length" of Table 9 as the stride, the tokens scored per window.
     Translation: the paper has an encoder and a decoder. Here a pair is a text "source TAB target"
     for the decoder alone; only the target is predicted, and only its contexts are memories.
@@ -61,7 +65,7 @@ Where this differs from the paper, and why
     $ python train.py --model trime
 """
 import argparse, hashlib, json, math, random, re, shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -99,7 +103,7 @@ class TRIMEConfig:
     p: float = 0.9              # probability that ext disables local memory (paper section 4.3)
     bm25: bool = True           # ext packs similar segments together (paper section 4.3, Table 11)
     memory_grad: bool = True    # back-propagate to the memories (paper section 3, Table 11)
-    same_document: bool = True  # long: of the same document; ext: of others (official code: any)
+    same_document: bool = True  # long: only of the query's document; ext: of others (ours)
     cutoffs: str = ''           # adaptive softmax: first id of each tail cluster, as 20000,60000
     div_value: int = 4          # divides the width from cluster to cluster (official code: 4 or 1)
     stride: int = 0             # tokens scored per window, at most T; 0: T/2 (paper: 64 to 512)
@@ -155,9 +159,10 @@ class EvalConfig:
     nprobe: int = 16            # trime: lists of the datastore that a search reads; 0: all
 
 
-# Table 9 has sizes, stride and optimizer (lr of 247m: ours). n_head of 7m is App. F's. From the
-# official code: n_head of the others (150m: it has 10, but RoPE needs even C / n_head), cutoffs
-# (enwik8: it has 208), div_value, dropout (7m: ours), beta2 and weight_decay of ADAM.
+# Table 9 has sizes, stride and optimizer (247m: lr, beta2, weight_decay are ours). n_head of 7m is
+# App. F's. From the official code: n_head of the others (150m: it has 10, but RoPE needs even
+# C / n_head), cutoffs (enwik8: it has 208), div_value, dropout (7m: ours), beta2 and weight_decay
+# of ADAM (7m: as for the others).
 WIKITEXT = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000',
                 eval_every=2000)
 ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0, lr=2.5e-4, warmup=0.0,
@@ -322,11 +327,13 @@ class SelfAttention(nn.Module):
             k = append(past_k, k)                                           # (B, s, H, D)
             v = append(past_v, v)
         y = causal_attention(q, k, v)                                       # (B, t, H, D)
+
+        # without gradient, because training has no past
         return self.proj(y.flatten(2)), (k.detach(), v.detach())
 
 
 class MLP(nn.Module):
-    """Two layers, the hidden one wider."""
+    """Two linear layers, with n_inner numbers between them"""
     def __init__(self, config):
         super().__init__()
         n_inner = config.n_inner or 4 * config.n_embd
@@ -424,18 +431,20 @@ def memory_mask(kinds, doc, config, queries, columns):
     return mask
 
 
-def memory_columns(kinds, doc, queries):
+def memory_columns(kinds, doc, config, queries):
     """A slice of the N positions that has all memories of these queries, for speed. doc (B, T),
     queries: a slice of the N queries -> a slice, not empty"""
     B, T = doc.shape
     if 'ext' in kinds:
         return slice(0, B * T)                                      # later segments, too
+    if not kinds:
+        return slice(0, 1)          # one that is masked: it adds exp(-1e30), 0, to each sum
+
+    # from the beginning of the first query's segment, or of the m segments that it is one of
+    group = T
     if 'long' in kinds:
-        return slice(0, queries.stop)
-    if 'local' in kinds:
-        begin = queries.start // T * T                              # of the first query's segment
-        return slice(begin, queries.stop)
-    return slice(0, 1)              # one that is masked: it adds exp(-1e30), 0, to each sum
+        group = (config.n_consecutive or B) * T
+    return slice(queries.start // group * group, queries.stop)
 
 
 def trime_loss_reference(logits, query, key, targets, values, mask):
@@ -465,15 +474,15 @@ def trime_loss_reference(logits, query, key, targets, values, mask):
     # the means
     memory_prob = (sim - log_sum_all[:, None]).exp().sum(1)
     word_loss = logits.logsumexp(1) - logit_w[:, 0]
-    scored = (targets >= 0).to(loss) / (targets >= 0).sum().clamp(min=1)
-    return (loss * scored).sum(), (memory_prob * scored).sum(), (word_loss * scored).sum()
+    weight = (targets >= 0).to(loss) / (targets >= 0).sum().clamp(min=1)    # (N,)
+    return (loss * weight).sum(), (memory_prob * weight).sum(), (word_loss * weight).sum()
 
 
 def softmax_and_log_sum(exponents):
     """The softmax P of exponents (Q, n), and log Σ exp of them (Q, 1). For the largest exponent z,
     log P = z - log Σ, so log Σ = z - log P."""
     P = exponents.softmax(1)
-    # logsumexp takes five times as long on a CPU
+    # on a CPU this takes a third of the time of logsumexp
     return P, (exponents.amax(1) - P.amax(1).log())[:, None]
 
 
@@ -488,7 +497,7 @@ class TrimeLoss(torch.autograd.Function):
     E (n_rows, C)             Embedding.weight: a row for each word (AdaptiveEmbedding: or cluster)
     rows_of_w, extra (N, 1)   of the targets, from Embedding.rows_of
     targets (N,)              w and x_j; -1: neither scored nor a memory
-    memories_of               a slice of queries -> memory_columns, memory_mask
+    memories_of               a function of a slice of the N queries -> memory_columns, memory_mask
     -> as trime_loss_reference; the last two without gradient"""
     @staticmethod
     def forward(ctx, f, query, key, E, rows_of_w, extra, targets, memories_of):
@@ -508,7 +517,7 @@ class TrimeLoss(torch.autograd.Function):
             memories, mask = memories_of(queries)
             w = targets[queries, None]                              # (Q, 1)
             values = targets[memories]                              # x_j (M,)
-            weight = (w >= 0).to(f) / n_scored                      # (Q, 1) 0: it is not scored
+            weight = (w >= 0).to(f) / n_scored                      # (Q, 1), 0 if not scored
 
             # exponents of Eq. 5: of the first term for all words, of the second for all memories
             logits = output_product(f[queries], E.T)                # (Q, aligned rows)
@@ -558,77 +567,6 @@ class TrimeLoss(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------------------
-# adaptive softmax, for the 267,744 words of WikiText-103: --cutoffs
-class AdaptiveEmbedding(Embedding):
-    """With cutoffs the embedding is adaptive (Baevski & Auli 2019): ids are in order of frequency,
-    those between two cutoffs are a cluster. Cluster a = 1, 2, ... has vectors of C / div_value^a
-    numbers, W_a that projects them to C, and one row in `weight`, the head, which has the frequent
-    words and then the clusters:
-
-        P(w) = P_head(w)  or  P_head(a) P_a(w) in cluster a,    P_a(w) ∝ exp(table_a[w] · W_aᵀ f)"""
-    def __init__(self, config):
-        # the head has the ids below the first cutoff, cluster a those up to the next one; a small
-        # vocabulary ends before some cutoffs
-        cutoffs = parse_cutoffs(config.cutoffs)
-        ends = [x for x in cutoffs if x < config.vocab_size] + [config.vocab_size]
-        # rows of the head: its words, then one for each cluster
-        super().__init__(replace(config, vocab_size=ends[0] + len(ends) - 1))
-        self.ends = ends
-        self.tables = nn.ParameterList()
-        self.tail_proj = nn.ModuleList()
-        for a, size in enumerate(np.diff(ends), 1):
-            width = max(1, config.n_embd // config.div_value ** a)
-            self.tables.append(torch.empty(size, width))
-            self.tail_proj.append(Linear(width, config.n_embd))
-
-    def clusters(self, ids):
-        """For each cluster: its number a, its first id, True for the ids in it"""
-        for a, (start, end) in enumerate(pairwise(self.ends), 1):
-            yield a, start, (ids >= start) & (ids < end)
-
-    def forward(self, tokens):
-        """(B, t) -> (B, t, C)"""
-        # clamp: a placeholder for words of clusters, overwritten below
-        x = F.embedding(tokens.clamp(max=self.ends[0] - 1), self.weight)
-        for a, start, inside in self.clusters(tokens):
-            vectors = F.embedding(tokens[inside] - start, self.tables[a - 1])
-            x[inside] = self.tail_proj[a - 1](vectors).type_as(x)
-        return x
-
-    def tail(self, a, f):
-        """log P_a of all words of cluster a: f (Q, C) -> (Q, words)"""
-        return (f @ self.tail_proj[a - 1].weight @ self.tables[a - 1].T).log_softmax(1)
-
-    def logits(self, f):
-        """f (Q, C) -> E_w · f of Eq. 1 for all words (Q, V), log Σ_w exp(E_w · f) (Q, 1). The logit
-        of a word of cluster a is the logit of the cluster's row plus log P_a(w)."""
-        head = f @ self.weight.T
-        words, clusters = head.tensor_split([self.ends[0]], 1)
-        tails = [row[:, None] + self.tail(a, f) for a, row in enumerate(clusters.T, 1)]
-        # the words of a cluster sum to its row, so the sum over the head is that over all words
-        return torch.cat([words, *tails], 1), head.logsumexp(1, keepdim=True)
-
-    def rows_of(self, f, w):
-        """The logit of word w is that of its row of the head, or of its cluster's row plus
-        log P_a(w): f (Q, C), w (Q,) -> the rows; log P_a(w), 0 for words of the head: 2 x (Q, 1)"""
-        row = w[:, None].clone()
-        log_p = f.new_zeros(len(w), 1)
-        for a, start, inside in self.clusters(w):
-            row[inside] = self.ends[0] + a - 1
-            # (Q, words) in pieces; a GPU takes those of 0.5 GiB
-            n_queries = 2 ** 27 // len(self.tables[a - 1]) if f.is_cuda else 256
-            pieces = torch.where(inside)[0].split(n_queries)
-            for queries in pieces:
-                if f.is_cuda and len(pieces) == 1:
-                    log_P = self.tail(a, f[queries])
-                else:               # too large to keep: the backward pass computes it again
-                    log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
-                # an index, because gather would keep log_P for the backward pass
-                log_p[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
-        return row, log_p
-
-
-# --------------------------------------------------------------------------------------------------
 # probabilities at test time
 class Memories(NamedTuple):
     """The memories of Q queries (Eq. 7): of long, of local, then of external memory"""
@@ -637,13 +575,26 @@ class Memories(NamedTuple):
     local: slice            # which of the M are of local memory
 
 
-class Queries(NamedTuple):
-    """What `tune` needs of Q queries; M: all memories that any of the constants it tries can use"""
+class QueryData(NamedTuple):
+    """What `tune` needs of Q queries, with all memories that the constants it tries can use, M"""
     logit: torch.Tensor         # (Q, 1) E_w · f of the target words
     log_words: torch.Tensor     # (Q, 1) log Σ_w exp(E_w · f)
     sim: torch.Tensor           # (Q, M)
     match: torch.Tensor         # (Q, M) bool, x_j = w
     local: slice                # see Memories
+
+
+def interpolate(P, log_factor, sim, columns, tau, lam):
+    """P <- (1 - λ) P + λ P' (Eq. 9), where P' is the softmax of sim / τ over the memories of these
+    columns (Eq. 8). P (Q, M) is changed in place; exp(log_factor) (Q, 1) is the factor of the
+    words' exp(E_w · f). A query whose memories are all masked keeps its P -> P, log_factor"""
+    if lam == 0:
+        return P, log_factor
+    sim = sim[:, columns]
+    lam = torch.where((sim > MASKED).any(1, keepdim=True), lam, 0.0)            # (Q, 1)
+    P *= 1 - lam
+    P[:, columns] += lam * (sim / tau).softmax(1)
+    return P, log_factor + torch.log1p(-lam)
 
 
 @dataclass
@@ -657,14 +608,14 @@ class Inference:
     def is_empty(self):
         return not self.local and self.n_neighbors == 0
 
-    def log_p(self, queries):
-        """log P (Q, 1) of the target words of Queries. Of each row of sim it uses the last `long`
-        memories before the local ones, the local ones, and the first n_neighbors after these"""
-        local = queries.local
+    def log_p(self, data):
+        """log P (Q, 1) of the target words of QueryData. Its memories are: of long memory the last
+        `long` before the local ones, all local ones, the first n_neighbors of external memory"""
+        local = data.local
         used = slice(max(0, local.start - self.long), local.stop + self.n_neighbors)
-        P, log_factor = self.probabilities(queries.log_words, queries.sim[:, used])
-        P_memory = (P * queries.match[:, used]).sum(1, keepdim=True)
-        return torch.logaddexp(queries.logit + log_factor, P_memory.log())
+        P, log_factor = self.probabilities(data.log_words, data.sim[:, used])
+        P_memory = (P * data.match[:, used]).sum(1, keepdim=True)
+        return torch.logaddexp(data.logit + log_factor, P_memory.log())
 
 
 @dataclass
@@ -693,10 +644,11 @@ class TrimeInference(Inference):
         return interpolate(P, -log_total, sim, slice(None), self.tau_ext, self.lam_ext)
 
     def constants(self):
-        """What `tune` tries, {constant: its values}; and the values to start with"""
+        """What `tune` tries besides tau, long and n_neighbors, {constant: its values}; and the
+        values to start with"""
         if self.n_neighbors == 0:
-            return dict(tau=TAUS), {}
-        return (dict(tau=TAUS, tau_ext=TAUS, lam_ext=LAMBDAS),
+            return {}, {}
+        return (dict(tau_ext=TAUS, lam_ext=LAMBDAS),
                 dict(lam_ext=0.25))             # not 0, where τ' would have no effect
 
 
@@ -720,7 +672,7 @@ class LinearInference(Inference):
 
     def constants(self):
         """As TrimeInference.constants"""
-        values, first = dict(tau=TAUS), {}
+        values, first = {}, {}
         if self.local:
             values['lam'] = LAMBDAS
             first['lam'] = 0.25
@@ -728,153 +680,6 @@ class LinearInference(Inference):
             values.update(tau_ext=TAUS, lam_ext=LAMBDAS)
             first['lam_ext'] = 0.25
         return values, first
-
-
-def interpolate(P, log_factor, sim, columns, tau, lam):
-    """P <- (1 - λ) P + λ P' (Eq. 9), where P' is the softmax of sim / τ' over the memories of these
-    columns (Eq. 8). A query whose memories are all masked keeps its P -> the new P, log_factor"""
-    sim = sim[:, columns]
-    lam = torch.where((sim > MASKED).any(1, keepdim=True), lam, 0.0)            # (Q, 1)
-    P *= 1 - lam
-    P[:, columns] += lam * (sim / tau).softmax(1)
-    return P, log_factor + torch.log1p(-lam)
-
-
-# --------------------------------------------------------------------------------------------------
-# external memory
-def to_numpy(x):
-    """A tensor as faiss needs it: an array of fp32"""
-    return x.float().cpu().numpy()
-
-
-def open_index(folder, about):
-    """The index in folder; None if there is none or, with a message, if a file is damaged.
-    SystemExit if it depends on other values than those of `about`"""
-    import faiss
-    try:
-        saved = json.loads((folder / 'about.json').read_text())
-        if 'checkpoint' not in saved:
-            raise ValueError('about.json')
-        if saved != about:
-            raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
-
-        # keys.ivfdata is memory-mapped: a search reads from disk what it needs. Reading beyond the
-        # end of a file that was cut short would kill the process (SIGBUS), so its size is compared
-        index = faiss.read_index(
-            f'{folder}/keys.faiss', faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
-        lists = faiss.downcast_InvertedLists(index.invlists)
-        if (folder / 'keys.ivfdata').stat().st_size != lists.totsize:
-            raise ValueError('keys.ivfdata')
-        return index
-    except FileNotFoundError:                                       # there is no store
-        return None
-    except Exception as e:                                          # faiss's is a RuntimeError
-        print(f'{folder} is damaged and is built again: {e!r:.200}')
-
-
-class Datastore:
-    """External memory, Eq. 4: entry j is the key g(c_j) and the value x_j of position j of a text.
-    The keys are fp16 in a faiss inverted file, memory-mapped; similarities are exact."""
-    SHARD = 2 ** 31                     # bytes of keys held in memory while a store is built
-
-    def __init__(self, folder, model, text, about, nprobe, new_folder, progress_bar, pairs=None):
-        """Opens the store of text (n + 1,) in folder; builds it if there is none or it is damaged.
-
-        about           a dict of what it depends on
-        nprobe          lists that a search reads, 0: all
-        new_folder, progress_bar    of data.py
-        pairs           data.Pairs of the text, of which only targets have entries
-        SystemExit if the folder has another store or the disk no room"""
-        import faiss
-        self.text = model.on_device(text)
-        self.nprobe = nprobe
-        self.index = open_index(folder, about)
-        if self.index is None:
-            with new_folder(folder) as temporary:                   # half a store is never opened
-                self.build(temporary, model, progress_bar, pairs)
-                (temporary / 'about.json').write_text(json.dumps(about))
-                shutil.rmtree(folder, ignore_errors=True)           # a damaged one
-            self.index = open_index(folder, about)
-
-        # what a search returns, times factor / sqrt(C), is the similarity, see LinearInference
-        if model.config.memory == 'none':
-            self.factor = -0.5                                      # kNN-LM: |q - k|²
-        else:
-            self.index.metric_type = faiss.METRIC_INNER_PRODUCT
-            self.factor = 1.0                                       # TRIME: q · k
-
-    def keys(self, text, model, progress_bar, desc, pairs):
-        """Yields keys (s, C) of some contexts of the text (1, n), and their positions (s,)."""
-        if pairs:                                                   # each is encoded alone
-            for i in progress_bar(range(len(pairs)), desc):
-                batch = pairs[i]
-                _, g, _ = model.encode(batch.tokens.to(self.text.device))
-                position = pairs.split.offsets[batch.doc] + np.arange(g.size(1))    # (B, T)
-                scored = batch.targets >= 0
-                yield g[scored], position[scored]
-            return
-        start = 0
-        n_windows = 1 + text.size(1) // model.eval_memory.stride
-        for _, g, _ in progress_bar(model.windows(text), desc, n_windows):
-            yield g[0], start + np.arange(g.size(1))
-            start += g.size(1)
-
-    @torch.no_grad()
-    def build(self, folder, model, progress_bar, pairs):
-        """Writes the index, keys.faiss, and the contents of its lists, keys.ivfdata. SystemExit if
-        the disk has no room for them"""
-        import faiss
-        from faiss.contrib.ondisk import merge_ondisk
-        text = self.text[None, :-1]                                 # (1, n)
-        n = text.size(1)
-        T = model.config.block_size
-        C = model.config.n_embd
-        size = 2 * C + 8                                            # bytes: a key, its number
-        print(f'{folder}: at most {n:,} entries, {n * size / 1e9:.2f} GB on disk; to build it, '
-              f'twice that and {min(n * size, self.SHARD) / 1e9:.2f} GB of memory')
-        if shutil.disk_usage(folder).free < 2 * n * size:
-            raise SystemExit(f'{folder} needs {2 * n * size / 1e9:.2f} GB of free disk space')
-
-        # an empty index, an inverted file: each key is in the list of its nearest centroid, and a
-        # search reads the lists of the nprobe centroids nearest to the query. Keys are stored as
-        # they are, not as differences from their centroid, so rounding is the same in all lists
-        n_lists = min(n // 1000, 16_384) or 1
-        index = faiss.index_factory(C, f'IVF{n_lists},SQfp16')
-        index.by_residual = False
-
-        # the centroids: k-means on about 64 keys per list, of one segment in every `step` tokens
-        step = max(T, T * n // (64 * n_lists))
-        sample = [model.encode(part[:, :T])[1] for part in text.split(step, 1)]     # g (1, T, C)
-        index.train(to_numpy(torch.cat(sample, 1)[0]))
-
-        # keys are added; when the index has SHARD bytes, it is written to a file, then emptied
-        shards = []
-
-        def write_shard():
-            shards.append(f'{folder}/shard-{len(shards)}')
-            faiss.write_index(index, shards[-1])
-            index.reset()
-
-        for keys, positions in self.keys(text, model, progress_bar, folder.name, pairs):
-            index.add_with_ids(to_numpy(keys), positions)
-            if index.ntotal * size >= self.SHARD:
-                write_shard()
-        write_shard()
-
-        # the files become one
-        merge_ondisk(index, shards, f'{folder}/keys.ivfdata')
-        faiss.write_index(index, f'{folder}/keys.faiss')
-        for shard in folder.glob('shard-*'):                    # also those of a killed process
-            shard.unlink()
-
-    def search(self, query, K):
-        """Searches nprobe lists (0: all) for the K entries most similar to queries (Q, C)
-        -> similarities, the highest first, and numbers of the entries, 2 x (Q, K); MASKED and -1
-        where there are fewer"""
-        self.index.nprobe = self.nprobe or self.index.nlist
-        sim, j = map(torch.from_numpy, self.index.search(to_numpy(query), K))
-        sim = self.factor * sim / query.size(1) ** 0.5
-        return sim.clamp(min=MASKED).to(query), j
 
 
 # --------------------------------------------------------------------------------------------------
@@ -892,7 +697,7 @@ class State(NamedTuple):
     text: torch.Tensor      # (B, L) its last tokens, at most long + T
     keys: torch.Tensor      # (B, L, C) g of each of them, as first encoded
     window: torch.Tensor    # (B, n, C) g of the tokens of the current window, the last of the text
-    past: list | None       # of each layer; of a Block, keys and values of the window
+    past: list | None       # of each layer; of a Block, keys and values of the window's tokens
 
 
 @dataclass
@@ -900,7 +705,7 @@ class EvalMemory:
     """What the model reads at test time; prepare_eval sets it"""
     inference: Inference            # which memories, and the constants of their probabilities
     stride: int                     # tokens scored per window (App. D)
-    store: Datastore | None = None  # external memory
+    store: 'Datastore | None' = None    # external memory
     tab: int = -1                   # the id of TAB in pairs; -1: texts are no pairs
 
 
@@ -995,7 +800,7 @@ class TRIME(nn.Module):
 
         def memories_of(queries):
             """-> the slice of the N memories that a slice of queries can have, and the mask"""
-            columns = memory_columns(kinds, batch.doc, queries)
+            columns = memory_columns(kinds, batch.doc, self.config, queries)
             return columns, memory_mask(kinds, batch.doc, self.config, queries, columns)
 
         # Eq. 5, in fp32 (see product)
@@ -1014,7 +819,7 @@ class TRIME(nn.Module):
     # inference
     @property
     def inference(self):
-        """The memories that are used now"""
+        """The Inference of the current `way`"""
         if self.way == 'off':
             return TrimeInference()
         return self.eval_memory.inference
@@ -1068,18 +873,17 @@ class TRIME(nn.Module):
         mask = (j < i) & self.same_side(text, i, j)                 # (B, n, M)
         sim = sim.masked_fill(~mask, MASKED)
 
-        # values
-        j = j.expand(len(i), -1)                                    # (n, M)
+        # values, for all queries the same; shuffled, each query exchanges those of its memories
+        value = text[:, None, first + 1:].expand_as(sim)            # (B, n, M)
         if self.way == 'shuffled':
             n_earlier = (i - first).clamp(min=1)                    # memories of a query (n, 1)
-            j = exchanged(j, first, n_earlier)
-        value = text[:, j + 1]                                      # (B, n, M)
+            value = text[:, exchanged(j, first, n_earlier) + 1]
         local = slice(max(0, window_start - first), L - 1 - first)
         return Memories(sim.flatten(0, 1), value.flatten(0, 1), local)
 
     def same_side(self, text, i, j):
-        """App. C: of pairs, a query after TAB has no memory before it, and vice versa. text (B, L),
-        i (n, 1), j (M,) -> (B, n, M) bool"""
+        """App. C: in a pair, a query of the target, from TAB on, has no memory of the source: no
+        TAB may be after position j, up to i. text (B, L), i (n, 1), j (M,) -> (B, n, M) bool"""
         tabs = (text == self.eval_memory.tab).cumsum(1)             # (B, L), up to each token
         return tabs[:, None, j] == tabs[:, i]
 
@@ -1147,14 +951,15 @@ class TRIME(nn.Module):
         memories exchange their values; off: words alone"""
         if self.eval_memory.inference.is_empty:
             return ('off',)
-        if self.eval_memory.tab >= 0:                               # pairs: none are exchanged
+        if self.eval_memory.tab >= 0:       # `exchanged` would take values from a pair's source
             return ('on', 'off')
         return ('on', 'shuffled', 'off')
 
+    @torch.no_grad()
     def trace(self, tokens, t, state=None):
         """The memories behind the prediction of token t + 1 of tokens (n,), with their parts of
-        P(value): the last 12 tokens of c_j, then x_j -> [Traced], the most probable first. state:
-        of read(tokens[None, :t]), computed if None"""
+        P(value): the last 12 tokens of c_j, then x_j -> [Traced], the 100 most probable, in this
+        order. state: of read(tokens[None, :t]), computed if None"""
         if state is None:
             state = self.read(tokens[None, :t])
 
@@ -1164,19 +969,23 @@ class TRIME(nn.Module):
         sim = self.memories(g, state).sim                           # (1, M)
         P, _ = self.inference.probabilities(log_words, sim)
 
-        # where they are: c_j ends with token j of a text, x_j is token j + 1
+        # memory number m of the M is of this text or, of the last K, of the datastore
         K = self.inference.n_neighbors
         n_past = P.size(1) - K
-        sources = [(tokens, j) for j in range(t - n_past, t)]
         if K:
             store = self.eval_memory.store
-            _, neighbors = store.search(g[0], K)
-            sources += [(store.text, j) for j in neighbors[0].tolist()]
+            _, neighbors = store.search(g[0], K)                    # (1, K)
+
+        # c_j ends with token j of its text, x_j is token j + 1
+        parts, order = P[0].sort(descending=True, stable=True)
         rows = []
-        for part, (ids, j) in zip(P[0].tolist(), sources, strict=True):
-            if part:
+        for part, m in zip(parts[:100].tolist(), order[:100].tolist()):
+            ids, j = tokens, t - n_past + m
+            if m >= n_past:
+                ids, j = store.text, neighbors[0, m - n_past].item()
+            if part > 0:
                 rows.append(Traced(part, ids, max(0, j - 11), j + 2))
-        return sorted(rows, key=lambda row: -row.weight)
+        return rows
 
 
 def exchanged(j, first, n):
@@ -1186,20 +995,233 @@ def exchanged(j, first, n):
 
 
 # --------------------------------------------------------------------------------------------------
+# external memory
+def to_numpy(x):
+    """A tensor as faiss needs it: an array of fp32"""
+    return x.float().cpu().numpy()
+
+
+def open_index(folder, about):
+    """The index in folder; None if there is none or, with a message, if a file is damaged.
+    SystemExit if it depends on other values than those of `about`"""
+    import faiss
+    try:
+        saved = json.loads((folder / 'about.json').read_text())
+        if 'checkpoint' not in saved:
+            raise ValueError('about.json')
+        if saved != about:
+            raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
+
+        # keys.ivfdata is memory-mapped: a search reads from disk what it needs. Reading beyond the
+        # end of a file that was cut short would kill the process (SIGBUS), so its size is compared
+        index = faiss.read_index(
+            f'{folder}/keys.faiss', faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
+        lists = faiss.downcast_InvertedLists(index.invlists)
+        if (folder / 'keys.ivfdata').stat().st_size != lists.totsize:
+            raise ValueError('keys.ivfdata')
+        return index
+    except FileNotFoundError:                                       # there is no store
+        return None
+    except Exception as e:                                          # faiss's is a RuntimeError
+        print(f'{folder} is damaged and is built again: {e!r:.200}')
+
+
+class Datastore:
+    """External memory, Eq. 4: entry j is the key g(c_j) and the value x_j of position j of a text.
+    The keys are fp16 in a faiss inverted file, memory-mapped; similarities are exact."""
+    SHARD = 2 ** 31                     # bytes of keys held in memory while a store is built
+
+    def __init__(self, folder, model, text, about, nprobe, new_folder, progress_bar, pairs=None):
+        """Opens the store of text (n + 1,) in folder; builds it if there is none or it is damaged.
+
+        about           a dict of what it depends on
+        nprobe          lists that a search reads, 0: all
+        new_folder, progress_bar    of data.py
+        pairs           data.Pairs of the text, of which only targets have entries
+        SystemExit if the folder has another store or the disk no room"""
+        import faiss
+        self.text = model.on_device(text)
+        self.nprobe = nprobe
+        self.index = open_index(folder, about)
+        if self.index is None:
+            with new_folder(folder) as temporary:                   # half a store is never opened
+                self.build(temporary, model, progress_bar, pairs)
+                (temporary / 'about.json').write_text(json.dumps(about))
+                shutil.rmtree(folder, ignore_errors=True)           # a damaged one
+            self.index = open_index(folder, about)
+
+        # what a search returns, times factor / sqrt(C), is the similarity, see LinearInference. The
+        # lists that it reads are those of the nearest centroids, by |q - k|², for both
+        if model.config.memory == 'none':
+            self.factor = -0.5                                      # kNN-LM: |q - k|²
+        else:
+            self.index.metric_type = faiss.METRIC_INNER_PRODUCT
+            self.factor = 1.0                                       # TRIME: q · k
+
+    def keys(self, text, model, progress_bar, desc, pairs):
+        """Yields keys (s, C) of some contexts of the text (1, n), and their positions (s,)."""
+        if pairs:                                                   # each is encoded alone
+            for i in progress_bar(range(len(pairs)), desc):
+                batch = pairs[i]
+                _, g, _ = model.encode(batch.tokens.to(self.text.device))
+                position = pairs.split.offsets[batch.doc] + np.arange(g.size(1))    # (B, T)
+                scored = batch.targets >= 0
+                yield g[scored], position[scored]
+            return
+        start = 0
+        n_more = max(0, text.size(1) - model.config.block_size)     # tokens after the first window
+        n_windows = 1 + math.ceil(n_more / model.eval_memory.stride)
+        for _, g, _ in progress_bar(model.windows(text), desc, n_windows):
+            yield g[0], start + np.arange(g.size(1))
+            start += g.size(1)
+
+    @torch.no_grad()
+    def build(self, folder, model, progress_bar, pairs):
+        """Writes the index, keys.faiss, and the contents of its lists, keys.ivfdata. SystemExit if
+        the disk has no room for them"""
+        import faiss
+        from faiss.contrib.ondisk import merge_ondisk
+        text = self.text[None, :-1]                                 # (1, n)
+        n = text.size(1)
+        T = model.config.block_size
+        C = model.config.n_embd
+        size = 2 * C + 8                                            # bytes: a key, its number
+        print(f'{folder}: at most {n:,} entries, {n * size / 1e9:.2f} GB on disk; to build it, '
+              f'twice that and {min(n * size, self.SHARD) / 1e9:.2f} GB of memory')
+        if shutil.disk_usage(folder).free < 2 * n * size:
+            raise SystemExit(f'{folder} needs {2 * n * size / 1e9:.2f} GB of free disk space')
+
+        # an empty index, an inverted file: each key is in the list of its nearest centroid, and a
+        # search reads the lists of the nprobe centroids nearest to the query. Keys are stored as
+        # they are, not as differences from their centroid, so rounding is the same in all lists
+        n_lists = min(n // 1000, 16_384) or 1
+        index = faiss.index_factory(C, f'IVF{n_lists},SQfp16')
+        index.by_residual = False
+
+        # the centroids: k-means on about 64 keys per list, of one segment in every `step` tokens
+        step = max(T, T * n // (64 * n_lists))
+        sample = [model.encode(part[:, :T])[1] for part in text.split(step, 1)]     # g (1, T, C)
+        index.train(to_numpy(torch.cat(sample, 1)[0]))
+
+        # keys are added; when the index has SHARD bytes, it is written to a file, then emptied
+        shards = []
+
+        def write_shard():
+            shards.append(f'{folder}/shard-{len(shards)}')
+            faiss.write_index(index, shards[-1])
+            index.reset()
+
+        for keys, positions in self.keys(text, model, progress_bar, folder.name, pairs):
+            index.add_with_ids(to_numpy(keys), positions)
+            if index.ntotal * size >= self.SHARD:
+                write_shard()
+        write_shard()
+
+        # the files become one
+        merge_ondisk(index, shards, f'{folder}/keys.ivfdata')
+        faiss.write_index(index, f'{folder}/keys.faiss')
+        for shard in folder.glob('shard-*'):                    # also those of a killed process
+            shard.unlink()
+
+    def search(self, query, K):
+        """Searches nprobe lists (0: all) for the K entries most similar to queries (Q, C)
+        -> similarities, the highest first, and numbers of the entries, 2 x (Q, K); MASKED and -1
+        where there are fewer"""
+        self.index.nprobe = self.nprobe or self.index.nlist
+        sim, j = map(torch.from_numpy, self.index.search(to_numpy(query), K))
+        sim = self.factor * sim / query.size(1) ** 0.5
+        return sim.clamp(min=MASKED).to(query), j
+
+
+# --------------------------------------------------------------------------------------------------
+# adaptive softmax, for the 267,744 words of WikiText-103: --cutoffs
+class AdaptiveEmbedding(Embedding):
+    """With cutoffs the embedding is adaptive (Baevski & Auli 2019): ids are in order of frequency,
+    those between two cutoffs are a cluster. Cluster a = 1, 2, ... has vectors of C / div_value^a
+    numbers, W_a that projects them to C, and one row in `weight`, the head, which has the frequent
+    words and then the clusters:
+
+        P(w) = P_head(w)  or  P_head(a) P_a(w) in cluster a,    P_a(w) ∝ exp(table_a[w] · W_aᵀ f)"""
+    def __init__(self, config):
+        # the head has the ids below the first cutoff, cluster a those up to the next one; a small
+        # vocabulary ends before some cutoffs
+        cutoffs = parse_cutoffs(config.cutoffs)
+        ends = [x for x in cutoffs if x < config.vocab_size] + [config.vocab_size]
+        # rows of the head: its words, then one for each cluster
+        super().__init__(replace(config, vocab_size=ends[0] + len(ends) - 1))
+        self.ends = ends
+        self.tables = nn.ParameterList()
+        self.tail_proj = nn.ModuleList()
+        for a, size in enumerate(np.diff(ends), 1):
+            width = max(1, config.n_embd // config.div_value ** a)
+            self.tables.append(torch.empty(size, width))
+            self.tail_proj.append(Linear(width, config.n_embd))
+
+    def clusters(self, ids):
+        """For each cluster: its number a, its first id, True for the ids in it"""
+        for a, (start, end) in enumerate(pairwise(self.ends), 1):
+            yield a, start, (ids >= start) & (ids < end)
+
+    def forward(self, tokens):
+        """(B, t) -> (B, t, C)"""
+        # clamp: a placeholder for words of clusters, overwritten below
+        x = F.embedding(tokens.clamp(max=self.ends[0] - 1), self.weight)
+        for a, start, inside in self.clusters(tokens):
+            vectors = F.embedding(tokens[inside] - start, self.tables[a - 1])
+            x[inside] = self.tail_proj[a - 1](vectors).type_as(x)
+        return x
+
+    def tail(self, a, f):
+        """log P_a of all words of cluster a: f (Q, C) -> (Q, words)"""
+        return (f @ self.tail_proj[a - 1].weight @ self.tables[a - 1].T).log_softmax(1)
+
+    def logits(self, f):
+        """f (Q, C) -> E_w · f of Eq. 1 for all words (Q, V), log Σ_w exp(E_w · f) (Q, 1). The logit
+        of a word of cluster a is the logit of the cluster's row plus log P_a(w)."""
+        head = f @ self.weight.T
+        words, clusters = head.tensor_split([self.ends[0]], 1)
+        tails = [row[:, None] + self.tail(a, f) for a, row in enumerate(clusters.T, 1)]
+        # the words of a cluster sum to its row, so the sum over the head is that over all words
+        return torch.cat([words, *tails], 1), head.logsumexp(1, keepdim=True)
+
+    def rows_of(self, f, w):
+        """The logit of word w is that of its row of the head, or of its cluster's row plus
+        log P_a(w): f (Q, C), w (Q,) -> the rows; log P_a(w), 0 for words of the head: 2 x (Q, 1)"""
+        row = w[:, None].clone()
+        log_p = f.new_zeros(len(w), 1)
+        for a, start, inside in self.clusters(w):
+            row[inside] = self.ends[0] + a - 1
+            # log P_a (Q, words) of some queries at a time; on a GPU it has up to 0.5 GiB
+            n_queries = 2 ** 27 // len(self.tables[a - 1]) if f.is_cuda else 256
+            pieces = torch.where(inside)[0].split(n_queries)
+            for queries in pieces:
+                if f.is_cuda and len(pieces) == 1:
+                    log_P = self.tail(a, f[queries])
+                else:               # too large to keep: the backward pass computes it again
+                    log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
+                # an index, because gather would keep log_P for the backward pass
+                log_p[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
+        return row, log_p
+
+
+# --------------------------------------------------------------------------------------------------
 # evaluation
 def prepare_eval(model, corpus, external, args, path):
     """Sets model.eval_memory: opens the datastore of external.train, which is kept in the folder of
     the checkpoint `path`; tunes on another split of corpus. args: EvalConfig, and split,
     retrieve_from, new_folder, progress_bar of eval.py. SystemExit if tokens would find themselves,
     or --stride is too large; see Datastore, too. -> {name: constant}, {} with memory none"""
-    # which memories: those of Table 1 or, with --retrieve-from, those of Table 5
+    # no memories while a datastore is built, and if there are none
     memory = model.eval_memory
-    memory.inference = TrimeInference()                         # none, if it remains so
+    memory.inference = TrimeInference()
     T = model.config.block_size
     if args.stride > T:
         raise SystemExit(f'--stride {args.stride} is more than the block size of {path}, {T}')
     memory.stride = args.stride or memory.stride
     memory.tab = corpus.tab
+
+    # which memories: those of Table 1; with --retrieve-from those of Table 5, or those of --memory
+    # and ext
     trained = model.config.memory
     default = dict(long='local,long', ext='local,long,ext').get(trained, trained)
     names = args.memory or default
@@ -1251,7 +1273,7 @@ LAMBDAS = [i / 20 for i in range(20)]
 def collect(model, split, n_queries, progress_bar):
     """Draws about n_queries random tokens from the first 65,536 of a split (all, if it has no more
     than n_queries; of pairs: from targets) and computes what `tune` needs of them, with the
-    memories of model.inference -> [Queries]"""
+    memories of model.inference -> [QueryData]"""
     # documents, the last one cut
     text = split.tokens[:65_536]
     documents = np.split(text, split.offsets[1:-1])
@@ -1278,24 +1300,28 @@ def collect(model, split, n_queries, progress_bar):
             sim, value, local = model.memories(g, state, queries)               # (Q, M)
             # where a search returns fewer than K entries, the others are MASKED
             match = (value == w) & (sim > MASKED)
-            collected.append(Queries(logits.gather(1, w), log_words, sim, match, local))
+            collected.append(QueryData(logits.gather(1, w), log_words, sim, match, local))
     return collected
 
 
 def tune(collected, inference):
-    """Chooses an Inference with high likelihood for the Queries of `collect`, by coordinate ascent:
-    it sets tau, long (at most inference.long) and the other constants in turn to their best values,
-    until none improves. Ties keep the current value, so long stays inference.long if no document is
-    that long. The search starts with K = 1: from K = 1,024, in a model trained with p = 0, it ended
-    at constants with which ext was worse than no ext."""
+    """Chooses an Inference with high likelihood for the QueryData of `collect`, by coordinate
+    ascent: it sets tau, long (at most inference.long) and the other constants in turn to their best
+    values, until none improves. Ties keep the current value, so long stays inference.long if no
+    document is that long. The search starts with K = 1: from K = 1,024, in a model trained with
+    p = 0, it ended at constants with which ext was worse than no ext."""
+    scores = {}                                         # of the candidates so far
+
     def score(candidate):
-        return sum(candidate.log_p(queries).sum().item() for queries in collected)
+        key = astuple(candidate)
+        if key not in scores:
+            scores[key] = sum(candidate.log_p(data).sum().item() for data in collected)
+        return scores[key]
 
     # sizes of long memory: 256, 512, ... tokens, at most inference.long
     long = {min(256 * 2 ** n, inference.long) for n in range(20)}
     grids, first = inference.constants()
-    tau = grids.pop('tau')
-    grids = dict(tau=tau, long=sorted(long), **grids)                   # in this order
+    grids = dict(tau=TAUS, long=sorted(long), **grids)                  # in this order
     if inference.n_neighbors:
         grids['n_neighbors'] = [1, 8, 64, 512, 1024]
         first['n_neighbors'] = 1
@@ -1329,7 +1355,7 @@ def datastore_accuracy(runs, args):
         model.eval_memory.inference = TrimeInference(n_neighbors=1024)
         collected = collect(model, run.split, 16_384, args.progress_bar)
         model.eval_memory.inference = tuned
-        match = torch.cat([queries.match for queries in collected])             # (Q, 1024)
+        match = torch.cat([data.match for data in collected])                   # (Q, 1024)
         shares = result[run.name] = {}
         for K in 1, 8, 64, 1024:
             shares[f'top-{K}'] = match[:, :K].any(1).float().mean().item()
@@ -1387,8 +1413,8 @@ loss at first                   {loss:.3f}, ln 256 = {math.log(256):.3f}""")
     # the byte for which a memory has the largest part of the probability
     model.eval()
     t = max(range(40, 511, 5), key=lambda t: model.trace(tokens, t)[0].weight)
-    print(f'What follows {text[t - 39:t + 1]!r}')
-    print('is predicted by the words and these contexts, each with the byte after it:')
+    print(f'After {text[t - 39:t + 1]!r} comes {text[t + 1:t + 2]!r}.')
+    print('The memories with the largest part of the probability, each with the byte after it:')
     for row in model.trace(tokens, t)[:5]:
         print(f'{row.weight:.3f}  {text[row.start:row.end - 1]!r} -> {text[row.end - 1:row.end]!r}')
 

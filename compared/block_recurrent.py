@@ -12,8 +12,8 @@ Where this differs from the paper (of which this is the configuration "skip" wit
     The layer is the middle one of the upper half: of twelve layers the tenth, as in the paper; of
     four, the default here, the last.
     Blocks have half a window (paper: a window).
-    If a document begins in a block, its tokens read the initial states, and so do those of the next
-    block.
+    If a document begins in a block, the tokens of the block read the initial states, and so do
+    those of the next block.
     The learned vectors that tell the states apart are also the initial states.
     Tokens have other keys and values for the states than for the window (paper: the same).
 

@@ -31,7 +31,7 @@ Letters in the shape comments
 
     $ python eval.py out/drt out/base --cache 4096
 """
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -182,14 +182,14 @@ class Cache(nn.Module):
         TAB in pairs, else -1 -> how many tokens of it are read"""
         for way, constants in self.constants.items():
             self.way = f'{way}+cache'
-            queries = self.collect(split, tab, 2048, progress_bar)
-            self.constants[way] = best_constants(queries, constants)
+            collected = self.collect(split, tab, 2048, progress_bar)
+            self.constants[way] = best_constants(collected, constants)
         return min(TUNING_TOKENS, len(split.tokens))
 
     @torch.no_grad()
     def collect(self, split, tab, n_queries, progress_bar):
         """Draws about n_queries random tokens from the first TUNING_TOKENS of a split; of pairs,
-        from targets -> the Queries of each document that has one"""
+        from targets -> the QueryData of each document that has one"""
         text = split.tokens[:TUNING_TOKENS]
         documents = np.split(text, split.offsets[1:-1])                     # the last one is cut
         rng = np.random.default_rng(0)
@@ -199,11 +199,11 @@ class Cache(nn.Module):
             if tab >= 0:
                 drawn &= (ids[:-1] == tab).cumsum() > 0
             if drawn.any():
-                result.append(self.queries(ids, np.flatnonzero(drawn).tolist()))
+                result.append(self.query_data(ids, np.flatnonzero(drawn).tolist()))
         return result
 
-    def queries(self, ids, positions):
-        """Queries of the tokens that follow these positions of a document, ids (n,)"""
+    def query_data(self, ids, positions):
+        """QueryData of the tokens that follow these positions of a document, ids (n,)"""
         # f of all tokens
         device = next(self.model.parameters()).device
         tokens = torch.as_tensor(ids.astype(int), device=device)
@@ -224,34 +224,40 @@ class Cache(nn.Module):
             sim.append((keys @ f[i] / f.size(1) ** 0.5).flip(0))
             match.append((values == target).flip(0))
         log_probs = self.model.logits(f[positions]).log_softmax(-1)         # (Q, V)
-        return Queries(log_probs.gather(1, w[:, None])[:, 0],
-                       pad_sequence(sim, batch_first=True, padding_value=-torch.inf),
-                       pad_sequence(match, batch_first=True))
+        return QueryData(
+            log_p=log_probs.gather(1, w[:, None])[:, 0],
+            sim=pad_sequence(sim, batch_first=True, padding_value=-torch.inf),
+            match=pad_sequence(match, batch_first=True))
 
 
 # --------------------------------------------------------------------------------------------------
 # the constants
-class Queries(NamedTuple):
+class QueryData(NamedTuple):
     """What tuning needs of Q tokens and their M memories, the latest first"""
     log_p: torch.Tensor         # (Q,) log P of the target, of the model alone
     sim: torch.Tensor           # (Q, M) f_i · f_j / sqrt(C), -inf where there is no memory
     match: torch.Tensor         # (Q, M) bool, x_j is the target
 
 
-def cached_log_p(queries, constants):
-    """log P (Q,) of the targets of Queries with the cache"""
-    sim = queries.sim[:, :constants.size]
-    match = queries.match[:, :constants.size]
+def cached_log_p(data, constants):
+    """log P (Q,) of the targets of QueryData with the cache"""
+    sim = data.sim[:, :constants.size]
+    match = data.match[:, :constants.size]
     weights, has_memory = weights_of_memories(sim, constants.tau)
     p_cache = (weights * match).sum(1)                                      # (Q,)
-    return add_cache(queries.log_p, p_cache, has_memory[:, 0], constants.lam)
+    return add_cache(data.log_p, p_cache, has_memory[:, 0], constants.lam)
 
 
-def best_constants(queries, constants):
-    """The CacheConstants of high likelihood for some Queries, [Queries], with at most the size of
-    constants. By coordinate ascent: the best τ, λ and size in turn, until none is better"""
-    def total_log_p(candidate):
-        return sum(cached_log_p(x, candidate).sum().item() for x in queries)
+def best_constants(collected, constants):
+    """The CacheConstants of high likelihood for [QueryData], with at most the size of `constants`.
+    By coordinate ascent: the best τ, λ and size in turn, until none is better"""
+    scores = {}                                         # of the candidates so far
+
+    def score(candidate):
+        key = astuple(candidate)
+        if key not in scores:
+            scores[key] = sum(cached_log_p(data, candidate).sum().item() for data in collected)
+        return scores[key]
 
     sizes = sorted({min(256 * 2 ** n, constants.size) for n in range(20)})
     grids = dict(tau=TAUS, lam=LAMBDAS, size=sizes)
@@ -260,5 +266,5 @@ def best_constants(queries, constants):
         before = constants
         for name, values in grids.items():
             candidates = [replace(constants, **{name: value}) for value in values]
-            constants = max([constants, *candidates], key=total_log_p)
+            constants = max([constants, *candidates], key=score)
     return constants

@@ -18,7 +18,8 @@ Where this differs from the papers
     DPR         The positive is the first chunk by BM25 for a chunk and its target, as in RPT's
                 App. C (DPR: the passage with the answer). There are no hard negatives (App. C: the
                 fifth chunk by BM25). Queries and passages have one encoder, then W_Q and W_K (DPR:
-                two encoders).
+                two encoders). RPT is trained with it (RPT, §5.3: with another retriever, in whose
+                place DPR is put at test time; `ranks` in rpt.py does that).
     Contriever  The positive is the chunk before (paper: another span of the document). There is no
                 queue of negatives and no momentum encoder. W_Q and W_K differ (paper: queries and
                 keys have one encoder).

@@ -107,7 +107,8 @@ class LandmarkAttention(SelfAttention):
         return self.proj(o.flatten(2)), (k, v)
 
     def score_chunks(self, q, k, docs):
-        """Scores of landmarks, infinite for the position's own chunk, which need not have one yet
+        """Scores of the landmarks. That of a position's own chunk is inf: this chunk is always
+        read, even if its landmark is still to come
 
         q (B, H, L, D), of the last positions of k (B, s, H, D), docs (B, L) or None
         -> r (B, H, L, n) and the numbers of the n chunks that are read: in training (n,), of all;
@@ -152,14 +153,30 @@ class LandmarkAttention(SelfAttention):
         return (age - self.farthest).clamp(min=0) * self.config.limit_distance
 
     def same_document(self, docs):
-        """Is a whole chunk of the document of a position? The last chunk has no landmark.
-        docs (B, L) -> (B, 1, L, M)"""
+        """Is all of chunk k in the document of position i? False for the last chunk, which has no
+        landmark yet. docs (B, L) -> (B, 1, L, M)"""
         S = self.config.chunk_size
         last = F.pad(docs[:, S - 1::S], (0, 1), value=-1)               # (B, M) of landmarks
         first = F.pad(docs[:, ::S], (0, 1), value=-1)                   # of all chunks
         first = first[:, :last.size(1)]
         is_whole = (first == last)[:, None, None]                       # (B, 1, 1, M)
         return is_whole & (last[:, None, None] == docs[:, None, :, None])
+
+    def tokens_of_chunks(self, x, chunk):
+        """The S - 1 tokens of chunks: x (B, s, H, D), chunk as in score_chunks; zeros where the
+        last chunk has fewer -> (B, H, 1 in training, else L, n, S - 1, D)"""
+        S = self.config.chunk_size
+        missing = S - x.size(1) % S                                     # 1 or more
+        x = F.pad(x, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, S))    # (B, M, S, H, D)
+        x = x[:, :, :S - 1].permute(0, 3, 1, 2, 4)                      # (B, H, M, S - 1, D)
+        if self.training:
+            return x[:, :, None]
+
+        # rows of a table of all chunks of all heads: faster than x[b, h, chunk]
+        B, H, M = x.shape[:3]
+        first = M * torch.arange(B * H, device=x.device).view(B, H, 1, 1)
+        rows = x.reshape(B * H * M, -1).index_select(0, (first + chunk).flatten())
+        return rows.view(*chunk.shape, *x.shape[3:])
 
     def read_chunks(self, q, k, v, r, chunk):
         """The formula above: q (B, H, L, D), of the last positions of k and v (B, s, H, D); r and
@@ -170,16 +187,14 @@ class LandmarkAttention(SelfAttention):
 
         # the tokens j of these chunks. The last chunk can have fewer than S - 1: the rest are of
         # later positions than i, and masked
-        j = S * chunk[..., None] + positions[:S - 1]                    # (..., n, S - 1)
+        token = torch.arange(S - 1, device=q.device)                    # its number in a chunk
+        j = S * chunk[..., None] + token                                # (..., n, S - 1)
         age = i[..., None] - j
-        b = torch.arange(len(q), device=q.device)[:, None, None, None, None]    # (B, 1, 1, 1, 1)
-        h = torch.arange(q.size(1), device=q.device)[:, None, None, None]       # (H, 1, 1, 1)
-        existing = j.clamp(max=k.size(1) - 1)
         k = fp32(k)
         if self.config.positions == 'rotary':
             k = rotate_at(k, positions[:, None])                        # (B, s, H, D)
-        k = k[b, existing, h]                                           # (..., n, S - 1, D)
-        v = v[b, existing, h]
+        k = self.tokens_of_chunks(k, chunk)                             # (..., n, S - 1, D)
+        v = self.tokens_of_chunks(v, chunk)
 
         # their scores z (B, H, L, n, S - 1), in fp32. Moving a far chunk nearer changes rotary
         # scores only: with ALiBi it would add the same number to all scores of a chunk, which

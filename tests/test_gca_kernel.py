@@ -154,16 +154,20 @@ def test_a_sink_at_any_score(score, kernel):
     assert_close(results, exact, 3e-5, 3e-5)                                # scores of 100 in fp32
 
 
+@mark.filterwarnings('ignore:invalid value')          # of NumPy, in the interpreter
 @mark.parametrize('bad', [torch.nan, torch.inf])
-def test_an_unused_slot_reads_no_chunk(bad, kernel, monkeypatch):
-    """A chunk of NaN or inf that no row retrieves changes nothing, in blocks of rows either."""
+def test_what_is_not_read_changes_nothing(bad, kernel, monkeypatch):
+    """NaN or inf in a chunk that no row retrieves, and in keys from n_keys on; in blocks, too."""
     q, k, v, w, idx, do = example()
     idx = idx.where(idx != 0, 1)
-    wanted = run(gca, q, k, v, w, idx, do, kernel=kernel)
-    k[:, :16] = v[:, :16] = bad
+    options = dict(kernel=kernel, n_keys=15)
+    wanted = run(gca, q, k, v, w, idx, do, **options)
+    for x in (k, v):
+        x[:, :16] = bad
+        x[:, 15::16] = bad
     for scores in (gca_kernel.SCORES, 1):
         monkeypatch.setattr(gca_kernel, 'SCORES', scores)
-        results = run(gca, q, k, v, w, idx, do, kernel=kernel)
+        results = run(gca, q, k, v, w, idx, do, **options)
         assert_close(results, wanted, 1e-6, 1e-6)
 
 
@@ -175,8 +179,17 @@ def test_without_slots_or_chunks():
     no_chunks = gca(q, no_keys, no_keys, w, unused, 16)
     assert not no_slots.any() and not no_chunks.any()
     half = k[:, 8:]                                                         # of the first chunk
-    with pytest.raises(AssertionError):
-        gca(q, half, half, w, idx, 16)
+    for wrong in (half, k[:1], k[..., :8]):                                 # sequences, head size
+        with pytest.raises(AssertionError):
+            gca(q, wrong, wrong, w, idx, 16)
+
+
+def test_without_a_backward_pass(kernel):
+    """No plan is made."""
+    q, k, v, w, idx, _ = (x.float() if x.is_floating_point() else x for x in example())
+    with torch.no_grad(), mock.patch.object(gca_kernel, 'gca_plan', side_effect=AssertionError):
+        o = gca(q, k, v, w, idx, 16, kernel=kernel)
+    close(o, gca_reference(q, k, v, w, idx, 16), 1e-5)
 
 
 @mark.parametrize('rows', [1, 3])
@@ -281,7 +294,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 major = int(sys.argv[1])
-gca_kernel.is_hopper_or_later = lambda device: major >= 9
+gca_kernel.compute_capability = lambda device: (major, 0)
 q = torch.empty(1, 64, 1, 64, dtype=torch.bfloat16, device='meta')         # S = D = 64
 types = dict.fromkeys(['H', 'N', 'M', 'K'], 'i32') | dict(scale='fp32')
 types |= dict.fromkeys(['w_ptr', 'dw_ptr', 'lse2_ptr', 'delta_ptr'], '*fp32')
