@@ -31,10 +31,10 @@ A corpus is a folder:
         train.idx  val.idx  test.idx    where each document starts and the last one ends, int64
         meta.json                       the tokenizer, counts, hashes
 
-Its name ends with a hash of its source files (names, paths, sizes, times) and of VERSION: if one of
-them changes, another folder is made. Every document ends with <|endoftext|>, except with the
-tokenizer `word`. Counts and hashes are of the text as it is read: without a byte order mark, and
-with LF for the line ends CR LF and CR.
+Its name ends with a hash of its source files (names, paths, sizes, times), of VERSION and, with the
+tokenizer of another text, of its tokens: if one of them changes, another folder is made. Every
+document ends with <|endoftext|>, except with the tokenizer `word`. Counts and hashes are of the
+text as it is read: without a byte order mark, and with LF for the line ends CR LF and CR.
 
 A batch is a pure function of (split, arguments of Corpus.batches, number of the batch). So a run
 resumes from its step alone.
@@ -207,7 +207,8 @@ class Batches:
 # --------------------------------------------------------------------------------------------------
 # micro-batches: segments, and documents
 class Grid(Batches):
-    """Rows that divide a split: each token is in one row. kind:
+    """Rows that divide a split: each token is in one row, except that the last one of the split is
+    a target only (with `documents` it is in one, too). kind:
 
     segments     segments of T tokens, shuffled
     consecutive  the same, but `consecutive` segments (0: all of a micro-batch) follow each other
@@ -233,11 +234,12 @@ class Grid(Batches):
         n_rows = math.ceil(len(self.stream) / block_size)
 
         # groups of rows that stay together
-        self.set_rows(n_rows)
+        group, order = 1, None
         if kind == 'consecutive':
-            self.set_rows(n_rows, group_size(consecutive, micro_batch))
+            group = group_size(consecutive, micro_batch)
         if kind == 'packed' and bm25:
-            self.set_rows(n_rows, micro_batch, self.packed_order(other_documents))
+            group, order = micro_batch, self.packed_order(other_documents)
+        self.set_rows(n_rows, group, order)
 
     def positions(self, rows):
         index = rows[:, None] * self.T + np.arange(self.T)      # (n, T) in the stream
@@ -255,7 +257,7 @@ class Grid(Batches):
         tokens, T = self.split.tokens[:-1], self.T
         starts = np.arange(0, len(tokens), T)
         segments = np.split(tokens, starts[1:])
-        first_doc = last_doc = np.arange(self.n_rows)           # as if each were a document
+        first_doc = last_doc = np.arange(len(segments))         # as if each were a document
         if other_documents:
             first_doc = self.split.doc_of(starts)
             last_doc = self.split.doc_of(starts + T - 1)
@@ -334,12 +336,10 @@ def pack(similar, seed):
     [2, 3, 0, 1]"""
     order = {}                                  # its keys are a set that keeps its order
     for segment in shuffled(len(similar), seed).tolist():
-        if segment in order:
-            continue
         # a path from a random segment, along the most similar ones
-        while segment is not None:
+        while segment not in order:
             order[segment] = True
-            segment = next((i for i in similar[segment] if i not in order), None)
+            segment = next((i for i in similar[segment] if i not in order), segment)
     return np.fromiter(order, int)
 
 
@@ -942,7 +942,6 @@ def long_word(pattern):
 # documents in files
 KINDS = {'json': 'json', 'jsonl': 'json', 'jsonlines': 'json', 'ndjson': 'json', 'tsv': 'pairs',
          'parquet': 'parquet'}                  # {end of a file's name: kind}; of others: text
-UNPACKED = {'txt', 'tsv', 'json', 'jsonl', 'jsonlines', 'ndjson'}       # if .gz comes after it
 
 
 class Document(NamedTuple):
@@ -1014,8 +1013,7 @@ def opened(path):
 
 def unpacked(path, raw):
     """A binary file with the content of raw, an opened file: unpacked if its path ends with .gz"""
-    is_packed = path.name.lower().endswith('.gz') and ending(path) in UNPACKED
-    return gzip.open(raw) if is_packed else raw
+    return gzip.open(raw) if path.name.lower().endswith('.gz') else raw
 
 
 def pair_documents(path):
@@ -1076,10 +1074,17 @@ def json_document(path, where, item, n_read):
     return Document(unix(text), n_read)
 
 
+class OtherJson(SystemExit):
+    """A .json file has something else than documents, as package.json: in a folder it is left out,
+    alone it ends the program."""
+
+
 def refuse(path, where, what, expected):
     """Ends the program: `what`, at this place in a file, is not as expected."""
-    raise SystemExit(f'{str(path)!a}, {where}: {what[:60]!r} is not {expected}: correct it or '
-                     'move the file away')
+    begins_otherwise = ending(path) == 'json' and where in ('line 1', 'item 1')
+    error = OtherJson if begins_otherwise else SystemExit
+    raise error(f'{str(path)!a}, {where}: {what[:60]!r} is not {expected}: correct it or move the '
+                'file away')
 
 
 def parquet_documents(path):
@@ -1140,6 +1145,8 @@ def find_text(data, root):
     SystemExit if there is none"""
     # where it is
     path = Path(data)
+    if data in NAMES and path.exists():
+        print(f'--data {data} is the text of this name; for the folder of this name: ./{data}')
     if data == 'code':
         path = Path(sysconfig.get_path('stdlib'))
     elif data in DOWNLOADS:
@@ -1156,6 +1163,9 @@ def find_text(data, root):
         if data and path.is_file():
             return Text(data, name, {path.name: path}, {})
         if data and path.is_dir():
+            reason = why_no_text(path.resolve(), root)
+            if reason in ('corpora', 'a run of train.py'):
+                raise SystemExit(f'{data!a} is no text: it has {reason}')
             files, left_out = list_files(path, lambda path: why_no_text(path, root))
             return Text(data, name, files, left_out)
     except (OSError, RuntimeError, ValueError) as error:        # a link to itself, NUL in a path
@@ -1352,6 +1362,10 @@ def examine_all(files, is_code):
         except UnicodeDecodeError:
             reason, where = why_not_utf8(path)
             no_text[reason].append(f'{name}: {where}')
+        except OtherJson:
+            if len(files) == 1:
+                raise
+            no_text['JSON, but no {"text": "..."}'].append(name)
     if is_code:
         sources = packages_of(sources)
     return sources, no_text
@@ -1961,7 +1975,7 @@ def main():
     tokenizer = corpus.tokenizer
 
     # tokens of a row: a line on the screen; most of a pair; 8 chunks, the least for needles
-    T = 12
+    T = min(12, len(corpus.train.tokens) - 1)
     if corpus.tab >= 0:                                 # at least the shortest source
         tabs = np.flatnonzero(corpus.train.tokens == corpus.tab)
         T = max(36, (tabs - corpus.train.offsets[:-1]).min().item() + 2)

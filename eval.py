@@ -5,7 +5,7 @@ Evaluates trained models: any mixture of them in one table, on the same text.
     $ python eval.py out/mine --model mine.py       a run of your own model file
     $ python eval.py out/trime --help               all tasks and flags, those of its model too
 
-A run is a folder, of which best.pt is used, else ckpt.pt, or it is a .pt file. Tasks:
+A run is a .pt file, or a folder: its best.pt is used, or ckpt.pt if there is none. Tasks:
 
     report      the table, examples, samples of text and loss.png; for pairs, the task `pairs`
                 $ python eval.py out/trime out/rpt out/drt
@@ -23,7 +23,7 @@ A run is a folder, of which best.pt is used, else ckpt.pt, or it is a .pt file. 
                 $ python eval.py out/mt --memory ext --split test --task pairs
     translate   translations of the lines of a file
                 $ python eval.py out/mt --task translate --prompt-file de.txt --output en.txt
-    speed       time and memory of reading, generating and training
+    speed       seconds of reading, generating and training; memory of the state of a text
                 $ python eval.py out/base out/drt --task speed --lengths 16k,64k
     niah        needles in a haystack: answers by length and depth (DRT, Table 2)
                 $ python eval.py out/niah --task niah --lengths 1k,64k,1m
@@ -88,7 +88,7 @@ def new_file(text):
     """The type of a flag: a path, at which train.write can write a file after the work. Its folder
     is made."""
     name = train.expanded_path(text)
-    path = Path(os.path.realpath(name))                 # a link remains: its file changes
+    path = Path(os.path.realpath(name))                 # not a link, but its file
     taken = path.exists() and not path.is_file()        # by a folder, a device, a pipe
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,8 +223,8 @@ class EvalRun:
         if not args.data:
             named_by = f'--data takes another text: {name} was trained on'
         self.corpus = load_text(self.source, self.tokenizer, named_by)
-        is_its_own = self.source == self.checkpoint['data']
-        if is_its_own and self.corpus.fingerprint != self.checkpoint['corpus']:
+        is_training_text = self.source == self.checkpoint['data']
+        if is_training_text and self.corpus.fingerprint != self.checkpoint['corpus']:
             print(f'{name} was trained on another version of {self.source}: what is now in val and '
                   'test can have been in its training', file=sys.stderr)
         self.external = self.corpus
@@ -292,11 +292,11 @@ class EvalRun:
             parts.append(log_probs[0].gather(1, y[:, None]))                # (t, 1)
         return torch.cat(parts).flatten().cpu().double().numpy()
 
-    def evaluate(self, way, number):
-        """Sets log_p_of of a way, and that of `off`, with which all are compared; each once.
-        number: for the line of progress, as `2 of 9`"""
+    def evaluate(self, way):
+        """Sets log_p_of of a way, and that of `off`, with which all are compared; each once."""
         for each in ('off', way):
             if each not in self.log_p_of:
+                number = f'{len(self.log_p_of) + 1} of {len(self.ways)}'
                 desc = f'{self.name}, {each}, {number}: tokens scored'
                 documents = progress_bar(self.documents, desc, size=len)
                 self.log_p_of[each] = [self.log_p(each, tokens) for tokens in documents]
@@ -313,7 +313,7 @@ def check_cache(run, args):
         return
     has_memories = run.ways != ('off',)
     advice = 'leave --cache out'
-    if hasattr(run.model.config, 'memory'):             # TRIME, in which prepare sets the ways
+    if hasattr(run.model.config, 'memory'):             # TRIME: only `prepare` sets its ways
         memory = args.memory or run.model.config.memory
         has_memories = memory != 'none' or args.retrieve_from
         advice += ', or add --memory none'
@@ -334,18 +334,21 @@ def cached_model(run, args):
     return model
 
 
+def constants_of(runs):
+    """The constants of memories and caches, which were tuned: {name of a run: them}"""
+    return {run.name: run.constants for run in runs}
+
+
 def ways_of(runs):
-    """All pairs of a run and one of its ways, each with its number, as `2 of 9`"""
-    pairs = [(run, way) for run in runs for way in run.ways]
-    for i, (run, way) in enumerate(pairs, 1):
-        yield run, way, f'{i} of {len(pairs)}'
+    """All pairs of a run and one of its ways"""
+    return [(run, way) for run in runs for way in run.ways]
 
 
 # --------------------------------------------------------------------------------------------------
 # the table of losses, and what else is computed from log P of all tokens
 
-# columns of the table: mean losses of the tokens below this position of their document, and from
-# the position of the column to the left on
+# columns of the table: mean losses of the tokens before this position of their document, from that
+# of the column to the left on
 POSITIONS = {'<512': 512, '<1,024': 1024, '<2,048': 2048, '<4,096': 4096, '4,096+': sys.maxsize}
 # columns of Table 14 of TRIME: tokens that occur up to this number of times in the split, and more
 # often than those of the column to the left
@@ -378,7 +381,9 @@ def metrics(log_p, log_p_off, split):
     total = n.sum()
     nats = -np.concatenate(log_p).sum()
     loss = nats / total
-    nats_per_word = nats / max(1, split.n_words)
+    word_ppl = None
+    if nats < 700 * split.n_words:              # else it is infinite: a text without blanks
+        word_ppl = np.exp(nats / split.n_words)
     bits_per_byte = None
     if split.n_bytes:                           # 0: each document has a single byte
         bits_per_byte = nats / np.log(2) / split.n_bytes
@@ -394,7 +399,7 @@ def metrics(log_p, log_p_off, split):
     return {'loss': loss,
             'ppl': np.exp(loss),
             'bits/byte': bits_per_byte,
-            'word ppl': np.exp(min(700, nats_per_word)),                    # e^710 is infinite
+            'word ppl': word_ppl,
             **dict(zip(POSITIONS, losses)),
             'gain over off': gain,
             '±': error}
@@ -413,7 +418,9 @@ def cell(x):
 
 class Table:
     """A table that is printed row by row. A row is a dict; all have the same keys, the columns. A
-    column is as wide as its name and its first value need, that of names of runs at least 15."""
+    column is as wide as its name and its first value need, and at least 8 or as in LEAST."""
+    LEAST = {'run': 15, 'way': 9, 'word ppl': 10, 'weight': 10}
+
     def __init__(self):
         self.rows = []
         self.formats = []                   # of the columns: text is aligned left
@@ -424,8 +431,7 @@ class Table:
         cells = [cell(x) for x in row.values()]
         if len(self.rows) == 1:
             for (name, x), shown in zip(row.items(), cells):
-                least = 15 if name == 'run' else 8
-                width = max(least, len(name), len(shown))
+                width = max(self.LEAST.get(name, 8), len(name), len(shown))
                 alignment = '<' if isinstance(x, str) else '>'
                 self.formats.append(f'{alignment}{width}')
             print()
@@ -443,8 +449,8 @@ def loss_table(runs, args):
           'word ppl: exp(nats / words between blanks); first words count, but are not scored\n'
           f'±: standard error of the gain, from {N} documents (below 5 it means little)')
     table = Table()
-    for run, way, number in ways_of(runs):
-        run.evaluate(way, number)
+    for run, way in ways_of(runs):
+        run.evaluate(way)
         table.add({
             'run': run.name,
             'way': way,
@@ -452,7 +458,7 @@ def loss_table(runs, args):
             'trained on': run.checkpoint['tokens'],
             'scored': sum(map(len, run.log_p_of[way])),
             **metrics(run.log_p_of[way], run.log_p_of['off'], run.split)})
-    return dict(about, rows=table.rows, constants={run.name: run.constants for run in runs})
+    return dict(about, rows=table.rows, constants=constants_of(runs))
 
 
 def report(runs, args):
@@ -468,11 +474,12 @@ def report(runs, args):
 
 def frequency(runs, args):
     """Perplexities of rare and of frequent tokens (TRIME, Table 14): a token is in the column of
-    the number of times that it occurs in the split; n is how many are scored there -> the rows"""
+    the number of times that it occurs in the split; n is how many are scored there -> the rows and
+    the constants"""
     table = Table()
-    for run, way, number in ways_of(runs):
+    for run, way in ways_of(runs):
         # of each scored token: its frequency, its loss
-        run.evaluate(way, number)
+        run.evaluate(way)
         losses = -np.concatenate(run.log_p_of[way])
         occurrences = np.bincount(run.split.tokens)                         # (V,)
         scored = np.delete(run.split.tokens, run.split.offsets[:-1])        # not the first tokens
@@ -487,7 +494,7 @@ def frequency(runs, args):
             row[f'n {name}'] = len(chosen)
             low = high
         table.add(row)
-    return table.rows
+    return dict(rows=table.rows, constants=constants_of(runs))
 
 
 def is_repeated(ids):
@@ -500,10 +507,10 @@ def is_repeated(ids):
 
 def repeats(runs, args):
     """Losses of tokens that occur earlier in their document, and of new ones, as a table and as
-    repeats.png -> the rows"""
+    repeats.png -> the rows and the constants"""
     table = Table()
-    for run, way, number in ways_of(runs):
-        run.evaluate(way, number)
+    for run, way in ways_of(runs):
+        run.evaluate(way)
         losses = -np.concatenate(run.log_p_of[way])
         gains = np.concatenate(run.log_p_of[way]) - np.concatenate(run.log_p_of['off'])
         repeated = np.concatenate([is_repeated(ids.cpu().numpy()) for ids in run.documents])
@@ -514,7 +521,7 @@ def repeats(runs, args):
             row[f'n {name}'] = int(chosen.sum())
         table.add(row)
     save_picture(runs, 'repeats.png', plot_repeats, table.rows)
-    return table.rows
+    return dict(rows=table.rows, constants=constants_of(runs))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -526,13 +533,23 @@ def check_prompt(runs, args):
     """SystemExit if the prompt is too short for an example"""
     for run in runs:
         if args.prompt is not None and len(run.tokenizer.encode(args.prompt)) < 2:
-            raise SystemExit(f'eval.py: --prompt has fewer than two tokens of {run.name}: examples '
-                             'need more, --task generate does not')
+            raise SystemExit(f'eval.py: the prompt has fewer than two tokens of {run.name}, too '
+                             'few for examples; --task generate needs none')
+
+
+def trace_groups(run, tokens, t, state=None):
+    """What each group of layers reads to predict token t + 1 of tokens (n,) -> [[Traced]]; a model
+    without groups has one. state: of run.model.read(tokens[None, :t]), computed if None"""
+    if state is None:
+        state = run.model.read(tokens[None, :t])
+    n_groups = getattr(run.model.config, 'groups', 0)
+    options = [dict(group=group) for group in range(n_groups)] or [{}]
+    return [run.model.trace(tokens, t, state, **option) for option in options]
 
 
 def show_example(run, tokens, t, **facts):
-    """Prints what is retrieved to predict token t + 1 of tokens (n,), 4 chunks or memories at most.
-    facts: {name: value}, printed too -> all of it as a dict"""
+    """Prints what is retrieved to predict token t + 1 of tokens (n,), at most 4 chunks or memories
+    of each group of layers. facts: {name: value}, printed too -> all of it as a dict"""
     # the place
     decode = run.tokenizer.decode
     facts['before'] = decode(tokens[:t + 1][-32:])
@@ -547,20 +564,22 @@ def show_example(run, tokens, t, **facts):
     first = max(0, run.chunk - 16)
     retrieved = []
     table = Table()
-    for weight, ids, start, end in run.model.trace(tokens, t)[:4]:
-        ids_read = ids[start:end]
-        text = decode(ids_read[first:first + 32])
-        shown = repr(text)
-        if run.chunk == 1:                                      # a memory: context -> value
-            shown = f'{decode(ids_read[:-1])!r} -> {decode(ids_read[-1:])!r}'
-        ago = None                                              # of another text
-        if ids is tokens:
-            ago = t + 2 - end
-        row = dict(weight=weight, start=start, end=end, ago=ago, text=text)
-        retrieved.append(row)
-        table.add(dict(row, text=shown))
+    for group, traced in enumerate(trace_groups(run, tokens, t)):
+        for weight, ids, start, end in traced[:4]:
+            ids_read = ids[start:end]
+            text = decode(ids_read[first:first + 32])
+            shown = repr(text)
+            if run.chunk == 1:                                  # a memory: context -> value
+                shown = f'{decode(ids_read[:-1])!r} -> {decode(ids_read[-1:])!r}'
+            ago = None                                          # of another text
+            if ids is tokens:
+                ago = t + 2 - end
+            row = dict(group=group, weight=weight, start=start, end=end, ago=ago, text=text)
+            retrieved.append(row)
+            table.add(dict(row, text=shown))
     if not retrieved:
-        print(f'\nnothing: among {t + 1} tokens is none to retrieve, or this model shows none')
+        print(f'\nnothing is retrieved: these {t + 1} tokens have no chunk or memory to read yet, '
+              'or the model does not tell')
     return dict(run=run.name, **facts, retrieved=retrieved)
 
 
@@ -577,18 +596,20 @@ def best_examples(run, n):
 
 
 def examples(runs, args, n=3):
-    """What is retrieved at the end of the prompt, or in n documents where a token gains most.
+    """What is retrieved at the end of the prompt, or in the documents where a token gains most.
     --html: a page for the prompt, or for the document that gains most in the first run"""
     for run in runs:
         if run.retrieving == 'off':
             print(f'\n{run.name} retrieves nothing: there is nothing to show')
     runs = [run for run in runs if run.retrieving != 'off']
     if not runs:
+        if args.html:
+            print(f'{args.html} is not written')
         return []
     print('\ngain: in nats; start, end: tokens of the document; ago: tokens from the last of them '
           'to the predicted one\ntext: of chunks, 32 tokens around the end of the first one')
 
-    # of a prompt, or of documents; texts: of each run, for the page
+    # the examples; texts: of each run, for the page
     results, texts = [], []
     if args.prompt is not None:
         for run in runs:
@@ -597,8 +618,8 @@ def examples(runs, args, n=3):
             results.append(show_example(run, tokens, len(tokens) - 1))
             texts.append(tokens)
     else:
-        for i, run in enumerate(runs, 1):
-            run.evaluate(run.retrieving, f'run {i} of {len(runs)}')
+        for run in runs:
+            run.evaluate(run.retrieving)
         for run in runs:
             results += best_examples(run, n)
         gains = [gain[:PAGE_TOKENS].sum() for gain in runs[0].gains()]      # of the documents
@@ -633,7 +654,7 @@ def generate(model, tokenizer, prompt, args=None):
     if not ids:
         ids = [tokenizer.ids['<eos>'] if tokenizer.eot is None else tokenizer.eot]
 
-    # all tokens of the prompt but the last are read, this one is the first to be continued
+    # all tokens of the prompt except the last are read; the last one is the loop's first input
     generator = torch.Generator().manual_seed(args.seed)
     tokens = torch.tensor([ids], device=next(model.parameters()).device)        # (1, t)
     state = read_long(model, tokens[:, :-1], 'tokens of the prompt read')
@@ -708,7 +729,8 @@ class Hypothesis(NamedTuple):
 
     def normalized_log_p(self, length=None):
         """log P / length^0.6 (ours; with log P alone short texts win), by which hypotheses are
-        compared. length: tokens of the text (None), or of a longer one, for a bound"""
+        compared. length: None, the tokens of the text; with a larger one, a bound for all of its
+        continuations of this length, because log P only falls"""
         length = length or len(self.ids) - 1
         return self.log_p / length ** 0.6
 
@@ -743,8 +765,8 @@ def continuations(model, state, hypotheses, beam):
 def beam_search(model, prompts, eot, args):
     """Searches the text of largest normalized log P after each of B prompts: prompts (B, t) -> B
     lists of ids. A text ends with <|endoftext|> (eot), or after max_tokens, or after as many tokens
-    as a training sequence has. Each step keeps the args.beam best continuations of a prompt. It
-    drops those that have ended, and those that cannot become better than the best of these."""
+    as a training sequence has. Each step keeps the args.beam best continuations of a prompt. Of
+    those that have ended the best is kept; those that cannot become better than it are dropped."""
     n = min(args.max_tokens, model.config.block_size)
     state = model.read(prompts[:, :-1])
     hypotheses = [Hypothesis(i, 0.0, [token], row=i)
@@ -845,7 +867,7 @@ class RougeTokens:
 def text_metrics(references, hypotheses):
     """BLEU and chrF of all lines, means of the F1 of ROUGE, in percent; None where a number means
     nothing: BLEU without a reference of four tokens, ROUGE without one of a token (ROUGE-2: of two)
-    -> {name: value}, {name: how its texts are cut}"""
+    -> {name: value}, {name: how its texts are tokenized}"""
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics import BLEU, CHRF
     text = ''.join(references)
@@ -874,11 +896,12 @@ def check_beam(runs, args):
     if not runs[0].of_pairs:
         raise SystemExit(f'eval.py: --task {args.task} needs runs on .tsv files, source TAB target')
     if min(args.beam, args.max_tokens) < 1:
-        raise SystemExit('eval.py: --beam and --max-tokens are 1 or more')
+        raise SystemExit('eval.py: --beam and --max-tokens have to be 1 or more')
 
 
 def check_pairs(runs, args):
-    """SystemExit unless beam search has something to do, and its results can be compared"""
+    """SystemExit unless beam search has something to do, and the packages of BLEU and ROUGE are
+    installed"""
     check_beam(runs, args)
     if not all(map(importlib.util.find_spec, ['rouge_score', 'sacrebleu'])):
         raise SystemExit('eval.py: --task pairs needs: pip install sacrebleu rouge-score')
@@ -886,7 +909,7 @@ def check_pairs(runs, args):
 
 def evaluate_pairs(runs, args):
     """Translations or summaries of lines of a split (TRIME, Table 6; DRT, Table 2): BLEU, chrF and
-    ROUGE of all lines; the first lines -> the rows; how texts are cut; source, reference and
+    ROUGE of all lines; the first lines -> the rows; how texts are tokenized; source, reference and
     hypothesis of each line"""
     table = Table()
     texts, signatures = {}, {}
@@ -908,7 +931,7 @@ def evaluate_pairs(runs, args):
                 [text_of(run, source[:-1]), reference, hypothesis]
                 for source, reference, hypothesis in zip(sources, references, hypotheses)]
 
-    # how texts are cut, and the first lines
+    # how texts are tokenized, and the first lines
     print()
     for name, signature in signatures.items():
         print(f'{name}: {signature}')
@@ -920,7 +943,9 @@ def evaluate_pairs(runs, args):
 
 
 def check_translate(runs, args):
-    """SystemExit unless there are sources, and beam search has something to do"""
+    """SystemExit unless there are sources for one run, and beam search has something to do"""
+    if len(runs) > 1:
+        raise SystemExit('eval.py: --task translate is for one run: leave the others out')
     if args.prompt is None:
         raise SystemExit('eval.py: --task translate needs --prompt-file FILE, one source per '
                          'line')
@@ -928,8 +953,8 @@ def check_translate(runs, args):
 
 
 def translate(runs, args):
-    """The lines of --prompt-file as sources of pairs: prints their targets, or writes them to
-    --output, one per line, of the first run, in the way that retrieves most -> [target]"""
+    """Translations of the lines of --prompt-file: prints them, or writes them to --output, one per
+    line; in the way that retrieves most -> [target]"""
     run = runs[0]
     run.model.way = run.on
     lines = args.prompt.removesuffix('\n').split('\n') if args.prompt else []
@@ -997,7 +1022,7 @@ def check_niah(runs, args):
             if enough > n_chunks:
                 raise SystemExit(
                     f'eval.py: --lengths {name}, --depths {",".join(args.depths)}: no chunk for '
-                    f'each needle; the shortest text has {enough * needles.chunk} tokens')
+                    f'each needle; --lengths {enough * needles.chunk} works')
 
 
 def answers(run, needles, n_chunks, chunks, seed):
@@ -1106,8 +1131,8 @@ def reading_seconds(run, length, device):
 
 
 def speed(runs, args):
-    """Time and memory of reading, generating and training (DRT, Table 3). Runs are interleaved, and
-    the seconds are medians -> the rows of both tables"""
+    """Seconds of reading, generating and training, memory of a text's state (DRT, Table 3). Runs
+    are interleaved, and the seconds are medians -> the rows of both tables"""
     for run in runs:                                    # the first call of all is slower
         reading_seconds(run, 1, args.device)
     table = Table()
@@ -1284,8 +1309,6 @@ def traces_of(run, tokens):
     chunk i + 1 (TRIME: for token i + 2), at most 8 [weight, start, end, other_text]. other_text:
     its tokens, if it is of another text, else []. A model without groups of layers has one group
     """
-    n_groups = getattr(run.model.config, 'groups', 0)
-    options = [dict(group=group) for group in range(n_groups)] or [{}]
     run.model.way = run.retrieving
     traces, state = [], None
     starts = range(run.chunk, len(tokens), run.chunk)
@@ -1293,9 +1316,9 @@ def traces_of(run, tokens):
         # each chunk is read once, whatever the number of groups
         state = run.model.read(tokens[None, t - run.chunk:t], state)
         by_group = []
-        for option in options:
+        for traced in trace_groups(run, tokens, t, state):
             retrieved = []
-            for weight, ids, start, end in run.model.trace(tokens, t, state, **option)[:8]:
+            for weight, ids, start, end in traced[:8]:
                 other_text = [] if ids is tokens else ids[start:end].tolist()
                 retrieved.append([round(weight, 4), start, end, other_text])
             by_group.append(retrieved)
@@ -1313,7 +1336,7 @@ def page_of(run, tokens):
 
 
 def write_page(path, pages):
-    """Writes assets/trace.html with the data of the runs in it."""
+    """Writes a page: the template assets/trace.html with the data of the runs in it"""
     script = json.dumps(pages).replace('<', '\\u003c')          # no text ends the script
     page = (Path(__file__).parent / 'assets/trace.html').read_text('utf-8')
     train.write(path, page.replace('{{runs}}', script))
@@ -1372,6 +1395,7 @@ def parser_of(Models):
 def model_files_of(flags):
     """The value of --model, before the parser is known"""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = lambda message: sys.exit(f'eval.py: {message}')
     parser.add_argument('--model', default='')
     args, _ = parser.parse_known_args(flags)
     return args.model

@@ -78,20 +78,22 @@ except ImportError:                 # on Windows
 
 WORLD = int(os.getenv('WORLD_SIZE', 1))         # processes
 RANK = int(os.getenv('RANK', 0))                # number of this one
+LOCAL_RANK = int(os.getenv('LOCAL_RANK', RANK)) # its number on its machine
 
 
 # --------------------------------------------------------------------------------------------------
 # configuration
 def expanded_path(text):
-    """The type of a flag: a path. A shell does not expand the ~ of --out=~/x."""
-    return os.path.expanduser(text)
+    """The type of a flag: a path, without / at its end. A shell does not expand the ~ of
+    --out=~/x."""
+    return text and os.path.normpath(os.path.expanduser(text))
 
 
 def source(text):
     """The type of --data: the name of a corpus, or a path, which becomes absolute, because eval.py
     may run in another folder; also after niah: and niah2:"""
     task = re.match('(niah2?:)?', text)[0]
-    name = expanded_path(text.removeprefix(task))
+    name = os.path.expanduser(text.removeprefix(task))      # ./code remains: code is a name
     if os.path.exists(name) and name not in (*data.NAMES, *data.HOPS):
         name = os.path.abspath(name)
     return task + name
@@ -106,7 +108,7 @@ class TrainConfig:
     max_steps: int = 600            # optimizer steps; a larger number resumes a finished run
     tokens_per_step: int = 2048     # over all processes; micro-batches are accumulated to reach it
     optimizer: Literal['muon', 'adamw'] = 'muon'        # muon: for matrices; AdamW for others
-    lr: float = 8e-3                # peak rate; width 256: 4e-3; AdamW: 2e-3; after --init: 1e-3
+    lr: float = 8e-3                # peak rate; try 4e-3 at width 256, 2e-3 (adamw), 1e-3 (--init)
     warmup: float = 0.05            # share of the steps with rising rate; then a cosine to a tenth
     weight_decay: float = 0.1       # not on vectors (norms, biases)
     beta2: float = 0.95             # AdamW, mean of the squared gradients
@@ -118,7 +120,7 @@ class TrainConfig:
     grow_context: bool = False      # niah: sequences grow to block_size in the first half
     init: expanded_path = ''        # a .pt file, or a run (its ckpt.pt): its weights and settings
     out: expanded_path = ''         # folder of the run
-    resume: Literal['auto', 'no'] = 'auto'              # auto: the run in the folder is resumed
+    resume: Literal['auto', 'no'] = 'auto'      # auto: resumes the run in --out; no: leaves it
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
     compile: Literal['auto', 'on', 'off'] = 'auto'      # torch.compile; auto: cuda on Linux
     kernel: Literal['auto', 'triton', 'torch'] = 'auto'     # torch: the definitions, in all models
@@ -216,6 +218,7 @@ def train(Model, model_config, config, corpus=None, stage=''):
 
     # the folder, the model, what has to be known before the first step
     saved = check_folder(run.out, run.settings, start, run.kind)
+    run.make_batches()
     run.make_model(start)
     check_processes(run)
     run.show_settings()
@@ -224,7 +227,7 @@ def train(Model, model_config, config, corpus=None, stage=''):
         run.attach = setup(run.model, run)
     run.make_optimizers()
 
-    # what a resumed run may change
+    # changes of a resumed run that are announced
     changed = [key for key in ('max_steps', 'micro_batch')
                if run.resumes and saved.get(key) != run.settings[key]]
     if 'max_steps' in changed:
@@ -234,8 +237,8 @@ def train(Model, model_config, config, corpus=None, stage=''):
         print(f'{run.out} has all {config.max_steps} steps: a larger --max-steps lengthens it, '
               'another --out begins a new one')
 
-    # the first files of a new run: if it is killed early, it can be resumed
-    if RANK == 0 and (changed or not run.resumes):
+    # the files of the run: if a new one is killed early, it can be resumed
+    if RANK == 0 and (run.state['step'] < config.max_steps or not run.resumes):
         write_config(run.out, run.settings, run.ran_on)
     if RANK == 0 and not run.resumes:
         run.save_checkpoint()
@@ -311,15 +314,26 @@ class Run:
 
     # before the first step
     def load_data(self):
-        """Opens the corpus, which the first process prepares, and its batches."""
+        """Opens the corpus, which the first process of each machine prepares."""
         config, model_config = self.config, self.model_config
-        if RANK > 0:
+        if LOCAL_RANK > 0:
             barrier()
         if self.corpus is None:
             self.corpus = load_corpus(config, model_config.vocab_size)
-        if RANK == 0:
+        if LOCAL_RANK == 0:
             barrier()
         corpus = self.corpus
+
+        # from here on the tokenizer is a name (--init gives a Tokenizer), and vocab_size is the
+        # number of its ids (bpe may learn fewer than --vocab-size)
+        config.tokenizer = corpus.tokenizer.name
+        model_config.vocab_size = corpus.tokenizer.n_vocab
+        self.settings = dict(model=model_name(self.Model), corpus=corpus.fingerprint,
+                             hops=corpus.hops, **vars(model_config), **vars(config))
+
+    def make_batches(self):
+        """The micro-batches of train and val. For TRIME's memory ext this can take hours."""
+        config, model_config, corpus = self.config, self.model_config, self.corpus
         sizes = dict(block_size=model_config.block_size, micro_batch=model_config.micro_batch,
                      **part_of(self.Model, 'batches')(model_config))
 
@@ -330,13 +344,6 @@ class Run:
         self.batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
         not_packed = dict(sizes, bm25=False)
         self.val_batches = corpus.batches(corpus.val, seed=0, **not_packed)
-
-        # from here on the tokenizer is a name (--init gives a Tokenizer), and vocab_size is the
-        # number of its ids (bpe may learn fewer than --vocab-size)
-        config.tokenizer = corpus.tokenizer.name
-        model_config.vocab_size = corpus.tokenizer.n_vocab
-        self.settings = dict(model=model_name(self.Model), corpus=corpus.fingerprint,
-                             hops=corpus.hops, **vars(model_config), **vars(config))
 
     def make_model(self, start):
         """The model, with the weights of `start`, a checkpoint or {}; the state of the run"""
@@ -353,8 +360,9 @@ class Run:
                 self.model.load_state_dict(start['model'])
             except RuntimeError:                            # of other shapes
                 differ = dict(start['config'].items() - self.settings.items())
-                raise SystemExit(f'{start_of(config)} has weights for other settings: {differ}; '
-                                 'use these, or no --init')
+                raise SystemExit(f'{start_of(config)} has weights of other shapes. Its settings '
+                                 f'that differ: {differ}; use those that change a shape, or no '
+                                 '--init')
 
         # the state of the run: that of the checkpoint, or a new one
         self.state = start
@@ -542,6 +550,8 @@ class Run:
             total = total.to(self.device)
             dist.all_reduce(total)
         nats, n_tokens = total.tolist()
+        if n_tokens == 0:
+            raise SystemExit('val has no token to predict: its documents have one token each')
         return nats / n_tokens, int(n_tokens)
 
     def gains(self, progress, loss):
@@ -575,7 +585,8 @@ class Run:
 
     def show(self, entry, seconds, n, seconds_since, due):
         """Prints the metrics of some of the steps in a line: losses with four decimals, others with
-        four digits. seconds: of the step, the n-th of this process; seconds_since: the first one"""
+        four digits. seconds: time of this step, the n-th of this process; seconds_since: time since
+        the end of the first one"""
         step, max_steps = entry['step'], self.config.max_steps
         left = seconds_since / max(1, n - 1) * (max_steps - step) / 60      # minutes
         if n == 1:
@@ -803,7 +814,8 @@ def parse(argv=None):
         if args.preset != 'tiny' and differ:
             parser.error(f'--preset {args.preset} has another {differ[0]} than {file}: leave it '
                          'out with --init')
-        parser.set_defaults(**state['config'], tokenizer=tokenizer)
+        micro_batch = presets[args.preset].get('micro_batch', of_file['micro_batch'])
+        parser.set_defaults(**of_file | dict(micro_batch=micro_batch, tokenizer=tokenizer))
 
     # what is on the command line comes before all defaults
     parser.add_argument('-h', '--help', action='help')
@@ -857,7 +869,7 @@ def write(path, content):
 def start_of(config):
     """The file that a run starts from: its last checkpoint, else that of --init, else none, ''"""
     file = Path(config.out, 'ckpt.pt')
-    return file if file.exists() else config.init
+    return file if os.path.exists(file) else config.init    # False without permission
 
 
 def read_checkpoint(path, Models=()):
@@ -866,10 +878,10 @@ def read_checkpoint(path, Models=()):
     checkpoint makes this program import a file -> its state, the model in fp32, the Tokenizer"""
     # the file
     path = Path(path).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         path /= 'ckpt.pt'
-    if not path.exists():
-        raise SystemExit(f'{path}: there is no such file')
+    if not os.path.exists(path):
+        raise SystemExit(f'{path}: there is no such file, or no permission')
     try:
         state = torch.load(path, 'cpu', weights_only=True)
         name = state['model_name']
@@ -954,7 +966,7 @@ def in_words(settings):
     return ', '.join(f'{name}={x}' for name, x in settings.items())
 
 
-def trouble_of(out, files, saved, settings, state, kind):
+def trouble_of(files, saved, settings, state, kind):
     """Why a run cannot begin or be resumed in a folder with these files, else ''"""
     if 'ckpt.pt' not in files:
         if files:
@@ -981,10 +993,12 @@ def check_folder(out, settings, state, kind):
 
     settings: config.json as it will be; state: what the run starts from; kind: of its batches
     -> the settings of the run that is resumed, {} if it is new"""
-    # config.json alone is of a run that was killed before its first ckpt.pt
-    files = sorted({*os.listdir(out)} - {LOCK, 'config.json'})
+    # config.json alone, of this program, is of a run that was killed before its first ckpt.pt
+    files = sorted({*os.listdir(out)} - {LOCK})
+    if files == ['config.json'] and '"ran_on"' in (out / 'config.json').read_text('utf-8'):
+        files = []
     saved = read_config(out, state) if 'ckpt.pt' in files else {}
-    trouble = trouble_of(out, files, saved, settings, state, kind)
+    trouble = trouble_of(files, saved, settings, state, kind)
     barrier()                                           # before the first process writes
     if not trouble:
         return saved
@@ -1110,7 +1124,7 @@ def hardware(device):
         mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
         mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
     if device == 'cuda':
-        device = f'cuda:{os.getenv("LOCAL_RANK", 0)}'
+        device = f'cuda:{LOCAL_RANK}'
         torch.cuda.set_device(device)
     return torch.device(device)
 
@@ -1126,7 +1140,8 @@ def is_bf16_fast(device):
 
 
 def precision(device, dtype):
-    """Sets how fp32 is multiplied; dtype: as --dtype
+    """Sets how fp32 is multiplied, and that denormal numbers, with which CPUs are slow, become 0;
+    dtype: as --dtype
     -> whether the forward pass is in bf16, a function that returns its autocast context"""
     bf16 = dtype == 'bf16' or (dtype == 'auto' and is_bf16_fast(device))
     rounded = 'medium' if device.type == 'cpu' else 'high'      # fp32 products may be bf16, or TF32
@@ -1162,7 +1177,7 @@ def peak_tokens_per_s(device, bf16, n_params):
 @contextlib.contextmanager
 def short_errors(program, smaller):
     """Errors of files, memory and the Triton kernels, Ctrl-C, and the end of another process end
-    the program with one line."""
+    the program with one line. smaller: what to try if memory is not enough"""
     try:
         yield
     except KeyboardInterrupt:

@@ -1338,10 +1338,11 @@ def tune(collected, inference):
 
 
 def datastore_accuracy(runs, args):
-    """Table 13, for runs with --memory ext. top-K: the share of the queries for which one of the K
-    most similar entries has the next token w as value, x_j = w. The queries are about 16,384 of the
-    first 65,536 tokens of the split, the same ones for all runs; the standard error is at most
-    0.4%. recall: the share of the 1,024 most similar entries that the search returns.
+    """Whether the next token is among the most similar entries (Table 13, for runs with --memory
+    ext). top-K: the share of the queries for which one of the K most similar entries has the next
+    token w as value, x_j = w. The queries are about 16,384 of the first 65,536 tokens of the split,
+    the same ones for all runs; the standard error is at most 0.4%. recall: the share of the 1,024
+    most similar entries that the search returns.
     -> {run: {'top-1': .., ..., 'recall': ..}}"""
     result = {}
     for run in runs:

@@ -31,7 +31,8 @@ Letters in the shape comments
 
     $ python eval.py out/drt out/base --cache 4096
 """
-from dataclasses import astuple, dataclass, replace
+import functools
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +46,7 @@ LAMBDAS = [i / 20 for i in range(20)]
 TUNING_TOKENS = 65_536
 
 
-@dataclass
+@dataclass(frozen=True)
 class CacheConstants:
     """The constants of the formula"""
     size: int                   # tokens of the cache
@@ -126,13 +127,10 @@ class Cache(nn.Module):
         """Appends tokens (B, t), t <= PIECE, to the text of `state` -> f (B, t, C) of these tokens;
         keys (B, L, C) and tokens (B, L) of the memories and of these tokens; the new state"""
         self.model.way = self.way_of_model
-        if state is None:
-            f, of_model = self.model.states(tokens)
-            f = at_least_fp32(f)
-            keys = f
-        else:
-            f, of_model = self.model.states(tokens, state.of_model)
-            f = at_least_fp32(f)
+        f, of_model = self.model.states(tokens, state.of_model if state else None)
+        f = at_least_fp32(f)
+        keys = f
+        if state:
             keys = torch.cat([state.keys, f], 1)
             tokens = torch.cat([state.tokens, tokens], 1)
         size = max(constants.size for constants in self.constants.values())
@@ -251,13 +249,9 @@ def cached_log_p(data, constants):
 def best_constants(collected, constants):
     """The CacheConstants of high likelihood for [QueryData], with at most the size of `constants`.
     By coordinate ascent: the best τ, λ and size in turn, until none is better"""
-    scores = {}                                         # of the candidates so far
-
+    @functools.cache                                    # each candidate once
     def score(candidate):
-        key = astuple(candidate)
-        if key not in scores:
-            scores[key] = sum(cached_log_p(data, candidate).sum().item() for data in collected)
-        return scores[key]
+        return sum(cached_log_p(data, candidate).sum().item() for data in collected)
 
     sizes = sorted({min(256 * 2 ** n, constants.size) for n in range(20)})
     grids = dict(tau=TAUS, lam=LAMBDAS, size=sizes)

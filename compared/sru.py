@@ -5,17 +5,17 @@ SRU++: recurrent layers with attention; TRIME trains them with memories, too.
     EMNLP 2021, arXiv:2102.12459;  TRIME, Table 4 and App. E
 
 It starts from trime.py, whose Transformer layers it replaces; any of TRIME's memories can be used.
-A layer attends to the tokens of the segment without positions, then a recurrence over the tokens
-takes in what was attended to.
+A layer has causal attention without positions, whose output is the input of a recurrence over the
+tokens.
 
 Where this differs from the paper
     A segment begins with the state 0 and without the keys of the one before (TRIME, App. E: with
-    both), because all segments of a micro-batch are encoded in parallel. So its long memory is that
-    of a Transformer, too: m segments, with gradients (App. E: the segment before, without).
+    both), because all segments of a micro-batch are encoded in parallel. So its long memory
+    is that of trime.py: m segments, with gradients (App. E: the segment before, without).
     Attention has one head. Ours: a bias for u, v_f = v_r = 0 at first, and g = norm(y).
     The loop over tokens is in plain PyTorch, so it is slow (official code: a CUDA kernel).
 
-Letters as in trime.py
+Letters as in trime.py, except d, the width of attention
 
     $ python train.py --model sru --n-embd 304 --n-layer 4 --lr 4e-3
 """
@@ -36,9 +36,9 @@ class SRUConfig(TRIMEConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.n_head != 1:
-            raise ValueError('the attention of SRU++ has one head here')
+            raise ValueError(f'n_head {self.n_head}: the attention of SRU++ has one head here')
         if self.n_inner:
-            raise ValueError('SRU++ has no MLP, so it has no n_inner')
+            raise ValueError(f'n_inner {self.n_inner}: SRU++ has no MLP, so it is 0')
 
 
 # From TRIME: L = 512 (Table 4, also 2,048), 400K steps and batches of 16 segments (App. E). From

@@ -313,15 +313,16 @@ ITEMS = [dict(text=text, n=1) for text in JSON_TEXTS]
     ('TRAIN.Json', json.dumps(ITEMS, indent=1)), ('TRAIN.json.GZ', json.dumps(ITEMS))])
 def test_json(src, name, content):
     test = gzip.compress(b'\xef\xbb\xbfa\r\nb')
+    binary = gzip.compress(b'PK\0\xff')
     content = content.encode()
     if name.lower().endswith('.gz'):
         content = gzip.compress(content)
-    corpus = prepared(src(test_TXT_gz=test, train_csv_gz=test, **{
+    corpus = prepared(src(test_MD_gz=test, train_tar_gz=binary, **{
         name: content, 'val.json': json.dumps(dict(text='v'), indent=1)}))
     assert texts_of(corpus) == [JSON_TEXTS, ['v'], ['a\nb']]
     [reason] = corpus.about.keys() - {'splits', *data.SPLITS}
     assert 'binary' in reason
-    assert corpus.about[reason] == "1 files, ['train.csv.gz: byte 1 is 0x8b']"
+    assert corpus.about[reason] == "1 files, ['train.tar.gz: byte 3 is 0xff']"
 
 
 def test_files_of_pairs(src):
@@ -701,8 +702,8 @@ def test_the_folder_of_a_running_preparation_stays(src, monkeypatch):
 
 
 @mark.parametrize('name, content, place', [
-    ('a.jsonl', jsonl('ab' * 99) + '\n{}\n', 'line 200'), ('a.json', '5', 'item 1'),
-    ('a.json', '[{"text": "x"}, 3]', 'item 2'), ('a.json', '{"a": {"text": "x"}}', 'line 1'),
+    ('a.jsonl', jsonl('ab' * 99) + '\n{}\n', 'line 200'),
+    ('a.json', '[{"text": "x"}, 3]', 'item 2'), ('a.json', '{"text": "x"}\n{}', 'line 2'),
     ('a.txt.gz', 'no gzip', 'cannot be read'), ('train.jsonl', 'nonsense', 'nonsense'),
     ('train.jsonl', '{"text": 3}', '{"text": 3}')])
 def test_files_that_are_refused(tmp_path, src, name, content, place):
@@ -711,6 +712,23 @@ def test_files_that_are_refused(tmp_path, src, name, content, place):
     message = one_line(prepared, path)
     assert place in message and name in message
     assert not list(tmp_path.glob('corpora/*'))
+
+
+@mark.parametrize('content', ['5', '{"name": "app"}', '[\n{"name": "app"}]', '{\n"a": {}}'])
+def test_other_json(src, content):
+    """Left out of a folder of texts, refused alone"""
+    path = src(train_txt='a', val_txt='b', train_package_json=content)
+    corpus = prepared(path)
+    assert texts_of(corpus)[:2] == [['a'], ['b']]
+    left_out = corpus.about['not used (JSON, but no {"text": "..."})']
+    assert left_out == "1 files, ['train.package.json']"
+    assert 'is not {"text": "..."}' in one_line(prepared, path / 'train.package.json')
+
+
+@mark.parametrize('name', ['ckpt.pt', 'meta.json'])
+def test_a_run_or_a_corpus_is_no_text(src, name):
+    files = {name: '', 'config.json': '', 'train.idx': ''}
+    assert 'is no text' in one_line(prepared, src(**files))
 
 
 @mark.parametrize('files', [

@@ -340,6 +340,7 @@ def test_gains_in_the_log(here):
     Model, model_config, config = train.parse(flags('drt', '--out run'))
     training = train.Run(Model, model_config, config)
     training.load_data()
+    training.make_batches()
     _, training.model, _ = train.read_checkpoint('run')
     loss = {}
     for way in training.model.ways():
@@ -568,7 +569,7 @@ def test_help_has_every_field_its_comment_and_default(capsys, model):
         assert flag[0] in screen
         assert parse_args(['train.py', *flag]).training_script_args == flag     # not torchrun's
     screen = ' '.join(screen.split())
-    assert 'peak rate; width 256: 4e-3; AdamW: 2e-3; after --init: 1e-3 (default: 0.008)' in screen
+    assert 'try 4e-3 at width 256, 2e-3 (adamw), 1e-3 (--init) (default: 0.008)' in screen
 
 
 def test_the_commands_of_readme(here):
@@ -630,7 +631,7 @@ def test_cutoffs_beyond_the_vocabulary_are_named(here, capsys):
     assert 'has 257 tokens: cutoffs [9999] are not used' in capsys.readouterr().out
 
 
-NOT_FITTING = {'--n-embd 32': "first has weights for other settings: {'n_embd': 16}",
+NOT_FITTING = {'--n-embd 32': "Its settings that differ: {'n_embd': 16}",
                '--tokenizer bytes': 'need theirs, bpe', '--model trime': '--model rpt',
                '--init other.txt': 'other.txt is not a checkpoint',
                '--preset paper': '--preset paper has another block_size than first'}
@@ -650,6 +651,35 @@ def test_init_from_the_weights_in_assets(here, model):
     state, *_ = train.read_checkpoint(path)             # whose weights fit its config
     assert vars(model_config) == state['config']
     assert config.tokens_per_step % (model_config.micro_batch * model_config.block_size) == 0
+
+
+def test_init_has_the_micro_batch_of_the_preset(here, monkeypatch):
+    launch('--micro-batch 1')
+    argv = '--init out/trime --preset {} --out new'
+    monkeypatch.setitem(trime.PRESETS, 'small', dict(micro_batch=2))
+    monkeypatch.setitem(trime.PRESETS, 'other', {})
+    for preset, B in (('small', 2), ('other', 1), ('tiny', 1)):
+        assert train.parse(argv.format(preset).split())[1].micro_batch == B
+
+
+def test_a_config_of_another_program_is_kept(here):
+    """One of this program, of a run that was killed before its first ckpt.pt, is not."""
+    config = Path('out/trime/config.json')
+    config.parent.mkdir(parents=True)
+    config.write_text('{"architectures": ["GPT2"]}')
+    assert 'is not empty' in one_line(launch)
+    assert 'GPT2' in config.read_text()
+    launch('--out other')
+    Path('other/config.json').replace(config)
+    launch()
+
+
+def test_a_resumed_run_has_its_own_settings_in_its_config(here):
+    launch('--max-steps 2')
+    launch('--max-steps 4 --kernel torch')
+    assert config_of('out/trime')['kernel'] == 'torch'
+    launch('--max-steps 4 --kernel auto')               # finished: no step, so no change
+    assert config_of('out/trime')['kernel'] == 'torch'
 
 
 def test_a_checkpoint_that_is_not_of_this_program(here):
@@ -687,6 +717,7 @@ def test_validation_is_fixed_and_complete(here):
     Model, model_config, config = train.parse(argv)
     training = train.Run(Model, model_config, config)
     training.load_data()
+    training.make_batches()
     model = training.model = make(argv, vocab_size=257)
     val = training.corpus.val
     state = torch.get_rng_state()
@@ -768,6 +799,7 @@ def test_sequences_of_needles_grow_in_the_first_half(here):
         'trime', '--data niah:long --block-size 1024 --tokens-per-step 4096 --grow-context'))
     training = train.Run(Model, model_config, config)
     training.load_data()
+    training.make_batches()
     n_rows = [len(training.batches[g].tokens) for g in range(12)]
     assert n_rows == [16, 16, 8, 4, 4, 2] + 6 * [2]
     assert len(training.val_batches[0].tokens) == 2
@@ -974,6 +1006,7 @@ def prepared_run(argv):
     """A Run with its data, before its model is made"""
     training = train.Run(*train.parse(argv))
     training.load_data()
+    training.make_batches()
     return training
 
 
