@@ -944,6 +944,9 @@ KINDS = {'json': 'json', 'jsonl': 'json', 'jsonlines': 'json', 'ndjson': 'json',
          'parquet': 'parquet'}                  # {end of a file's name: kind}; of others: text
 
 
+UNPACKED = {'txt', 'md', 'tex', 'tsv', 'json', 'jsonl', 'jsonlines', 'ndjson'}  # if .gz follows
+
+
 class Document(NamedTuple):
     """A document, or a part of a file that becomes documents"""
     text: str
@@ -1013,7 +1016,8 @@ def opened(path):
 
 def unpacked(path, raw):
     """A binary file with the content of raw, an opened file: unpacked if its path ends with .gz"""
-    return gzip.open(raw) if path.name.lower().endswith('.gz') else raw
+    is_packed = path.name.lower().endswith('.gz') and ending(path) in UNPACKED
+    return gzip.open(raw) if is_packed else raw
 
 
 def pair_documents(path):
@@ -1030,12 +1034,15 @@ def pair_documents(path):
 
 def json_documents(path):
     """Yields the documents of a JSON file, objects {"text": ...}: one per line, or the items of an
-    array, or a single object that takes several lines."""
-    # the first line that is not blank is an object, or an array or object begins there
-    first = next((line.text for line in lines_of(path) if line.text.strip()), '')
+    array, or a single object."""
+    # the first lines that are not blank: an object, and more, or an array or object begins there
+    lines = islice((line.text for line in lines_of(path) if line.text.strip()), 2)
+    first, *more = [*lines, '']
     try:
         has_lines = isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
+        has_lines = False
+    if ending(path) == 'json' and more == ['']:
         has_lines = False
     return json_lines(path) if has_lines else json_array(path)
 
@@ -1057,9 +1064,12 @@ def json_array(path):
     try:
         items = json.loads(text)
     except (ValueError, RecursionError):
-        refuse(path, 'line 1', text.lstrip(), '{"text": "..."}')
+        error = SystemExit if '"text"' in text else OtherJson
+        refuse(path, 'line 1', text.lstrip(), '{"text": "..."}', error)
     if not isinstance(items, list):
         items = [items]
+    if not any(isinstance(item, dict) and 'text' in item for item in items):
+        refuse(path, 'item 1', json.dumps(items[:1])[1:-1], '{"text": "..."}', OtherJson)
     n_read = path.stat().st_size / max(1, len(items))
     for i, item in enumerate(items, 1):
         yield json_document(path, f'item {i}', item, n_read)
@@ -1075,14 +1085,12 @@ def json_document(path, where, item, n_read):
 
 
 class OtherJson(SystemExit):
-    """A .json file has something else than documents, as package.json: in a folder it is left out,
-    alone it ends the program."""
+    """A JSON file has no documents, but something else, as package.json: in a folder it is left
+    out, alone it ends the program."""
 
 
-def refuse(path, where, what, expected):
+def refuse(path, where, what, expected, error=SystemExit):
     """Ends the program: `what`, at this place in a file, is not as expected."""
-    begins_otherwise = ending(path) == 'json' and where in ('line 1', 'item 1')
-    error = OtherJson if begins_otherwise else SystemExit
     raise error(f'{str(path)!a}, {where}: {what[:60]!r} is not {expected}: correct it or move the '
                 'file away')
 
@@ -1145,8 +1153,6 @@ def find_text(data, root):
     SystemExit if there is none"""
     # where it is
     path = Path(data)
-    if data in NAMES and path.exists():
-        print(f'--data {data} is the text of this name; for the folder of this name: ./{data}')
     if data == 'code':
         path = Path(sysconfig.get_path('stdlib'))
     elif data in DOWNLOADS:
@@ -1362,10 +1368,11 @@ def examine_all(files, is_code):
         except UnicodeDecodeError:
             reason, where = why_not_utf8(path)
             no_text[reason].append(f'{name}: {where}')
-        except OtherJson:
+        except OtherJson as error:
             if len(files) == 1:
                 raise
-            no_text['JSON, but no {"text": "..."}'].append(name)
+            _, _, what = str(error).partition(': ')
+            no_text['JSON without documents'].append(f'{name}: {what:.60}')
     if is_code:
         sources = packages_of(sources)
     return sources, no_text
@@ -1562,6 +1569,8 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
 
     # the text; of needles, the text that they are in
     data = str(data)
+    if data in NAMES and os.path.exists(data) and not quiet:
+        print(f'--data {data} is the text of this name; the file or folder is ./{data}')
     task, _, haystack = data.partition(':')
     hops = HOPS.get(task, 0)
     if hops:

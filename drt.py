@@ -819,8 +819,9 @@ class DRT(nn.Module):
         return product(h, l_k.mT) / h.size(-1) ** 0.5
 
     def rounded(self, r):
-        """Scores r (..., n) in units of 1/256, as integers of which no two are equal, because the
-        choice of topk among equal numbers depends on n: of equal scores the first is the highest"""
+        """Scores r (..., n) rounded to 1/256, as integers: n round(256 r) - k for chunk k. They all
+        differ, because the choice of topk among equal numbers depends on n; where rounded scores
+        are equal, the first chunk has the highest number."""
         n = r.size(-1)
         units = (256 * r.clamp(min=-2.0 ** 30)).round().long()
         return units * n - torch.arange(n, device=r.device)

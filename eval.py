@@ -296,8 +296,7 @@ class EvalRun:
         """Sets log_p_of of a way, and that of `off`, with which all are compared; each once."""
         for each in ('off', way):
             if each not in self.log_p_of:
-                number = f'{len(self.log_p_of) + 1} of {len(self.ways)}'
-                desc = f'{self.name}, {each}, {number}: tokens scored'
+                desc = f'{self.name}, {each}: tokens scored'
                 documents = progress_bar(self.documents, desc, size=len)
                 self.log_p_of[each] = [self.log_p(each, tokens) for tokens in documents]
 

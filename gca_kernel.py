@@ -600,9 +600,10 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
     can_run = triton_can_run(q, chunk)
     if kernel == 'triton' and not can_run:
         raise NotImplementedError(
-            "kernel='triton' cannot run: it needs a GPU, the package triton, 16 or 32 bits (here "
-            f'{q.dtype}), head size 16 to 128 (here {D}), chunk 16, 32, 64 or 128 (here {chunk}), '
-            "and chunk x max(head size, 64) numbers in 16 KiB. kernel='torch' can.")
+            "kernel='triton' cannot run: it needs a GPU (NVIDIA: from the A100 on), the package "
+            f'triton, 16 or 32 bits (here {q.dtype}), head size 16 to 128 (here {D}), chunk 16, '
+            f'32, 64 or 128 (here {chunk}), and chunk x max(head size, 64) numbers in 16 KiB. '
+            "kernel='torch' can.")
     if kernel == 'auto':
         kernel = 'triton' if can_run and q.is_cuda else 'torch'
 

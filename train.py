@@ -86,14 +86,14 @@ LOCAL_RANK = int(os.getenv('LOCAL_RANK', RANK)) # its number on its machine
 def expanded_path(text):
     """The type of a flag: a path, without / at its end. A shell does not expand the ~ of
     --out=~/x."""
-    return text and os.path.normpath(os.path.expanduser(text))
+    return text and str(Path(text).expanduser())
 
 
 def source(text):
     """The type of --data: the name of a corpus, or a path, which becomes absolute, because eval.py
     may run in another folder; also after niah: and niah2:"""
     task = re.match('(niah2?:)?', text)[0]
-    name = os.path.expanduser(text.removeprefix(task))      # ./code remains: code is a name
+    name = os.path.expanduser(text.removeprefix(task))      # ./code does not become the name code
     if os.path.exists(name) and name not in (*data.NAMES, *data.HOPS):
         name = os.path.abspath(name)
     return task + name
@@ -227,7 +227,7 @@ def train(Model, model_config, config, corpus=None, stage=''):
         run.attach = setup(run.model, run)
     run.make_optimizers()
 
-    # changes of a resumed run that are announced
+    # what is changed in a resumed run
     changed = [key for key in ('max_steps', 'micro_batch')
                if run.resumes and saved.get(key) != run.settings[key]]
     if 'max_steps' in changed:
@@ -238,8 +238,8 @@ def train(Model, model_config, config, corpus=None, stage=''):
               'another --out begins a new one')
 
     # the files of the run: if a new one is killed early, it can be resumed
-    if RANK == 0 and (run.state['step'] < config.max_steps or not run.resumes):
-        write_config(run.out, run.settings, run.ran_on)
+    if RANK == 0 and (changed or run.state['step'] < config.max_steps or not run.resumes):
+        write_config(run.out, run.settings, run.ran_on, saved)
     if RANK == 0 and not run.resumes:
         run.save_checkpoint()
 
@@ -344,6 +344,9 @@ class Run:
         self.batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
         not_packed = dict(sizes, bm25=False)
         self.val_batches = corpus.batches(corpus.val, seed=0, **not_packed)
+        of_val = map(self.val_batches.in_order, range(len(self.val_batches)))
+        if not any((batch.targets >= 0).any() for batch in of_val):
+            raise SystemExit('val has no token to predict: its documents have one token each')
 
     def make_model(self, start):
         """The model, with the weights of `start`, a checkpoint or {}; the state of the run"""
@@ -550,8 +553,6 @@ class Run:
             total = total.to(self.device)
             dist.all_reduce(total)
         nats, n_tokens = total.tolist()
-        if n_tokens == 0:
-            raise SystemExit('val has no token to predict: its documents have one token each')
         return nats / n_tokens, int(n_tokens)
 
     def gains(self, progress, loss):
@@ -814,8 +815,9 @@ def parse(argv=None):
         if args.preset != 'tiny' and differ:
             parser.error(f'--preset {args.preset} has another {differ[0]} than {file}: leave it '
                          'out with --init')
-        micro_batch = presets[args.preset].get('micro_batch', of_file['micro_batch'])
-        parser.set_defaults(**of_file | dict(micro_batch=micro_batch, tokenizer=tokenizer))
+        parser.set_defaults(**of_file, tokenizer=tokenizer)
+        if args.preset != 'tiny' and 'micro_batch' in presets[args.preset]:
+            parser.set_defaults(micro_batch=presets[args.preset]['micro_batch'])
 
     # what is on the command line comes before all defaults
     parser.add_argument('-h', '--help', action='help')
@@ -995,7 +997,7 @@ def check_folder(out, settings, state, kind):
     -> the settings of the run that is resumed, {} if it is new"""
     # config.json alone, of this program, is of a run that was killed before its first ckpt.pt
     files = sorted({*os.listdir(out)} - {LOCK})
-    if files == ['config.json'] and '"ran_on"' in (out / 'config.json').read_text('utf-8'):
+    if files == ['config.json'] and b'"ran_on"' in (out / 'config.json').read_bytes():
         files = []
     saved = read_config(out, state) if 'ckpt.pt' in files else {}
     trouble = trouble_of(files, saved, settings, state, kind)
@@ -1013,11 +1015,18 @@ def check_folder(out, settings, state, kind):
     raise SystemExit(message)
 
 
-def write_config(out, settings, ran_on):
-    """Writes config.json: all settings, and what is needed to repeat the run."""
+def write_config(out, settings, ran_on, saved):
+    """Writes config.json: all settings, and what is needed to repeat the run. saved: what is there
+    before a run is resumed, else {}; `earlier` keeps how it was run before"""
     git = f'git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty'
     ran = dict(command=shlex.join(sys.argv), commit=subprocess.getoutput(f'{git} 2>/dev/null'),
                ran_on=ran_on, python=sys.version, torch=torch.__version__)
+    earlier = saved.get('earlier', [])
+    before = {key: saved[key] for key in ran if key in saved}
+    if before and before != ran:
+        earlier = [*earlier, before]
+    if earlier:
+        ran['earlier'] = earlier
     write(out / 'config.json', json.dumps(settings | ran, indent=1))
 
 
@@ -1124,7 +1133,7 @@ def hardware(device):
         mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
         mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
     if device == 'cuda':
-        device = f'cuda:{LOCAL_RANK}'
+        device = f'cuda:{os.getenv("LOCAL_RANK", 0)}'
         torch.cuda.set_device(device)
     return torch.device(device)
 

@@ -159,10 +159,11 @@ class EvalConfig:
     nprobe: int = 16            # trime: lists of the datastore that a search reads; 0: all
 
 
-# Table 9 has sizes, stride and optimizer (247m: lr, beta2, weight_decay are ours). n_head of 7m is
-# App. F's. From the official code: n_head of the others (150m: it has 10, but RoPE needs even
-# C / n_head), cutoffs (enwik8: it has 208), div_value, dropout (7m: ours), beta2 and weight_decay
-# of ADAM (7m: as for the others).
+# Table 9 has sizes, stride and optimizer; ours are AdamW for 247m (paper: NAG) with its lr, beta2
+# and weight_decay, and the cosine of 7m (inverse square root). n_head of 7m is App. F's. From the
+# official code: n_head of the others (150m: it has 10, but RoPE needs even C / n_head), cutoffs
+# (enwik8: it has 208), div_value, dropout (7m: ours), beta2 and weight_decay of ADAM (7m: as for
+# the others).
 WIKITEXT = dict(data='wikitext103', tokenizer='word', vocab_size=267_744, cutoffs='20000,60000',
                 eval_every=2000)
 ADAM = dict(optimizer='adamw', weight_decay=0.01, beta2=0.98, grad_clip=0.0, lr=2.5e-4, warmup=0.0,

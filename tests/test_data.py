@@ -322,7 +322,7 @@ def test_json(src, name, content):
     assert texts_of(corpus) == [JSON_TEXTS, ['v'], ['a\nb']]
     [reason] = corpus.about.keys() - {'splits', *data.SPLITS}
     assert 'binary' in reason
-    assert corpus.about[reason] == "1 files, ['train.tar.gz: byte 3 is 0xff']"
+    assert corpus.about[reason] == "1 files, ['train.tar.gz: byte 1 is 0x8b']"
 
 
 def test_files_of_pairs(src):
@@ -704,6 +704,8 @@ def test_the_folder_of_a_running_preparation_stays(src, monkeypatch):
 @mark.parametrize('name, content, place', [
     ('a.jsonl', jsonl('ab' * 99) + '\n{}\n', 'line 200'),
     ('a.json', '[{"text": "x"}, 3]', 'item 2'), ('a.json', '{"text": "x"}\n{}', 'line 2'),
+    ('a.json', '{}\n{"text": "x"}', 'line 1'), ('a.json', '[{}, {"text": "x"}]', 'item 1'),
+    ('a.json', '[{"text": "x"', 'line 1'),
     ('a.txt.gz', 'no gzip', 'cannot be read'), ('train.jsonl', 'nonsense', 'nonsense'),
     ('train.jsonl', '{"text": 3}', '{"text": 3}')])
 def test_files_that_are_refused(tmp_path, src, name, content, place):
@@ -714,14 +716,14 @@ def test_files_that_are_refused(tmp_path, src, name, content, place):
     assert not list(tmp_path.glob('corpora/*'))
 
 
-@mark.parametrize('content', ['5', '{"name": "app"}', '[\n{"name": "app"}]', '{\n"a": {}}'])
+@mark.parametrize('content', [
+    '5', '\n{"name": "app"}', '[\n{"name": "app"}]', '{\n"a": {}}', '{"a": 1,}', '{\n// x\n}'])
 def test_other_json(src, content):
     """Left out of a folder of texts, refused alone"""
     path = src(train_txt='a', val_txt='b', train_package_json=content)
     corpus = prepared(path)
     assert texts_of(corpus)[:2] == [['a'], ['b']]
-    left_out = corpus.about['not used (JSON, but no {"text": "..."})']
-    assert left_out == "1 files, ['train.package.json']"
+    assert 'train.package.json: ' in corpus.about['not used (JSON without documents)']
     assert 'is not {"text": "..."}' in one_line(prepared, path / 'train.package.json')
 
 

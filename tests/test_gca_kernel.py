@@ -184,12 +184,25 @@ def test_without_slots_or_chunks():
             gca(q, wrong, wrong, w, idx, 16)
 
 
-def test_without_a_backward_pass(kernel):
-    """No plan is made."""
-    q, k, v, w, idx, _ = (x.float() if x.is_floating_point() else x for x in example())
+@interpreted
+def test_no_plan_is_made_without_a_backward_pass(monkeypatch):
+    monkeypatch.setenv('TRITON_INTERPRET', '1')
+    *inputs, idx, _ = example()
+    q, k, v, w = (x.float() for x in inputs)
     with torch.no_grad(), mock.patch.object(gca_kernel, 'gca_plan', side_effect=AssertionError):
-        o = gca(q, k, v, w, idx, 16, kernel=kernel)
+        o = gca(q, k, v, w, idx, 16, kernel='triton')
     close(o, gca_reference(q, k, v, w, idx, 16), 1e-5)
+
+
+@mark.parametrize('capability, can_run', [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_gpus_before_the_a100_are_left_to_pytorch(monkeypatch, capability, can_run):
+    monkeypatch.setattr(gca_kernel, 'HAS_TRITON', True)
+    monkeypatch.setattr(gca_kernel, 'compute_capability', lambda device: capability)
+    monkeypatch.setattr(torch.version, 'hip', None)
+    q = mock.Mock(is_cuda=True, dtype=torch.bfloat16)
+    q.size.return_value = 64                                                # of a head
+    q.element_size.return_value = 2
+    assert gca_kernel.triton_can_run(q, 64) == can_run
 
 
 @mark.parametrize('rows', [1, 3])

@@ -270,8 +270,8 @@ def two_machines(more):
         port = s.getsockname()[1]
     processes = []
     for rank, folder in enumerate(('a', 'b')):
-        env = dict(os.environ, RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1',
-                   MASTER_PORT=str(port))
+        env = dict(os.environ, RANK=str(rank), LOCAL_RANK='0', WORLD_SIZE='2',
+                   MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
         command = [sys.executable, FILE, *flags('trime', f'--out run {more}')]
         processes.append(subprocess.Popen(command, cwd=folder, env=env, text=True,
                                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
@@ -658,6 +658,7 @@ def test_init_has_the_micro_batch_of_the_preset(here, monkeypatch):
     argv = '--init out/trime --preset {} --out new'
     monkeypatch.setitem(trime.PRESETS, 'small', dict(micro_batch=2))
     monkeypatch.setitem(trime.PRESETS, 'other', {})
+    monkeypatch.setitem(trime.PRESETS, 'tiny', dict(micro_batch=2))
     for preset, B in (('small', 2), ('other', 1), ('tiny', 1)):
         assert train.parse(argv.format(preset).split())[1].micro_batch == B
 
@@ -674,10 +675,14 @@ def test_a_config_of_another_program_is_kept(here):
     launch()
 
 
-def test_a_resumed_run_has_its_own_settings_in_its_config(here):
+def test_a_resumed_run_has_its_own_settings_in_its_config(here, monkeypatch):
     launch('--max-steps 2')
+    monkeypatch.setattr(sys, 'argv', ['train.py', 'another command'])
     launch('--max-steps 4 --kernel torch')
-    assert config_of('out/trime')['kernel'] == 'torch'
+    config = config_of('out/trime')
+    assert config['kernel'] == 'torch'
+    [before] = config['earlier']
+    assert {*before} == {'command', 'commit', 'ran_on', 'python', 'torch'}
     launch('--max-steps 4 --kernel auto')               # finished: no step, so no change
     assert config_of('out/trime')['kernel'] == 'torch'
 

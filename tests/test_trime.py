@@ -416,6 +416,18 @@ def test_causality(name, way, n_source, stores):
 WITH_MEMORIES = mark.parametrize('name', ['long', 'ext', 'all', 'cache', 'knn_lm'])
 
 
+def test_trace_has_the_hundred_most_probable():
+    torch.manual_seed(0)
+    model = TRIME(TRIMEConfig(V, block_size=150, n_layer=1, n_head=2, n_embd=16)).eval()
+    tokens = random_tokens(1, 150)[0]
+    f, g, state = next(model.windows(tokens[None, :149]))
+    _, log_words = model.embedding.logits(f[0, -1:])
+    sim = model.memories(g, state).sim[-1:]
+    P, _ = model.inference.probabilities(log_words, sim)
+    best = P[0].sort(descending=True, stable=True).indices[:100]
+    assert [row.end - 2 for row in model.trace(tokens, 148)] == best.tolist()
+
+
 @WITH_MEMORIES
 @mark.parametrize('t', [1, T - 1, T, 3 * T])
 def test_trace(name, t, stores):
