@@ -3,6 +3,8 @@ DRT, the Differentiable Retrieval-based Transformer: the language model's loss t
 
     Xiang Hu, Zhihao Teng, Jun Zhao, Wei Wu and Kewei Tu, "Efficient Length-Generalizable Attention
     via Causal Retrieval for Long-Context Language Modeling", ICML 2025, arXiv:2410.01651
+    (sections, equations and tables are numbered as in its version of 2024, "Efficient Long-Range
+    Language Modeling with Self-Supervised Causal Retrieval")
 
 A landmark token ends each chunk of a text. It scores all earlier chunks, and the best few are read.
 The upper half of the layers attends to them from the positions of the next chunk: to each with its
