@@ -141,6 +141,7 @@ def test_views(kernel):
     assert_close(run(of_views, *inputs), exact, 5e-6)
 
 
+@mark.filterwarnings('ignore:overflow')                 # of NumPy, in the interpreter
 @mark.parametrize('score', [0, -100, 100])
 def test_a_sink_at_any_score(score, kernel):
     """Far below zero, where the sink has all the probability, and far above."""
@@ -165,7 +166,7 @@ def test_what_is_not_read_changes_nothing(bad, kernel, monkeypatch):
     for x in (k, v):
         x[:, :16] = bad
         x[:, 15::16] = bad
-    for scores in (gca_kernel.SCORES, 1):
+    for scores in (gca_kernel.SCORES, 1)[:1 + (kernel == 'torch')]:         # blocks of PyTorch
         monkeypatch.setattr(gca_kernel, 'SCORES', scores)
         results = run(gca, q, k, v, w, idx, do, **options)
         assert_close(results, wanted, 1e-6, 1e-6)
