@@ -942,8 +942,6 @@ def long_word(pattern):
 # documents in files
 KINDS = {'json': 'json', 'jsonl': 'json', 'jsonlines': 'json', 'ndjson': 'json', 'tsv': 'pairs',
          'parquet': 'parquet'}                  # {end of a file's name: kind}; of others: text
-
-
 UNPACKED = {'txt', 'md', 'tex', 'tsv', 'json', 'jsonl', 'jsonlines', 'ndjson'}  # if .gz follows
 
 
@@ -1035,14 +1033,15 @@ def pair_documents(path):
 def json_documents(path):
     """Yields the documents of a JSON file, objects {"text": ...}: one per line, or the items of an
     array, or a single object."""
-    # the first lines that are not blank: an object, and more, or an array or object begins there
-    lines = islice((line.text for line in lines_of(path) if line.text.strip()), 2)
-    first, *more = [*lines, '']
+    # the first line that is not blank is an object, or an array or object begins there
+    lines = (line.text for line in lines_of(path) if line.text.strip())
+    first = next(lines, '')
+    second = next(lines, '')
     try:
         has_lines = isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         has_lines = False
-    if ending(path) == 'json' and more == ['']:
+    if ending(path) == 'json' and not second:           # a single object in a line
         has_lines = False
     return json_lines(path) if has_lines else json_array(path)
 
@@ -1061,15 +1060,17 @@ def json_array(path):
     text = read_text(path)
     if not text.strip():
         return
+    other = OtherJson if ending(path) == 'json' else SystemExit     # if there are no documents
     try:
         items = json.loads(text)
     except (ValueError, RecursionError):
-        error = SystemExit if '"text"' in text else OtherJson
-        refuse(path, 'line 1', text.lstrip(), '{"text": "..."}', error)
+        if '"text"' in text:                            # documents, damaged
+            other = SystemExit
+        refuse(path, 'line 1', text.lstrip(), '{"text": "..."}', other)
     if not isinstance(items, list):
         items = [items]
     if not any(isinstance(item, dict) and 'text' in item for item in items):
-        refuse(path, 'item 1', json.dumps(items[:1])[1:-1], '{"text": "..."}', OtherJson)
+        refuse(path, 'item 1', json.dumps(items[:1])[1:-1], '{"text": "..."}', other)
     n_read = path.stat().st_size / max(1, len(items))
     for i, item in enumerate(items, 1):
         yield json_document(path, f'item {i}', item, n_read)
@@ -1085,7 +1086,7 @@ def json_document(path, where, item, n_read):
 
 
 class OtherJson(SystemExit):
-    """A JSON file has no documents, but something else, as package.json: in a folder it is left
+    """A .json file has no documents, but something else, as package.json: in a folder it is left
     out, alone it ends the program."""
 
 
@@ -1368,11 +1369,10 @@ def examine_all(files, is_code):
         except UnicodeDecodeError:
             reason, where = why_not_utf8(path)
             no_text[reason].append(f'{name}: {where}')
-        except OtherJson as error:
+        except OtherJson:
             if len(files) == 1:
                 raise
-            _, _, what = str(error).partition(': ')
-            no_text['JSON without documents'].append(f'{name}: {what:.60}')
+            no_text['JSON without {"text": "..."}'].append(name)
     if is_code:
         sources = packages_of(sources)
     return sources, no_text

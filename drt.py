@@ -732,7 +732,7 @@ class DRT(nn.Module):
 
         x (B, T)        a number for each token, as its id
         value           the number of a landmark; None: that of the token before
-        state           if x continues a text, whose chunks go on
+        state           of the text that x continues; None: x begins a text
         returns         (B, L)
 
             S = 4, value 0         1 2 3 4 5 6 7 8  ->  1 2 3 0 4 5 6 0 7 8

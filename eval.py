@@ -533,7 +533,7 @@ def check_prompt(runs, args):
     for run in runs:
         if args.prompt is not None and len(run.tokenizer.encode(args.prompt)) < 2:
             raise SystemExit(f'eval.py: the prompt has fewer than two tokens of {run.name}, too '
-                             'few for examples; --task generate needs none')
+                             'few for examples; --task generate works')
 
 
 def trace_groups(run, tokens, t, state=None):
@@ -578,7 +578,7 @@ def show_example(run, tokens, t, **facts):
             table.add(dict(row, text=shown))
     if not retrieved:
         print(f'\nnothing is retrieved: these {t + 1} tokens have no chunk or memory to read yet, '
-              'or the model does not tell')
+              'or the model has no trace')
     return dict(run=run.name, **facts, retrieved=retrieved)
 
 

@@ -246,8 +246,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, o_ptr,
     # one slot after the other
     acc = tl.zeros([S, D], tl.float32)
     for slot in range(K):
-        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, R,
-                            N_KEYS)
+        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, R, N_KEYS)
 
         # O += w_k P_k V_k
         exp_s, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)
@@ -284,8 +283,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, w_ptr, idx_ptr, do_ptr,
     # one slot after the other
     dq = tl.zeros([S, D], tl.float32)
     for slot in range(K):
-        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, R,
-                            N_KEYS)
+        w, k, v = load_slot(k_ptr, v_ptr, w_row, idx_row, b, h, slot, H, M, S, D, R, N_KEYS)
 
         # P_k, dP_k, δ_k, dS_k
         exp_s, largest, total = chunk_softmax(q, k, scale, S, N_KEYS, SINK)

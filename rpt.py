@@ -65,9 +65,9 @@ Where we differ from the paper, and why
     The other chunks are taught as in RPT-Lex. BM25 has the idf of the corpus. A teacher chooses
     chunks of positive s_t only, so there can be fewer than K. Scheduled sampling draws for each
     chunk.
-    Losses: s_t is a mean over tokens, L_ret over the chunks that have a positive. In λ_lj
-    the discount is NDCG's (official code: log2(1 + rank), not its reciprocal). L_ret trains the
-    lower layers, too. Its τ starts at 1.
+    Losses: s_t is a mean over tokens, L_ret over the chunks that have a positive. In λ_lj the
+    discount is NDCG's (official code: log2(1 + rank), not its reciprocal). L_ret trains the lower
+    layers, too. Its τ starts at 1.
     Measures: Precision@2 is over the chunks that have a positive (paper: over all). Figure 6 has
     nats over the same model without neighbors (paper: % over Transformer-XL).
     Optimizer: Muon or AdamW (paper: AdaBelief).

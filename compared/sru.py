@@ -10,8 +10,8 @@ tokens.
 
 Where this differs from the paper
     A segment begins with the state 0 and without the keys of the one before (TRIME, App. E: with
-    both), because all segments of a micro-batch are encoded in parallel. So its long memory
-    is that of trime.py: m segments, with gradients (App. E: the segment before, without).
+    both), because all segments of a micro-batch are encoded in parallel. So long memory is
+    that of trime.py: m segments, with gradients (App. E: the segment before, without).
     Attention has one head. Ours: a bias for u, v_f = v_r = 0 at first, and g = norm(y).
     The loop over tokens is in plain PyTorch, so it is slow (official code: a CUDA kernel).
 

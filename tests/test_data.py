@@ -723,7 +723,8 @@ def test_other_json(src, content):
     path = src(train_txt='a', val_txt='b', train_package_json=content)
     corpus = prepared(path)
     assert texts_of(corpus)[:2] == [['a'], ['b']]
-    assert 'train.package.json: ' in corpus.about['not used (JSON without documents)']
+    left_out = corpus.about['not used (JSON without {"text": "..."})']
+    assert left_out == "1 files, ['train.package.json']"
     assert 'is not {"text": "..."}' in one_line(prepared, path / 'train.package.json')
 
 

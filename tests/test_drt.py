@@ -264,6 +264,23 @@ def test_a_chunk_that_recurs_is_a_tie(settings, n):
     assert_ties(model, tokens_of(t=n, b=1), tokens_of(t=3, b=20))
 
 
+def test_the_first_of_equal_chunks_is_chosen():
+    """In evaluation, with scores that are equal when they are rounded to 1/256"""
+    r = torch.tensor([[[1.0, 3.0, 3.001, 3.0, 5.0]]]).double()
+    _, idx = small(n_neighbors=3).choose(r, torch.ones_like(r, dtype=torch.bool))
+    assert idx.tolist() == [[[4, 1, 2]]]
+
+
+def test_read_keeps_landmarks_not_all_states(monkeypatch):
+    """While the upper layers do not run: then all landmarks become one tensor."""
+    monkeypatch.setattr(DRT, 'PIECE', 4 * S)
+    monkeypatch.setattr(DRT, 'encode_upper', lambda self, x, start, state: (None, state))
+    state = small(compare_means=False).read(tokens_of(t=60 * S))
+    assert len(state.l_k) > 10
+    for l_k in state.l_k:
+        assert l_k.untyped_storage().nbytes() == l_k.numel() * l_k.element_size()
+
+
 def test_the_state_is_bounded():
     """§3.3: only landmarks, keys and values grow with the text."""
     model, sizes = small(), []
