@@ -704,6 +704,7 @@ def config_of(Model):
 
 # --------------------------------------------------------------------------------------------------
 # flags, each from a field of a config
+@functools.cache        # getsource parses a whole file
 def comments_of(Config):
     """The comment after each field of a dataclass and of those that it inherits from, from their
     source, as `    lr: float = 8e-3     # peak rate` -> {field: comment}"""
