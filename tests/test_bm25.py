@@ -73,13 +73,13 @@ def test_short_and_long_documents(N, length, V, idf):
     index = BM25(docs, idf=idf)
     limit = np.arange(len(numbers)) * N // 4
 
+    expected = [formula(docs, query, idf=idf) for query in queries]
     for k in (1, 20, N // 3, 2 * N):
         ids, scores = index.search_many(queries, k)
         limited = index.search_many(queries, k, limit)
-        for i, query in enumerate(queries):
-            expected = formula(docs, query, idf=idf)
-            assert_ranks(ids[i], scores[i], expected, k)
-            assert_ranks(limited[0][i], limited[1][i], expected, k, limit[i])
+        for i in range(len(queries)):
+            assert_ranks(ids[i], scores[i], expected[i], k)
+            assert_ranks(limited[0][i], limited[1][i], expected[i], k, limit[i])
 
 
 @mark.parametrize('N', [0, 1, 2, 19, 320, 5000])

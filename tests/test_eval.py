@@ -12,6 +12,7 @@ from pytest import approx, fixture, mark
 
 import data, train, trime
 import eval as evaluation
+from compared import cache
 import test_drt, test_trime
 from helpers import flags, log_p, one_line, random_tokens, write, write_splits
 
@@ -888,10 +889,18 @@ def trained(tmp_path_factory):
     return folder
 
 
+def few_values(monkeypatch):
+    """Tuning, of TRIME and of a cache, takes less time."""
+    for module in trime, cache:
+        monkeypatch.setattr(module, 'TAUS', module.TAUS[2::6])
+        monkeypatch.setattr(module, 'LAMBDAS', module.LAMBDAS[::5])
+
+
 @fixture
 def models(trained, monkeypatch):
     monkeypatch.chdir(trained)
-    monkeypatch.setattr(trime, 'TAUS', trime.TAUS[::4])         # tuning takes less time
+    few_values(monkeypatch)
+    monkeypatch.setattr(evaluation, 'PAGE_TOKENS', 60)
     return 'out/trime out/rpt out/drt'
 
 
@@ -1006,6 +1015,7 @@ def weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = Path(evaluation.__file__).parent
     shutil.copytree(folder / 'assets', 'assets')
+    few_values(monkeypatch)
     text = (folder / 'drt.py').read_text()[:18_000]
     write_splits(tmp_path / 'texts', [text], [text])
 

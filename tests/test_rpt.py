@@ -287,7 +287,7 @@ def test_trace_is_what_was_retrieved(more):
     text = tokens[0]
     _, retrieved, gates = by_definition(model, text, [0] * T)
     m = model.config.chunk_size
-    for t in range(m - 1, T, 5):
+    for t in range(m - 1, T, 7):
         trace = model.trace(text, t, model.read(tokens[:, :t]))
         assert trace == model.trace(text, t)
         traced = {}

@@ -153,12 +153,13 @@ def test_nohup(here, monkeypatch):
 
 def test_without_a_reader(here):
     """What is printed is dropped."""
-    eval_py = [FILE.with_name('eval.py'), 'run', '--task', 'table', '--json', 'table.json']
-    for command in ([FILE, *flags('trime', '--out run')], eval_py):
+    train_py = [FILE, *flags('trime', '--out run')]
+    eval_py = [FILE.with_name('eval.py'), *'run --task table --memory none --json x.json'.split()]
+    for command in (train_py, eval_py):
         process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE)
         process.stdout.close()
         assert process.wait() == 0
-    assert step_of('run/ckpt.pt') == 6 and Path('table.json').exists()
+    assert step_of('run/ckpt.pt') == 6 and Path('x.json').exists()
 
 
 def test_a_coarse_clock(here, monkeypatch):
@@ -203,7 +204,7 @@ def test_a_reference_of_another_run(here):
 
 def test_kill_9(here):
     """At any moment; checkpoints are written to another file first, so the last one is whole."""
-    more = '--max-steps 60 --eval-every 15 --out '
+    more = '--max-steps 100 --eval-every 20 --out '
     launch(more + 'straight')
     command = [sys.executable, FILE, *flags('trime', more + 'run')]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -212,7 +213,7 @@ def test_kill_9(here):
         time.sleep(0.05)
     process.kill()
     process.wait()
-    assert step_of('run/ckpt.pt') < 60
+    assert step_of('run/ckpt.pt') < 100
     Path('run/best.pt.123.tmp').touch()                     # as of a kill while it is written
     Path('run/datastore.123.tmp').mkdir()                   # that eval.py builds
     launch(more + 'run')
@@ -651,9 +652,9 @@ NOT_FITTING = {'--n-embd 32': "Its settings that differ: {'n_embd': 16}",
                '--preset paper': '--preset paper has another block_size than first'}
 
 
-@mark.parametrize('more, message', NOT_FITTING.items())
-def test_init_names_what_does_not_fit(first, more, message):
-    assert message in one_line(run, [*first, *more.split()])
+def test_init_names_what_does_not_fit(first):
+    for more, message in NOT_FITTING.items():
+        assert message in one_line(run, [*first, *more.split()])
 
 
 @mark.parametrize('model', FLAGS)

@@ -571,6 +571,13 @@ def prepared(trained, folder, external=CORPUS, **flags):
     return model
 
 
+@fixture
+def few_values(monkeypatch):
+    """For tests that do not check constants: `tune` tries few of them."""
+    monkeypatch.setattr(trime, 'TAUS', [0.3, 1.0])
+    monkeypatch.setattr(trime, 'LAMBDAS', [0.0, 0.25])
+
+
 def perplexity(model, way='on'):
     model.way = way
     log_probs = torch.cat([log_p(model, tokens) for tokens in DOCUMENTS])
@@ -580,8 +587,9 @@ def perplexity(model, way='on'):
 @mark.parametrize('trained, names', [
     ('local', ''), ('long', ''), ('none', 'local,long'), ('none', 'ext'), ('ext', 'local,ext'),
     ('ext', '')])
-def test_tuning(trained, names, tmp_path, capsys):
+def test_tuning(trained, names, tmp_path, capsys, monkeypatch):
     """On val tuned temperatures are better than others, memories than shuffled ones and none."""
+    monkeypatch.setattr(trime, 'TAUS', trime.TAUS[::2])
     model = prepared(trained, tmp_path, memory=names)
     x = model.inference
     on, shuffled, off = (perplexity(model, way) for way in model.ways())
@@ -606,20 +614,20 @@ def test_tuning(trained, names, tmp_path, capsys):
     assert isinstance(x, LinearInference) == (trained == 'none')
 
 
-def test_flags(tmp_path):
+def test_flags(tmp_path, few_values):
     assert prepared('ext', tmp_path, memory='local', stride=5).eval_memory.stride == 5
     assert 'find itself' in one_line(prepared, 'ext', tmp_path, split='train')
     assert prepared('none', tmp_path).ways() == ('off',)
 
 
-def test_more_long_memory_is_better(tmp_path):
+def test_more_long_memory_is_better(tmp_path, few_values):
     """Figure 3"""
     few = prepared('long', tmp_path, long=0)
     many = prepared('long', tmp_path)
     assert perplexity(many) < perplexity(few)
 
 
-def test_another_corpus(tmp_path):
+def test_another_corpus(tmp_path, few_values):
     """Table 5: local memory and a datastore of that text"""
     corpus = SimpleNamespace(folder=Path('b'), train=CORPUS.val, fingerprint='2', tab=-1)
     flags = dict(external=corpus, retrieve_from='b', split='train')
@@ -681,7 +689,7 @@ def test_what_only_other_segments_know_is_learned(memory, p, low, high):
     assert low < np.mean(test) < high
 
 
-def test_a_store_of_other_weights_or_stride_is_refused(tmp_path):
+def test_a_store_of_other_weights_or_stride_is_refused(tmp_path, few_values):
     model = prepared('local', tmp_path, memory='ext')
     path = tmp_path / 'best.pt'
     args = SimpleNamespace(split='val', nprobe=16, new_folder=new_folder, progress_bar=no_progress)
