@@ -227,7 +227,7 @@ def test_blocks_bound_the_memory(rows, monkeypatch):
 
 def test_compiles_without_a_graph_break(kernel):
     def layer(q, k, v, w, idx, S):
-        plan = gca_plan(idx, 5)
+        plan = gca_plan(idx, k.size(1) // S)
         return 2 * gca(2 * q, k, v, w, idx, S, 15, plan=plan, kernel=kernel)
 
     inputs = example(B=1, N=3)
