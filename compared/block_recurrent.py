@@ -14,8 +14,13 @@ Where this differs from the paper (of which this is the configuration "skip" wit
     Blocks have half a window (paper: a window).
     If a document begins in a block, the tokens of the block read the initial states, and so do
     those of the next block.
-    The learned vectors that tell the states apart are also the initial states.
-    Tokens have other keys and values for the states than for the window (paper: the same).
+    In training, each sequence begins with the initial states and an empty window (official code:
+    both continue from one training step to the next).
+    The learned vectors that tell the states apart are also the initial states (official code: two
+    sets). They and the gate's parameter are drawn with std 1 (official code: 0.1).
+    Tokens have other keys and values for the states than for the window (paper: the same). States
+    attend to the tokens of the block (official code: also to those of the block before). Keys and
+    queries have no norm (official code: length 1, and a learned scale).
 
 Letters as in rpt.py; s the n_states vectors
 
@@ -45,6 +50,7 @@ class BlockRecurrentConfig(RPTConfig):
         super().__post_init__()
 
 
+# the sizes of RPT (RPT, §5.1: the official code's defaults, with a window of 512)
 PRESETS = {'tiny': {}, 'paper': dict(rpt.PRESETS['paper'], chunk_size=1024, n_states=512)}
 
 
@@ -54,7 +60,8 @@ class StateBlock(Block):
 
         g s + (1 - g) (W [s attends to s, s attends to the tokens of the block] + b)
 
-    with g = σ of a parameter."""
+    with g = σ of a parameter. Keys, values and queries of s are computed from norm(s) + the learned
+    vectors, so that the states differ. The tokens of a block read s as it is before the block."""
     def __init__(self, config):
         super().__init__(config)
         C = config.n_embd

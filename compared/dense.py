@@ -8,21 +8,23 @@ DRT.
     TMLR 2022, arXiv:2112.09118;  RPT_contriever of DRT, §4.1
 
 It starts from rpt.py. The retriever has embeddings of its own and reads the tokens of a chunk, not
-the states of the decoder. It is trained first, with a contrastive loss: each chunk has one other
-chunk as its positive, whose score must be above those of all other chunks of a micro-batch.
+the states of the decoder. It is trained first, with a contrastive loss: a chunk has at most one
+other chunk as its positive, whose score must be above those of all other chunks of a micro-batch.
 
 Where this differs from the papers
     Both        The encoder is the Retriever of rpt.py on new embeddings, trained on the same
                 documents (papers: BERT). Scores are divided by sqrt(C). Negatives are all other
                 chunks of the micro-batch, also padding.
-    DPR         The positive is the first chunk by BM25 for a chunk and its target, as in RPT's
-                App. C (DPR: the passage with the answer). There are no hard negatives (App. C: the
-                fifth chunk by BM25). Queries and passages have one encoder, then W_Q and W_K (DPR:
-                two encoders). RPT is trained with it (RPT, §5.3: with another retriever, in whose
-                place DPR is put at test time; `ranks` in rpt.py does that).
+    DPR         The positive is the first chunk by BM25, as in RPT's App. C, for a chunk and its
+                target, as in RPT's §3.2 (App. C does not name the query; DPR: the passage with the
+                answer). There are no hard negatives (App. C: the fifth chunk by BM25). Queries and
+                passages have one encoder, then W_Q and W_K (DPR: two encoders). RPT is trained with
+                it (RPT, §5.3: with another retriever, in whose place DPR is put at test time;
+                `ranks` in rpt.py does that).
     Contriever  The positive is the chunk before (paper: another span of the document). There is no
                 queue of negatives and no momentum encoder. W_Q and W_K differ (paper: queries and
-                keys have one encoder).
+                keys have one encoder). DRT, App. A.6, takes Contriever as published, with the
+                cosine.
 
 Letters as in rpt.py
 
@@ -45,7 +47,7 @@ from rpt import (RPT, Retriever, RPTConfig, bm25_candidates, corpus_idf, doc_of_
 @dataclass
 class DenseConfig(RPTConfig):
     retriever: Literal['dpr', 'contriever'] = 'dpr'     # which chunks it is trained to find
-    reference_steps: int = 300                          # steps of its training, before the model's
+    reference_steps: int = 300              # micro-batches that train the retriever, first
 
 
 PRESETS = rpt.PRESETS

@@ -12,10 +12,12 @@ Where this differs from the paper
     The layers are those of RPT, §5.1 (paper: two recurrent ones, one with attention, and so on;
     convolutions over 4 tokens).
     §2.3   The recurrent layers have no MLP.
-    §2.4   At first, where r_t = 1, a_t is 0.9 to 0.999 with log(1 - a_t) evenly spaced (official
-           code: a = exp(-softplus(Λ)) is 0.9 to 0.999 with a² uniform, so a_t = a⁸ is 0.43 to
-           0.992).
-    h does not continue into another joined document. Self-attention and the convolution do.
+    §2.4   At first, where r_t = 1, a_t is 0.9 to 0.999, as in the paper, with log(1 - a_t) evenly
+           spaced (paper: a_t uniform; official code: a = exp(-softplus(Λ)) is 0.9 to 0.999 with a²
+           uniform, so a_t = a⁸ is 0.43 to 0.992).
+    §2.4   At the first token h = sqrt(1 - a_t²) i_t u_t, by the formula (official code: i_t u_t).
+    h does not continue into another joined document; self-attention and the convolution do
+    (official code: the convolution does not).
 
 Letters as in rpt.py, except R = 2C, the channels of h
 
@@ -47,8 +49,10 @@ PRESETS = {'tiny': {}, 'paper': dict(rpt.PRESETS['paper'], n_recurrent=5)}
 
 
 def scan(a, b):
-    """h_t = a_t h_{t-1} + b_t with h_{-1} = 0, in log2 T steps: after n = 1, 2, 4, ... b_t has the
-    terms of the last n tokens, and a_t is the product of theirs. a, b (..., T) -> (..., T)"""
+    """h_t = a_t h_{t-1} + b_t with h_{-1} = 0, in log2 T steps. Before the step of n = 1, 2, 4, ...
+    b_t has the terms of the last n tokens, and a_t is the product of theirs.
+
+    a, b (..., T) -> (..., T)"""
     n = 1
     while n < b.size(-1):
         b = b + a * F.pad(b, (n, -n))
@@ -83,7 +87,7 @@ class RecurrentLayer(nn.Module):
         """x (B, t, C); past: the last two inputs of conv (B, R, 2) and h (B, R, 1), None at the
         beginning of a text; begins (B, t), see begins_document -> y (B, t, C), the past of the next
         piece"""
-        gate, inputs = self.inputs(self.norm(x)).mT.chunk(2, 1)             # W_y z, W_u z (B, R, t)
+        branch, inputs = self.inputs(self.norm(x)).mT.chunk(2, 1)           # W_y z, W_u z (B, R, t)
         if past is None:
             zeros = inputs.new_zeros(*inputs.shape[:2], 2)                  # (B, R, 2)
             past = zeros, zeros[..., :1]
@@ -102,11 +106,11 @@ class RecurrentLayer(nn.Module):
         # the sum is h of the past
         a = F.pad(a.masked_fill(begins[:, None], 0), (1, 0))
         h = scan(a, torch.cat([past_h, b], 2))                              # (B, R, 1 + t)
-        y = self.proj((F.gelu(gate) * h[..., 1:]).mT)
+        added = self.proj((F.gelu(branch) * h[..., 1:]).mT)                 # (B, t, C)
 
         # the next piece begins after the last whole chunk
         end = x.size(1) // self.m * self.m
-        return x + self.dropout(y), (inputs[..., end:end + 2], h[..., end:end + 1])
+        return x + self.dropout(added), (inputs[..., end:end + 2], h[..., end:end + 1])
 
 
 COMPILED = (Block, RecurrentLayer)

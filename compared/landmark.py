@@ -12,14 +12,15 @@ sequence.
 Where this differs from the paper
     Scores have ALiBi; --positions rotary is the paper's.
     §3.2   A chunk that is farther than any in training moves nearer as a whole: its landmark is
-           scored, and its tokens are read, at the farthest distance of training (paper: read at
-           positions just before the text). --no-limit-distance leaves distances as they are.
+           scored, and its tokens are read, at the farthest distance of training (paper: all
+           chunks but the latest K are scored at one position, and what is read has positions just
+           before the text). --no-limit-distance leaves distances as they are.
     §3.2   In evaluation the K best chunks and the tokens of a position's own chunk are all that is
            read (paper: the latest tokens, too). Of equal scores, rounded to 1 / 256, the latest
            chunk is read.
     As in DRT, chunks of other joined documents are not read. But a position reads all tokens of its
-    own chunk up to itself, also those of another document. DRT's flags of retrieval, except
-    --n-neighbors, have no effect.
+    own chunk up to itself, also those of another document; a chunk with tokens of two documents is
+    read by its own positions only. DRT's flags of retrieval, except --n-neighbors, have no effect.
 
 Letters as in drt.py
 
@@ -58,11 +59,12 @@ class LandmarkConfig(DRTConfig):
 
 
 # DRT, Table 1 and App. A.1: K = 4; a sequence has 768 positions, here 12 chunks of 63 tokens and a
-# landmark. A step has 704 sequences (paper: 2^19 tokens), which up to 32 GPUs can share
+# landmark. Positions are those of the official code. A step has 704 sequences (paper: 2^19 tokens),
+# which up to 32 GPUs can share
 PRESETS = {
     'tiny': drt.PRESETS['tiny'],
     '124m': dict(drt.PRESETS['124m'], groups=0, window=UNLIMITED, n_neighbors=4, block_size=756,
-                 micro_batch=22, tokens_per_step=532_224)}
+                 micro_batch=22, positions='rotary', tokens_per_step=532_224)}
 
 
 def rotate_at(x, p):
@@ -88,7 +90,7 @@ class LandmarkAttention(SelfAttention):
     chunks. The weight w_k of a landmark is that of its chunk, whose tokens have a softmax of their
     own:
 
-        o = Σ_{j in its chunk} w_j v_j + Σ_k w_k Σ_{j in chunk k} softmax_j(q k_j / sqrt(D)) v_j
+        o = Σ_{j in its chunk} w_j v_j + Σ_k w_k Σ_{j in chunk k} softmax_j(q · key_j / sqrt(D)) v_j
 
     k: in training, on short texts, all earlier chunks; else the K of largest scores, of each
     position and head."""

@@ -11,15 +11,20 @@ tokens of the memory, those whose keys are most similar to its query.
 Where this differs from the paper
     §3.1   For the memory, keys and queries have length 1, and a learned scale multiplies their
            products (paper: for the window, too).
-    §3.2   In training, the memory has tokens of the sequence (paper: of those before it, too). A
-           token reads the memory of its document only; its window can have another joined one.
-    §3.2   Products with the scale are rounded to 1/256 before the nearest are chosen, so tokens
-           that recur are ties in a stream, too. A small scale makes more of them ties.
+    §3.1   In training, the memory has earlier tokens of the sequence, by the current weights
+           (paper: tokens of earlier steps of the document, by the weights of those steps, and none
+           of the sequence itself). A token reads the memory of its own document only; its window
+           can have tokens of another joined one.
+    §3.1   The memory begins where the window ends, and g is 0 while it is empty (official code:
+           tokens of the block before are in both; g is σ(b) always).
+    §3.3   The search is exact (paper: approximate).
+    Products with the scale are rounded to 1/256 before the nearest are chosen, so tokens that recur
+    are ties in a stream, too; of ties the earliest are read. A small scale makes more of them ties.
     §4     The layer is the middle one of the upper half: of twelve layers the tenth (paper: the
-           ninth), of four the last.
+           ninth), of six the fifth, of four the last.
     With --shift-values (ours), a token of the memory has the value of the next one, so what
-    followed it can be copied. The query is then the token's own key, because queries learn to match
-    keys of the window only.
+    followed it can be copied. The query is then the token's own key, which is similar to the keys
+    of tokens in similar contexts.
 
 Letters as in rpt.py; i a token that reads, j a token of the memory
 
@@ -42,7 +47,7 @@ from rpt import (RPT, Block, RPTConfig, SelfAttention, UpperInputs, attend, begi
 class MemorizingConfig(RPTConfig):
     retriever: Literal['none'] = 'none'     # no chunks are retrieved
     chunk_size: int = 64                    # half a window: pieces of a stream are whole blocks
-    memory_size: int = 32_768               # tokens of the memory (paper: up to 262K; RPT: 65K)
+    memory_size: int = 32_768               # tokens of the memory (RPT: 32K, 65K; paper: to 262K)
     n_nearest: int = 32                     # tokens that a head reads (official code: 128)
 
     def __post_init__(self):
@@ -52,6 +57,7 @@ class MemorizingConfig(RPTConfig):
         super().__post_init__()
 
 
+# the sizes of RPT (RPT, §5.1: the official code's defaults, with a window of 512)
 PRESETS = {'tiny': {}, 'paper': dict(rpt.PRESETS['paper'], chunk_size=1024, memory_size=65_536,
                                      n_nearest=128)}
 
@@ -64,7 +70,7 @@ def nearest(scores, n_nearest):
     # which a text is read. Rounded to 1 / 256 they are equal
     scores = (256 * scores).round()
     n_nearest = min(scores.size(-1), n_nearest)
-    lowest = scores.topk(n_nearest).values[..., -1:]                    # that is chosen
+    lowest = scores.topk(n_nearest).values[..., -1:]                    # of the chosen ones
 
     # all scores above the lowest one, and the first of those that are equal to it
     above = scores > lowest
@@ -177,7 +183,8 @@ class Memorizing(RPT):
         return lower, upper
 
     def upper_inputs(self, x, tokens, doc, forced, memory):
-        """Upper layers get `begins`, see begins_document; in the way `off` None"""
+        """Upper layers get `begins`, see begins_document; None, in the way `off`, means that the
+        memory is not read"""
         begins = None if self.way == 'off' else begins_document(doc)
         return UpperInputs(begins, memory, s_q=None)
 

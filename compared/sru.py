@@ -13,6 +13,9 @@ Where this differs from the paper
     both), because all segments of a micro-batch are encoded in parallel. So long memory is
     that of trime.py: m segments, with gradients (App. E: the segment before, without).
     Attention has one head. Ours: a bias for u, v_f = v_r = 0 at first, and g = norm(y).
+    Norms are RMSNorm (official code: LayerNorm); one more precedes the output, whose weights are
+    the embedding's (official code: no such norm, weights of its own). Dropout is on embeddings and
+    before W_o (official code: also on attention weights, c and the output).
     The loop over tokens is in plain PyTorch, so it is slow (official code: a CUDA kernel).
 
 Letters as in trime.py, except d, the width of attention
@@ -97,7 +100,7 @@ class SRUBlock(nn.Module):
         t = q.size(1)
         s = k.size(1)
         mask = q.new_full((t, s), -math.inf).triu(s - t + 1)
-        # with an axis of one head; without it torch keeps the scores (t, s)
+        # with an axis of one head: without it scaled_dot_product_attention keeps the scores (t, s)
         heads = [y[:, None] for y in (q, k, v)]
         a = F.scaled_dot_product_attention(*heads, mask)[:, 0]
         z = self.norm1(q + self.alpha * a)
