@@ -1978,9 +1978,9 @@ def main():
     parser.add_argument('tokenizer', nargs='?', default='bpe', choices=TOKENIZERS)
     parser.add_argument('vocab_size', nargs='?', default=4096, type=int, help='of bpe')
     arguments = parser.parse_args()
-    n_vocab = FIXED_SIZES.get(arguments.tokenizer)
-    if n_vocab and arguments.vocab_size not in (4096, n_vocab):     # 4096: not given
-        parser.error(f'the tokenizer {arguments.tokenizer} has {n_vocab:,} ids')
+    is_used = arguments.tokenizer == 'bpe' or arguments.data == 'random'
+    if arguments.vocab_size != 4096 and not is_used:
+        parser.error(f'vocab_size is for bpe; {arguments.tokenizer} has ids of its own')
     if hasattr(sys.stdout, 'reconfigure'):              # not in a notebook
         sys.stdout.reconfigure(errors='replace')        # characters that a console lacks
     corpus = load(**vars(arguments))

@@ -17,7 +17,8 @@ Where this differs from the paper (of which this is the configuration "skip" wit
     In training, each sequence begins with the initial states and an empty window (official code:
     both continue from one training step to the next).
     The learned vectors that tell the states apart are also the initial states (official code: two
-    sets). They and the gate's parameter are drawn with std 1 (official code: 0.1).
+    sets). They and the gate's parameter are drawn with std 1 (official code: initial states and
+    gate with 0.1).
     Tokens have other keys and values for the states than for the window (paper: the same). States
     attend to the tokens of the block (official code: also to those of the block before). Keys and
     queries have no norm (official code: length 1, and a learned scale).

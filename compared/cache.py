@@ -1,5 +1,5 @@
 """
-The continuous cache at test time, for every model whose output has no memory of single tokens
+The continuous cache at test time, for every model whose output has no memory of single tokens.
 
     Edouard Grave, Armand Joulin and Nicolas Usunier, "Improving Neural Language Models with a
     Continuous Cache", ICLR 2017, arXiv:1612.04426;  TRIME, App. A

@@ -17,7 +17,7 @@ Where this differs from the paper
            uniform, so a_t = a⁸ is 0.43 to 0.992).
     §2.4   At the first token h = sqrt(1 - a_t²) i_t u_t, by the formula (official code: i_t u_t).
     h does not continue into another joined document; self-attention and the convolution do
-    (official code: the convolution does not).
+    (official code: neither does).
 
 Letters as in rpt.py, except R = 2C, the channels of h
 

@@ -126,7 +126,7 @@ def log_p(model, tokens):
     return log_probs.gather(1, tokens[1:, None])[:, 0]
 
 
-def assert_causal(model, tokens, atol=1e-9):
+def assert_causal(model, tokens):
     """Changing token t changes no log P before it, and it changes the one after it."""
     T = tokens.size(1)
     texts = tokens.repeat(T + 1, 1, 1)                          # (T + 1, B, T), the last unchanged
@@ -135,9 +135,9 @@ def assert_causal(model, tokens, atol=1e-9):
     log_probs = model.log_probs(texts.flatten(0, 1)).unflatten(0, (T + 1, -1))
     differences = (log_probs[:T] - log_probs[T:]).abs().amax((1, 3))
     for t, difference in enumerate(differences):
-        early = (difference[:t] > atol).nonzero().flatten().tolist()
+        early = (difference[:t] > 1e-9).nonzero().flatten().tolist()
         assert early == [], f'token {t} changes what is predicted at the positions {early}'
-        assert difference[t] > atol, f'token {t} does not change the next prediction'
+        assert difference[t] > 1e-9, f'token {t} does not change the next prediction'
 
 
 def assert_ties(model, part, others):

@@ -193,7 +193,7 @@ def test_the_model_is_the_papers(settings):
 # what must always hold
 @mark.parametrize('settings', EVERY, ids=str)
 def test_the_future_is_invisible(settings):
-    assert_causal(small(**settings), tokens_of(), atol=0)
+    assert_causal(small(**settings), tokens_of())
 
 
 @mark.parametrize('groups', [1, 2])
@@ -254,7 +254,8 @@ def test_streaming_equals_one_pass(settings, tmp_path, monkeypatch):
         close(log_probs, full[:, n:])
 
     model.offload = str(tmp_path)
-    close(streamed(model, tokens, [7, 31, *30 * [1], 52])[0], full)
+    sizes = [*20 * [1], *5 * [3], 31, *10 * [1], 44]
+    close(streamed(model, tokens, sizes)[0], full)
 
 
 @mark.parametrize('settings, n', [(dict(encoder='tokens'), 3), (dict(window=2), 24)])
