@@ -1008,10 +1008,8 @@ def test_what_has_no_room_for_needles(n_tokens, T, chunk, hint):
 # random tokens
 @mark.parametrize('name, vocab_size, n_vocab', [
     ('bytes', 4096, 257), ('bpe', 4096, 4096), ('gpt2', 4096, 50_257), ('word', 267_744, 267_744)])
-def test_random_tokens(tmp_path, name, vocab_size, n_vocab, monkeypatch):
+def test_random_tokens(tmp_path, name, vocab_size, n_vocab):
     """All ids are equally frequent; documents are long."""
-    if name != 'bytes':                                     # one of all sizes
-        monkeypatch.setattr(data, 'RANDOM_DOCUMENTS', dict(train=8, val=2, test=2))
     corpus = load('random', name, vocab_size, tmp_path, quiet=True)
     assert (corpus.tokenizer.n_vocab, corpus.name, corpus.tab) == (n_vocab, 'random', -1)
     for split in (corpus.train, corpus.val, corpus.test):
@@ -1022,7 +1020,7 @@ def test_random_tokens(tmp_path, name, vocab_size, n_vocab, monkeypatch):
         counts = np.bincount(tokens.astype(int) * 200 // n_vocab, minlength=200)
         assert abs(counts / n - 1 / 200).max() < 6 / np.sqrt(200 * n) + 1 / n_vocab
         assert (tokens[1:] == tokens[:-1]).sum() < n / n_vocab + 6 * np.sqrt(n / n_vocab)
-    assert len(corpus.train.tokens) == (2 ** 22 if name == 'bytes' else 2 ** 19)
+    assert len(corpus.train.tokens) == 2 ** 22
     assert not np.array_equal(corpus.val.tokens, corpus.test.tokens)
 
     # a checkpoint's tokenizer finds the corpus again

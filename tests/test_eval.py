@@ -1027,8 +1027,8 @@ def test_the_trained_weights_gain_by_what_they_read(weights, name):
 
 
 def test_the_trained_weights_find_needles(weights):
-    rows = evaluate('assets/drt-niah.pt --data texts --task niah --lengths 4k --depths 25,75')
-    assert rows[0]['needles'] == 20 and rows[0]['right'] > 0.9
+    rows = evaluate('assets/drt-niah.pt --data texts --task niah --lengths 4k')
+    assert rows[0]['needles'] == 50 and rows[0]['right'] > 0.9
 
 
 def test_translation_scores():

@@ -259,14 +259,14 @@ def free_port():
 @mark.dist
 def test_two_processes_take_the_same_steps_as_one(here, monkeypatch):
     """Two micro-batches, of one process or one of each of two: only the order of sums differs."""
-    # one start for the three models, because starting takes most of the time. Each has its own
-    # store: a second group in one store can fail (torch 2.6)
-    runs = [(free_port(), flags(model, f'--out two-{model}')) for model in FLAGS]
+    # one start for the three models, because starting takes most of the time. The first has the
+    # store of torchrun, the others their own: a second group in one store can fail (torch 2.6)
+    runs = [(flags(model, f'--out two-{model}'), free_port()) for model in FLAGS]
     Path('all.py').write_text(f"""
 import os, train
-os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'False'
-for os.environ['MASTER_PORT'], argv in {runs}:
-    train.main(argv)""")
+for argv, next_port in {runs}:
+    train.main(argv)
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE='False', MASTER_PORT=next_port)""")
     monkeypatch.setenv('PYTHONPATH', str(FILE.parent))
     torchrun = '-m torch.distributed.run --standalone --nproc_per_node=2'.split()
     subprocess.run([sys.executable, *torchrun, 'all.py'], check=True)

@@ -219,11 +219,11 @@ def losses(model, seeds):
 def test_local_memory_is_disabled_at_random():
     """§4.3: in 0.9 of the micro-batches of ext, all tokens of one alike, by its seed"""
     [off], [on] = (losses(small('ext', p=p), [0]) for p in (1.0, 0.0))
-    mixed = losses(small('ext'), range(150))
+    mixed = losses(small('ext'), range(300))
     assert mixed[:30] == losses(small('ext'), range(30))
     assert {*mixed} == {off, on}
-    standard_error = (0.9 * 0.1 / 150) ** 0.5
-    assert abs(mixed.count(off) / 150 - 0.9) < 4 * standard_error
+    standard_error = (0.9 * 0.1 / 300) ** 0.5
+    assert abs(mixed.count(off) / 300 - 0.9) < 4 * standard_error
 
 
 # --------------------------------------------------------------------------------------------------
