@@ -205,9 +205,9 @@ def RMSNorm(n_embd):
     return nn.RMSNorm(n_embd, eps=1e-6)
 
 
-def Linear(n, m):
-    """W x, from n numbers to m, without a bias. Layers with a bias are nn.Linear."""
-    return nn.Linear(n, m, bias=False)
+def Linear(n_in, n_out):
+    """W x, from n_in numbers to n_out, without a bias. Layers with a bias are nn.Linear."""
+    return nn.Linear(n_in, n_out, bias=False)
 
 
 def fp32(x):
@@ -219,7 +219,7 @@ def product(a, b):
     """a b with sums in fp32, under autocast too: bf16 would round a logit near 20 to a multiple of
     0.125. In bf16 runs the factors may be rounded, see train.precision.
 
-    a (..., n, C), b (..., C, m) -> (..., n, m)"""
+    a (..., n, C), b (..., C, s) -> (..., n, s)"""
     with torch.autocast(a.device.type, enabled=False):
         return fp32(a) @ fp32(b)
 
@@ -229,7 +229,7 @@ def output_product(a, b):
     GPU, bf16 runs (train.precision) round the factors to bf16, because TF32 takes twice the time.
     Gradients then have relative errors of 0.5% instead of 0.03% (results.md).
 
-    a (n, C), b (C, m) -> (n, m)"""
+    a (n, C), b (C, s) -> (n, s)"""
     if not a.is_cuda or torch.get_float32_matmul_precision() == 'highest':
         return product(a, b)
     a = a.bfloat16()

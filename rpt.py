@@ -17,7 +17,7 @@ Where the paper is in this file (its equations have no numbers)
     §3.1     c, W_Q c_q and W_K c                       Retriever
     §3.1     s_q(c) = <W_Q c_q, W_K c>                  RPT.scores
     §3.1     R(c_q), the K chunks of highest s_q        RPT.choose
-    §3.1     C, states of neighbors; footnote 2         NeighborEncoder
+    §3.1     C, states of neighbors; footnote 2, App. B  NeighborEncoder
     §3.1     C^g, neighbor gating                       NeighborEncoder.gates
     §3.1     chunked cross-attention                    ChunkedCrossAttention
     §3.2     the candidates, by BM25                    bm25_candidates
@@ -147,6 +147,9 @@ class RPTConfig:
         if self.block_size < self.window + 2 * self.chunk_size and self.retriever != 'none':
             raise ValueError(f'block_size {self.block_size} is below window + 2 x chunk_size = '
                              f'{self.window + 2 * self.chunk_size}')
+        if self.retriever == 'sem' and self.last_scored_chunk < self.window_chunks:
+            raise ValueError(f'score_every {self.score_every} leaves the reference LM no chunk of '
+                             f'block_size {self.block_size}: {self.window_chunks} always works')
         if self.reference and self.retriever != 'sem':
             raise ValueError('a reference is for retriever sem')
         if max(self.dropout, self.eta, self.reference_cache) >= 1 or self.p_off > 1:
@@ -158,6 +161,13 @@ class RPTConfig:
     def window_chunks(self):
         """Chunks of a window, the paper's w (§3)"""
         return self.window // self.chunk_size
+
+    @property
+    def last_scored_chunk(self):
+        """The last of chunks 0, n, 2n, ... of a sequence that has a target, n = score_every. Chunks
+        below window_chunks cannot retrieve, so the reference LM scores only those from there on."""
+        last_with_target = self.block_size // self.chunk_size - 2
+        return last_with_target // self.score_every * self.score_every
 
 
 # paper: §3.4, App. A and B. Ours are the tokenizer, the reference LM, alpha (App. A: 1e-9), warmup,
@@ -186,9 +196,9 @@ def RMSNorm(n_embd):
     return nn.RMSNorm(n_embd, eps=1e-6)
 
 
-def Linear(n, m):
-    """W x, from n numbers to m, without a bias. Layers with a bias are nn.Linear."""
-    return nn.Linear(n, m, bias=False)
+def Linear(n_in, n_out):
+    """W x, from n_in numbers to n_out, without a bias. Layers with a bias are nn.Linear."""
+    return nn.Linear(n_in, n_out, bias=False)
 
 
 def fp32(x):
@@ -200,7 +210,7 @@ def product(a, b):
     """a b with sums in fp32, under autocast too: bf16 would round a logit near 20 to a multiple of
     0.125. In bf16 runs the factors may be rounded, see train.precision.
 
-    a (..., n, C), b (..., C, m) -> (..., n, m)"""
+    a (..., n, C), b (..., C, s) -> (..., n, s)"""
     with torch.autocast(a.device.type, enabled=False):
         return fp32(a) @ fp32(b)
 
@@ -210,7 +220,7 @@ def output_product(a, b):
     GPU, bf16 runs (train.precision) round the factors to bf16, because TF32 takes twice the time.
     Gradients then have relative errors of 0.5% instead of 0.03% (results.md).
 
-    a (n, C), b (C, m) -> (n, m)"""
+    a (n, C), b (C, s) -> (n, s)"""
     if not a.is_cuda or torch.get_float32_matmul_precision() == 'highest':
         return product(a, b)
     a = a.bfloat16()
@@ -595,7 +605,8 @@ class Index(NamedTuple):
 
 class NeighborEncoder(nn.Module):
     """§3.1: the states of neighbors, and their gates. A neighbor is a retrieved chunk and the next
-    one."""
+    one. §3.1 puts their states side by side; App. B counts two attention layers in both directions:
+    the retriever's and, as we read it, the one in which the two chunks attend to each other."""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
@@ -1195,8 +1206,8 @@ class RPT(nn.Module):
         """Encodes tokens (B, t), which continue the text of `state` or begin a text (None).
 
         doc (B, t)      documents of the tokens, if there are several; without a state only
-        forced          Forced, or None: all chunks retrieve those of highest s_q. Its K can be
-                        another one than the model's
+        forced          Forced, or None: all chunks retrieve those of highest s_q. Without a state
+                        its K can be another one than the model's
         returns         Encoded"""
         m = self.config.chunk_size
         if state is None:
@@ -1499,7 +1510,8 @@ def setup(model, run):
 # evaluation
 def ranking_measures(s_q, s_t):
     """§5.1: how well the order by s_q finds the positives. Chunk j is a positive of chunk i if
-    s_t > 0; its rank is 0, 1, ...
+    s_t > 0; its rank is 0, 1, ... Chunks that are not retrieved (RETRO's, with no term in common)
+    follow in the order of the text.
 
     s_q, s_t (n, N, N) -> {name: (n, N), nan where chunk i has no positive}"""
     rank = rank_of(s_q)                                                 # (n, N, N)
@@ -1524,8 +1536,8 @@ def target_losses(model, texts, chosen):
     return in_chunks(torch.cat(nats), m).mean(2)
 
 
-def check_ranked_runs(rankers, reference, texts):
-    """SystemExit unless the last run can score what each of the others retrieves from the texts."""
+def check_ranked_runs(rankers, reference):
+    """SystemExit unless the last run can score what each of the others retrieves."""
     if not rankers:
         raise SystemExit('ranks: there is one run only. Name runs that retrieve chunks, then their '
                          'reference LM: eval.py out/rpt out/rpt-reference --task ranks')
@@ -1543,16 +1555,13 @@ def check_ranked_runs(rankers, reference, texts):
             raise SystemExit(f'ranks: {run.name} has chunks of {m} tokens, {rankers[0].name} has '
                              'others. Use runs of one --chunk-size')
 
-    # the reference LM and the texts
+    # the reference LM
     if reference.model.neighbor_encoder:
         raise SystemExit(f'ranks: the last run, {reference.name}, retrieves chunks. It must be the '
                          'reference LM, an RPT of --retriever none, as out/rpt-reference is')
     if reference.model.config.window < 4 * m:
         raise SystemExit(f'ranks: the window of the reference LM {reference.name} is shorter than '
                          'the 4 chunks that it scores. Train one with a larger --window')
-    if len(texts) == 0:
-        raise SystemExit(f'ranks: no document has {texts.size(1)} tokens, the --block-size of '
-                         f'{rankers[0].name}. Use another --split or --data')
 
 
 class Report:
@@ -1577,8 +1586,17 @@ def rankings_by(rankers, texts, bm25_scores, mask):
                 'latest first': torch.arange(N).expand_as(bm25_scores),
                 'BM25': bm25_scores}
     for run in rankers:
-        rankings[run.name] = run.model.encode(texts).s_q
+        s_q = run.model.encode(texts).s_q
+        rankings[run.name] = run.model.evaluation_scores(s_q)           # by which the run chooses
     return {name: s.to(bm25_scores).where(mask, -math.inf) for name, s in rankings.items()}
+
+
+def best_of_first(k, candidates, s_t):
+    """Figure 5: the highest s_t of the first k by BM25 of chunk and target. candidates (n, N, N):
+    see bm25_candidates; s_t (n, N, N) -> (n, N), nan where chunk i has no candidate"""
+    among_first = (rank_of(candidates) < k) & (candidates > 0)
+    best = s_t.where(among_first, -math.inf).amax(2)
+    return best.where(best > -math.inf, math.nan)
 
 
 def rows_of_losses(model, texts, rankings, s_t, shared):
@@ -1603,7 +1621,7 @@ def rows_of_losses(model, texts, rankings, s_t, shared):
         row['gain without positive'] = gain.masked_fill(~missed, math.nan)
 
         # ids that the first one shares with chunk i, and with its target
-        is_first = rank == 0
+        is_first = (rank == 0) & (s > -math.inf)
         row['shares'] = (shared * is_first).sum(2)
         row['with target'] = (shared_with_target * is_first).sum(2)
         yield name, row
@@ -1625,12 +1643,15 @@ def ranks(runs, args):
     -> {name of a line: {column: mean}}"""
     *rankers, reference = runs
     config = runs[0].model.config
+    check_ranked_runs(rankers, reference)
     m = config.chunk_size
     N = config.block_size // m
 
     # at most 16 sequences, evenly spread
     texts = torch.cat([in_chunks(x[None], N * m)[0] for x in runs[0].documents])
-    check_ranked_runs(rankers, reference, texts)
+    if len(texts) == 0:
+        raise SystemExit(f'ranks: no document has {N * m} tokens, the --block-size of '
+                         f'{runs[0].name}. Use another --split or --data')
     texts = texts[::math.ceil(len(texts) / 16)]                         # (n, N m)
     chunks = in_chunks(texts, m)                                        # (n, N, m)
 
@@ -1652,14 +1673,12 @@ def ranks(runs, args):
     for name, s in rankings.items():
         report.add(name, ranking_measures(s, s_t))
 
-    # Figure 5: ranks by BM25 of chunk and target. With J = N no rank is cut off
-    oracle = s_t.where(mask, -math.inf)
-    rank = rank_of(bm25_candidates(chunks, doc, window_chunks, N, idf)) # (n, N, N)
-    report.add('best s_t', {f'of {k}': oracle.where(rank < k, -math.inf).amax(2)
-                            for k in (1, 2, 5, 20)})
+    # Figure 5
+    candidates = bm25_candidates(chunks, doc, window_chunks, N, idf)    # J = N: no rank is cut off
+    report.add('best s_t', {f'of {k}': best_of_first(k, candidates, s_t) for k in (1, 2, 5, 20)})
 
     # Table 2, Figures 4 and 6
-    rankings['oracle'] = oracle
+    rankings['oracle'] = s_t.where(mask, -math.inf)
     occurs = tf.clamp(max=1)
     shared = occurs @ occurs.mT                                         # (n, N, N)
     for run in rankers:

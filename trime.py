@@ -154,9 +154,9 @@ def memory_names(text):
 @dataclass
 class EvalConfig:
     memory: memory_names = ''   # trime: none, local, ext or several: local,long,ext; '': as Table 1
-    long: int = 24_576          # trime: tokens of long memory, tuned up to this; 0: none
+    long: int = 24_576          # trime: tokens of memory long, if used, tuned up to this; 0: none
     stride: int = 0             # trime: tokens scored per window (0: as trained)
-    nprobe: int = 16            # trime: lists of the datastore that a search reads; 0: all
+    nprobe: int = 16            # trime: lists of memory ext, if used, that a search reads; 0: all
 
 
 # Table 9 has sizes, stride and optimizer; ours are AdamW for 247m (paper: NAG) with its lr, beta2
@@ -199,9 +199,21 @@ def batches(config):
 
 
 def setup(model, run):
-    """Before training: names the cutoffs that a small vocabulary does not have."""
-    V = model.config.vocab_size
-    dropped = [x for x in parse_cutoffs(model.config.cutoffs) if x >= V]
+    """Before training: SystemExit if the text has no such memories; names the cutoffs that a small
+    vocabulary does not have."""
+    config = model.config
+    corpus = run.corpus
+    if config.memory == 'long' and corpus.tab >= 0:
+        raise SystemExit('--memory long: each pair is a text of one segment, so no pair has long '
+                         'memory; use --memory local or ext')
+    n_documents = len(corpus.train.offsets) - 1
+    if config.memory == 'ext' and config.same_document and n_documents == 1:
+        raise SystemExit('--memory ext: all segments are of one document, so none has memories; '
+                         'use --no-same-document')
+
+    # the cutoffs
+    V = config.vocab_size
+    dropped = [x for x in parse_cutoffs(config.cutoffs) if x >= V]
     if dropped:
         print(f'the vocabulary has {V:,} tokens: cutoffs {dropped} are not used')
 
@@ -214,9 +226,9 @@ def RMSNorm(n_embd):
     return nn.RMSNorm(n_embd, eps=1e-6)
 
 
-def Linear(n, m):
-    """W x, from n numbers to m, without a bias. Layers with a bias are nn.Linear."""
-    return nn.Linear(n, m, bias=False)
+def Linear(n_in, n_out):
+    """W x, from n_in numbers to n_out, without a bias. Layers with a bias are nn.Linear."""
+    return nn.Linear(n_in, n_out, bias=False)
 
 
 def fp32(x):
@@ -228,7 +240,7 @@ def product(a, b):
     """a b with sums in fp32, under autocast too: bf16 would round a logit near 20 to a multiple of
     0.125. In bf16 runs the factors may be rounded, see train.precision.
 
-    a (..., n, C), b (..., C, m) -> (..., n, m)"""
+    a (..., n, C), b (..., C, s) -> (..., n, s)"""
     with torch.autocast(a.device.type, enabled=False):
         return fp32(a) @ fp32(b)
 
@@ -238,7 +250,7 @@ def output_product(a, b):
     GPU, bf16 runs (train.precision) round the factors to bf16, because TF32 takes twice the time.
     Gradients then have relative errors of 0.5% instead of 0.03% (results.md).
 
-    a (n, C), b (C, m) -> (n, m)"""
+    a (n, C), b (C, s) -> (n, s)"""
     if not a.is_cuda or torch.get_float32_matmul_precision() == 'highest':
         return product(a, b)
     a = a.bfloat16()
@@ -515,15 +527,15 @@ class TrimeLoss(torch.autograd.Function):
         df, dquery, dkey, dE, dextra = map(torch.zeros_like, (f, query, key, E, extra))
         for start in range(0, len(f), block):
             queries = slice(start, min(start + block, len(f)))      # Q queries
-            memories, mask = memories_of(queries)
+            columns, mask = memories_of(queries)                    # of all N, its M memories
             w = targets[queries, None]                              # (Q, 1)
-            values = targets[memories]                              # x_j (M,)
+            values = targets[columns]                               # x_j (M,)
             weight = (w >= 0).to(f) / n_scored                      # (Q, 1), 0 if not scored
 
             # exponents of Eq. 5: of the first term for all words, of the second for all memories
             logits = output_product(f[queries], E.T)                # (Q, aligned rows)
             logits[:, n_rows:] = -math.inf                          # rows of zeros: no words
-            sim = query[queries] @ key[memories].T * scale          # (Q, M)
+            sim = query[queries] @ key[columns].T * scale           # (Q, M)
             sim.masked_fill_(~mask | (values < 0), MASKED)
 
             # softmaxes over all words, over all memories, over the memories with x_j = w
@@ -555,8 +567,8 @@ class TrimeLoss(torch.autograd.Function):
             # and of the vectors whose products they are
             df[queries] = output_product(dlogits, E)
             dE += output_product(dlogits.T, f[queries])
-            dquery[queries] = dsim @ key[memories] * scale
-            dkey[memories] += dsim.T @ query[queries] * scale
+            dquery[queries] = dsim @ key[columns] * scale
+            dkey[columns] += dsim.T @ query[queries] * scale
         ctx.gradients = df, dquery, dkey, dE[:n_rows], dextra
         ctx.mark_non_differentiable(memory_prob, word_loss)
         return loss, memory_prob, word_loss
@@ -585,17 +597,23 @@ class QueryData(NamedTuple):
     local: slice                # see Memories
 
 
-def interpolate(P, log_factor, sim, columns, tau, lam):
-    """P <- (1 - λ) P + λ P' (Eq. 9), where P' is the softmax of sim / τ over the memories of these
-    columns (Eq. 8). P (Q, M) is changed in place; exp(log_factor) (Q, 1) is the factor of the
-    words' exp(E_w · f). A query whose memories are all masked keeps its P -> P, log_factor"""
+# At test time P(w) has a part of the word itself and a part P_j of each memory whose value is w:
+#
+#     P(w) = exp(E_w · f + log_factor) + Σ_{j: x_j = w} P_j
+#
+# All P_j of Q queries are P_memory (Q, M); log_factor is (Q, 1).
+def interpolate(P_memory, log_factor, sim, columns, tau, lam):
+    """Eq. 9: P(w) <- (1 - λ) P(w) + λ P'(w). P' is the softmax of sim / τ over the memories of
+    these columns (Eq. 8). A query whose memories are all masked keeps its P.
+
+    P_memory (Q, M), changed in place, log_factor (Q, 1), sim (Q, M) -> P_memory, log_factor"""
     if lam == 0:
-        return P, log_factor
+        return P_memory, log_factor
     sim = sim[:, columns]
     lam = torch.where((sim > MASKED).any(1, keepdim=True), lam, 0.0)            # (Q, 1)
-    P *= 1 - lam
-    P[:, columns] += lam * (sim / tau).softmax(1)
-    return P, log_factor + torch.log1p(-lam)
+    P_memory *= 1 - lam
+    P_memory[:, columns] += lam * (sim / tau).softmax(1)
+    return P_memory, log_factor + torch.log1p(-lam)
 
 
 @dataclass
@@ -614,9 +632,9 @@ class Inference:
         `long` before the local ones, all local ones, the first n_neighbors of external memory"""
         local = data.local
         used = slice(max(0, local.start - self.long), local.stop + self.n_neighbors)
-        P, log_factor = self.probabilities(data.log_words, data.sim[:, used])
-        P_memory = (P * data.match[:, used]).sum(1, keepdim=True)
-        return torch.logaddexp(data.logit + log_factor, P_memory.log())
+        P_memory, log_factor = self.probabilities(data.log_words, data.sim[:, used])
+        P_match = (P_memory * data.match[:, used]).sum(1, keepdim=True)         # Σ_{j: x_j = w} P_j
+        return torch.logaddexp(data.logit + log_factor, P_match.log())
 
 
 @dataclass
@@ -632,17 +650,15 @@ class TrimeInference(Inference):
     lam_ext: float = 0.0        # λ of Eq. 9
 
     def probabilities(self, log_words, sim):
-        """The parts of P(w) = exp(E_w · f + log_factor) + Σ_{j: x_j = w} P_j
-
-        log_words (Q, 1): log Σ_w exp(E_w · f); sim (Q, M), the last n_neighbors of ext
-        -> P_j (Q, M), log_factor (Q, 1)"""
+        """log_words (Q, 1): log Σ_w exp(E_w · f); sim (Q, M), the last n_neighbors of ext
+        -> P_memory (Q, M), log_factor (Q, 1), the parts of P(w), see above"""
         # Eq. 6, one softmax over words and memories
         exponents = sim / self.tau
         log_total = torch.logaddexp(log_words, exponents.logsumexp(1, keepdim=True))
-        P = (exponents - log_total).exp()
+        P_memory = (exponents - log_total).exp()
 
         # Eq. 8 and 9
-        return interpolate(P, -log_total, sim, slice(None), self.tau_ext, self.lam_ext)
+        return interpolate(P_memory, -log_total, sim, slice(None), self.tau_ext, self.lam_ext)
 
     def constants(self):
         """What `tune` tries besides tau, long and n_neighbors, {constant: its values}; and the
@@ -666,10 +682,12 @@ class LinearInference(Inference):
 
     def probabilities(self, log_words, sim):
         """As TrimeInference.probabilities"""
-        P = torch.zeros_like(sim)
+        P_memory = torch.zeros_like(sim)
         start = sim.size(1) - self.n_neighbors                          # of external memory
-        P, log_factor = interpolate(P, -log_words, sim, slice(start), self.tau, self.lam)
-        return interpolate(P, log_factor, sim, slice(start, None), self.tau_ext, self.lam_ext)
+        past = slice(start)
+        ext = slice(start, None)
+        P_memory, log_factor = interpolate(P_memory, -log_words, sim, past, self.tau, self.lam)
+        return interpolate(P_memory, log_factor, sim, ext, self.tau_ext, self.lam_ext)
 
     def constants(self):
         """As TrimeInference.constants"""
@@ -807,10 +825,10 @@ class TRIME(nn.Module):
         # Eq. 5, in fp32 (see product)
         with torch.autocast(g.device.type, enabled=False):
             if self.kernel == 'torch':
-                memories, mask = memories_of(slice(0, len(f)))
+                columns, mask = memories_of(slice(0, len(f)))
                 logits, _ = self.embedding.logits(f)
                 loss, memory_prob, word_loss = trime_loss_reference(
-                    logits, g, key[memories], targets, targets[memories], mask)
+                    logits, g, key[columns], targets, targets[columns], mask)
             else:
                 rows_of_w, extra = self.embedding.rows_of(f, targets.clamp(min=0))
                 loss, memory_prob, word_loss = TrimeLoss.apply(
@@ -939,11 +957,11 @@ class TRIME(nn.Module):
         for f, g, state in self.windows(tokens, state):
             logits, log_words = self.embedding.logits(f.flatten(0, 1))          # (Q, V)
             memories = self.memories(g, state)
-            P, log_factor = self.inference.probabilities(log_words, memories.sim)
+            P_memory, log_factor = self.inference.probabilities(log_words, memories.sim)
             log_probs = logits + log_factor                                     # of words alone
-            if P.size(1) > 0:
-                P_memory = torch.zeros_like(logits).scatter_add_(1, memories.value, P)
-                log_probs = torch.logaddexp(log_probs, P_memory.log())
+            if P_memory.size(1) > 0:
+                P_match = torch.zeros_like(logits).scatter_add_(1, memories.value, P_memory)
+                log_probs = torch.logaddexp(log_probs, P_match.log())
             parts.append(log_probs.unflatten(0, f.shape[:2]))                   # (B, n, V)
         return torch.cat(parts, 1), state
 
@@ -952,7 +970,9 @@ class TRIME(nn.Module):
         memories exchange their values; off: words alone"""
         if self.eval_memory.inference.is_empty:
             return ('off',)
-        if self.eval_memory.tab >= 0:       # `exchanged` would take values from a pair's source
+        memory = self.eval_memory
+        store_of_pairs = memory.store is not None and memory.store.of_pairs
+        if memory.tab >= 0 or store_of_pairs:   # `exchanged` would take values from sources
             return ('on', 'off')
         return ('on', 'shuffled', 'off')
 
@@ -968,22 +988,22 @@ class TRIME(nn.Module):
         f, g, state = next(self.windows(tokens[None, t:t + 1], state))
         _, log_words = self.embedding.logits(f[0])
         sim = self.memories(g, state).sim                           # (1, M)
-        P, _ = self.inference.probabilities(log_words, sim)
+        P_memory, _ = self.inference.probabilities(log_words, sim)
 
-        # memory number m of the M is of this text or, of the last K, of the datastore
+        # memory number `index` of the M is of this text or, of the last K, of the datastore
         K = self.inference.n_neighbors
-        n_past = P.size(1) - K
+        n_past = P_memory.size(1) - K
         if K:
             store = self.eval_memory.store
             _, neighbors = store.search(g[0], K)                    # (1, K)
 
         # c_j ends with token j of its text, x_j is token j + 1
-        parts, order = P[0].sort(descending=True, stable=True)
+        parts, order = P_memory[0].sort(descending=True, stable=True)
         rows = []
-        for part, m in zip(parts[:100].tolist(), order[:100].tolist()):
-            ids, j = tokens, t - n_past + m
-            if m >= n_past:
-                ids, j = store.text, neighbors[0, m - n_past].item()
+        for part, index in zip(parts[:100].tolist(), order[:100].tolist()):
+            ids, j = tokens, t - n_past + index
+            if index >= n_past:
+                ids, j = store.text, neighbors[0, index - n_past].item()
             if part > 0:
                 rows.append(Traced(part, ids, max(0, j - 11), j + 2))
         return rows
@@ -1043,6 +1063,7 @@ class Datastore:
         import faiss
         self.text = model.on_device(text)
         self.nprobe = nprobe
+        self.of_pairs = pairs is not None
         self.index = open_index(folder, about)
         if self.index is None:
             with new_folder(folder) as temporary:                   # half a store is never opened
@@ -1362,9 +1383,10 @@ def datastore_accuracy(runs, args):
         for K in 1, 8, 64, 1024:
             shares[f'top-{K}'] = match[:, :K].any(1).float().mean().item()
 
-        # recall, for each 32nd of the first 8,192 tokens; a search of all lists is exact
+        # recall, for each 32nd of the first 8,192 tokens, read as one text; a search of all lists
+        # is exact
         windows = model.windows(model.on_device(run.split.tokens[None, :8192]))
-        query = torch.cat([g[0, ::32] for _, g, _ in windows])                  # (Q, C)
+        query = torch.cat([g[0] for _, g, _ in windows])[::32]                  # (Q, C)
         K = min(1024, store.index.ntotal)
         sim, _ = store.search(query, K)
         nprobe, store.nprobe = store.nprobe, 0

@@ -1,5 +1,6 @@
 """RPT against its definitions, with loops in fp64."""
-import math
+import itertools, math
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -148,6 +149,7 @@ def rank_chunks(model, chunks, tokens, permitted):
     # the mean of the tokens of a chunk, after attention to each other; those of a DenseRetriever
     # (compared/dense.py) are its own embeddings
     r = model.retriever
+    C = model.config.n_embd
     states, encoded = [], chunks
     is_dense = hasattr(r, 'embedding')
     if is_dense:
@@ -162,7 +164,7 @@ def rank_chunks(model, chunks, tokens, permitted):
         states = chunks
     order = []
     for i in range(n):
-        s_q = {j: (query[i] @ key[j]).item() / 16 ** 0.5 for j in permitted[i]}
+        s_q = {j: (query[i] @ key[j] / C ** 0.5).item() for j in permitted[i]}
         order.append(sorted(s_q, key=lambda j: -round(256 * s_q[j])))
     return states, order
 
@@ -743,9 +745,9 @@ def test_documents_too_short_for_retrieval(start, capsys, n_chunks, warns):
 # --------------------------------------------------------------------------------------------------
 # Table 3
 def measures_by_loops(s_q, s_t, permitted):
-    """Means over the chunks with a positive of precision@2, recall@10, NDCG@20"""
+    """Of each chunk with a positive: precision@2, recall@10, NDCG@20"""
     rows = []
-    s_q = s_q.clamp(min=-99).masked_fill(~permitted, -math.inf)         # -99: no term in common
+    s_q = s_q.clamp(min=-1e9).masked_fill(~permitted, -math.inf)        # -1e9: no common term
     for i in range(len(s_q)):
         order = permitted[i].nonzero()[:, 0].tolist()
         order.sort(key=lambda j: -s_q[i, j].item())
@@ -754,75 +756,112 @@ def measures_by_loops(s_q, s_t, permitted):
             _, ndcg = ranking_by_loops(s_q[i], s_t[i], 1)
             recall = sum(helps[:10]) / sum(helps)
             rows.append([sum(helps[:2]) / 2, recall, ndcg])
-    return np.mean(rows, axis=0)
+    return rows
 
 
-def run_of(name, tokens, fingerprint='', **more):
-    """What `ranks` needs of a run"""
-    split = SimpleNamespace(tokens=tokens.numpy())
+def run_of(name, documents, fingerprint='', **more):
+    """What `ranks` needs of a run; documents (n, t)"""
+    split = SimpleNamespace(tokens=documents.flatten().numpy())
     corpus = SimpleNamespace(fingerprint=fingerprint, train=split)
-    return SimpleNamespace(name=name, model=small(**more), corpus=corpus, documents=[tokens])
+    return SimpleNamespace(name=name, model=small(**more), corpus=corpus, documents=[*documents])
 
 
-def test_ranks_by_loops(n=26):
-    """The reference LM scores all permitted chunks. Then what a run gains by those it retrieves,
-    for the targets of chunks WINDOW to n - 2"""
-    tokens = tokens_of(5, n * CHUNK, 1)
-    chunks = tokens.view(n, CHUNK)
-    runs = [run_of('x', tokens[0], block_size=n * CHUNK),
-            run_of('y', tokens[0], retriever='bm25'),
-            run_of('r', tokens[0], retriever='none', window=4 * CHUNK)]
+def losses_of_reading(model, tokens, chosen):
+    """The mean loss of the target of each chunk but the last, if chunks retrieve `chosen` (n, K)"""
+    every = torch.ones(1, len(chosen), 1, dtype=torch.bool)
+    f = model.encode(tokens[None], forced=Forced(chosen[None], every)).f
+    loss = F.cross_entropy(model.logits(f)[0, CHUNK - 1:-1], tokens[CHUNK:], reduction='none')
+    return loss.view(-1, CHUNK).mean(1)
+
+
+def first_by(scores, permitted):
+    """The first 4 chunks, (n, 4), by scores (n, n), the first of equal ones; -1: none"""
+    s = scores.masked_fill(~permitted, -math.inf)
+    values, order = s.sort(dim=1, descending=True, stable=True)
+    return order.where(values > -math.inf, -1)[:, :4]
+
+
+def rows_of_reading(model, text, best, s_t, window):
+    """Table 2, Figures 4 and 6 for chunks `window` to n - 2 of a text, which read the first K of
+    best (n, 4)"""
+    n = len(best)
+    losses = [losses_of_reading(model, text, best[:, :K]) for K in (2, 3, 4)]
+    gain = losses_of_reading(model, text, torch.full((n, 1), -1)) - losses[0]
+    ids = F.one_hot(text.view(n, CHUNK), V).amax(1)                     # (n, V)
+    rows = []
+    for i in range(window, n - 1):
+        first_two = best[i, :2][best[i, :2] >= 0]
+        helps = (s_t[i, first_two] > 0).any()
+        gains = (gain[i], math.nan) if helps else (math.nan, gain[i])
+        shared = [0, 0]
+        if best[i, 0] >= 0:
+            shared = [ids[best[i, 0]] @ ids[query] for query in (i, i + 1)]
+        rows.append([*(loss[i] for loss in losses), *gains, *shared])
+    return rows
+
+
+@torch.no_grad()
+def test_ranks_by_loops(n=26, window=4):
+    """Of two documents, for chunks `window` to n - 2, of the larger window of the runs. The
+    reference LM scores all permitted chunks. In RETRO chunk 9 of the first one retrieves nothing.
+    """
+    tokens = tokens_of(5, n * CHUNK, 2)
+    tokens[tokens == V - 1] = 0
+    tokens[0, 9 * CHUNK:10 * CHUNK] = V - 1                             # a term of its own
+    runs = [run_of('retro', tokens, retriever='bm25', block_size=n * CHUNK),
+            run_of('x', tokens, window=window * CHUNK),
+            run_of('r', tokens, retriever='none', window=4 * CHUNK)]
     no_progress = lambda items, *_: items
     result = rpt.TASKS['ranks'](runs, SimpleNamespace(seed=0, progress_bar=no_progress))
-    model = runs[0].model
+    idf = corpus_idf(tokens.flatten().tolist(), V)
 
     i = torch.arange(n)
-    permitted = (i <= i[:, None] - WINDOW) & (i[:, None] < n - 1)
-    s_t = target_scores(runs[2].model, chunks, permitted, 0.2)
-    tf, keys = rpt.bm25_vectors(chunks, corpus_idf(tokens[0].tolist(), V))
-    s_q = {'BM25': tf @ keys.T, 'latest first': i.expand(n, n).double()}
-    for run in runs[:2]:
-        s_q[run.name] = run.model.encode(tokens).s_q[0]
-    for name, scores in s_q.items():
-        assert list(result[name]) == ['precision@2', 'recall@10', 'ndcg@20']
-        wanted = measures_by_loops(scores, s_t, permitted)
-        assert list(result[name].values()) == approx(wanted)
+    permitted = (i <= i[:, None] - window) & (i[:, None] < n - 1)
+    rows = defaultdict(list)                                            # of all chunks, by column
+    for text in tokens:
+        # s_t and the rankings
+        chunks = text.view(n, CHUNK)
+        s_t = target_scores(runs[2].model, chunks, permitted, 0.2)
+        tf, keys = rpt.bm25_vectors(chunks, idf)
+        scores = {'BM25': tf @ keys.T, 'latest first': i.expand(n, n).double()}
+        for run in runs[:2]:
+            scores[run.name] = run.model.encode(text[None]).s_q[0]
+        scores['x'] = (256 * scores['x']).round()                       # as `choose` has them
 
-    i = i[WINDOW:-1]
-    chosen = model.encode(tokens).state.memory.neighbors.chosen[0, WINDOW:][i]
-    nats = {}
-    for way in 'off', 'on':
-        model.way = way
-        log_p = model.log_probs(tokens)[0, START:-1]
-        log_p = log_p.gather(1, tokens[0, START + 1:, None])
-        nats[way] = -log_p.view(-1, CHUNK).mean(1)
-    gain = nats['off'] - nats['on']
-    # no neighbor, -1, reads the last column, which helps no chunk
-    helps = (s_t[i[:, None], chosen] > 0).any(1)
-    ids = F.one_hot(chunks, V).amax(1)                                  # (n, V)
-    first = ids[chosen[:, 0]]
-    shared = (ids[i] * first).sum(1).double()
-    _, _, _, *facts = result['x reads x'].values()
-    wanted = gain[helps], gain[~helps], shared
-    assert facts[:3] == approx([x.mean().item() for x in wanted])
-    with_target = (ids[i + 1] * first).sum(1).double()
-    assert facts[3] == approx(with_target.mean().item())
+        # Table 3
+        for name, s in scores.items():
+            rows[name] += measures_by_loops(s, s_t, permitted)
 
-    # the losses of Table 2 and 4: the run reads the K best chunks of each ranking
-    every = torch.ones(1, n, 1, dtype=torch.bool)
-    for name, s in dict(x=s_q['x'], BM25=s_q['BM25'], oracle=s_t).items():
-        best = s.masked_fill(~permitted, -math.inf).argsort(descending=True, stable=True)
-        for K in 2, 3, 4:
-            count = permitted.sum(1, keepdim=True)
-            chosen = best[:, :K].where(torch.arange(K) < count, -1)
-            f = model.encode(tokens, forced=Forced(chosen[None], every)).f[0, START:-1]
-            loss = F.cross_entropy(model.logits(f), tokens[0, START + 1:])
-            assert result[f'x reads {name}'][f'loss {K}'] == approx(loss.item()), (name, K)
+        # Figure 5: of the candidates, by BM25 of chunk and target
+        candidates = bm25_candidates(chunks, torch.zeros(n), window, n, idf)
+        for row, s in zip(candidates, s_t):
+            best = sorted(row.nonzero()[:, 0].tolist(), key=lambda j: -row[j])
+            if best:
+                new = [s[best[:k]].max() for k in (1, 2, 5, 20)]
+                rows['best s_t'].append(new)
+
+        # Table 2, Figures 4 and 6: each run reads the first K chunks of each ranking; -1: none
+        scores['oracle'] = s_t
+        for run, (name, s) in itertools.product(runs[:2], scores.items()):
+            best = first_by(s, permitted)
+            rows[f'{run.name} reads {name}'] += rows_of_reading(
+                run.model, text, best, s_t, window)
+
+        # of its own ranking x reads what it retrieves
+        chosen = runs[1].model.encode(text[None]).state.memory.neighbors.chosen[0, window:]
+        assert torch.equal(first_by(scores['x'], permitted)[:-1, :K], chosen[:-1])
+
+    columns = {'x': ['precision@2', 'recall@10', 'ndcg@20'],
+               'best s_t': ['of 1', 'of 2', 'of 5', 'of 20']}
+    for name, expected in columns.items():
+        assert list(result[name]) == expected
+    for name, expected in rows.items():
+        assert list(result[name].values()) == approx(np.nanmean(expected, 0).tolist()), name
 
 
 def test_ranks_refuses_runs_that_do_not_fit():
     """Each with a line of its own"""
-    tokens = tokens_of(5, b=1)[0]
+    tokens = tokens_of(5, b=1)
     run = run_of('x', tokens)
     near = run_of('r', tokens, retriever='none')
     far = run_of('r', tokens, retriever='none', window=4 * CHUNK)

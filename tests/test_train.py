@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from pytest import approx, fixture, mark
 
 import data, train, trime
-from helpers import (COMMON, FLAGS, batch_of, close, flags, log_p, one_line, streamed,
+from helpers import (COMMON, FLAGS, batch_of, close, flags, log_p, one_line, streamed, write,
                      write_splits)
 
 FILE = Path(train.__file__)
@@ -536,7 +536,9 @@ WRONG = {
     '--cutoffs 0': 'cutoffs', '--cutoffs 9,5': 'rise', '--cutoffs 5,': 'rise',
     '--dropout 1.5': 'at most 1', '--model rpt --window 96': 'window',
     '--model rpt --n-candidates 1': 'n_candidates', '--model rpt --n-cca 2 --n-layer 2': 'n_cca',
-    '--model rpt --reference x --retriever lex': 'sem', '--model drt --n-head 3': 'n_head',
+    '--model rpt --reference x --retriever lex': 'sem',
+    '--model rpt --block-size 288': 'score_every 8 leaves the reference LM no chunk',
+    '--model drt --n-head 3': 'n_head',
     '--model drt --n-layer 1': 'n_layer', '--model drt --groups 4': 'groups',
     '--model drt --chunk-size 1': 'chunk_size', '--model drt --slope 0': 'slope',
     '--model drt --mlm 1.5': 'mlm', '--model drt --block-size 62': 'block_size',
@@ -550,6 +552,15 @@ def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, messag
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     assert message in one_line(run, [*COMMON, *more.split()])
     assert not [*Path('out').glob('*')]
+
+
+def test_a_text_without_such_memories(here):
+    write_splits(here / 'one', ['a b c ' * 60], ['a b c ' * 20])
+    write(here / 'pairs', train_tsv='a\tb\n' * 9, val_tsv='c\td\n' * 9)
+    of_one = one_line(launch, '--data one --memory ext --no-bm25 --out x')
+    assert 'of one document' in of_one and '--no-same-document' in of_one
+    assert 'each pair is a text' in one_line(launch, '--data pairs --memory long --out x')
+    assert not Path('x').exists()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def test_the_embedding(sizes):
 
 def test_initial_weights():
     """Of a width of 128: 0.02 sqrt(768 / 128) = 0.049. What layers add is divided by
-    sqrt(2 n_layer); the factors of the adaptive embedding keep the norm of a vector."""
+    sqrt(2 n_layer); W_aᵀ of the adaptive embedding keeps the norm of f."""
     torch.manual_seed(0)
     cutoffs = dict(cutoffs='1000', div_value=2)
     weights = TRIME(TRIMEConfig(3000, T, n_layer=8, **cutoffs)).state_dict()
@@ -445,6 +445,7 @@ def test_trace(name, t, stores):
     _, past, ext = [*memories_of_each(model, TOKENS[:t + 2])][t]
     expected = {(True, j) for *_, j in past} | {(False, j) for *_, j in ext}
     assert expected == {(ids is TOKENS, end - 2) for _, ids, _, end in rows}
+    assert all(start == max(0, end - 13) for *_, start, end in rows)    # 12 tokens of c_j, then x_j
     assert rows == sorted(rows, key=lambda row: -row[0])
     state = model.read(TOKENS[None, :t])
     model.read = None                                               # it is not read again
@@ -651,12 +652,23 @@ def test_the_accuracy_and_recall_of_the_datastore(stores, monkeypatch):
                  for (*_, ext), w in zip(each, TOKENS[1:])]
         assert shares[f'top-{K}'] == approx(np.mean(right))
 
+    # recall: the share of the 1,024 entries with the highest products that a search finds, for each
+    # 32nd token
+    store = model.eval_memory.store
+    store.nprobe = 0
+    assert trime.datastore_accuracy(runs, args)['a']['recall'] == 1
+    store.nprobe = 1
+    found = []
+    for _, _, g in [*contexts(model, TOKENS)][::32]:
+        best = (model.keys @ g[-1]).topk(1024).indices
+        _, entries = store.search(g[-1:], 1024)
+        found.append(torch.isin(best, entries[0]).double().mean())
     # with nprobe 1 a list can have fewer than 1,024 entries: those that it lacks, -1, are right
     # for no token
-    model.eval_memory.store.nprobe = 1
-    monkeypatch.setattr(model.eval_memory.store, 'text', V * torch.arange(2001))
+    monkeypatch.setattr(store, 'text', V * torch.arange(2001))
     shares = trime.datastore_accuracy(runs, args)['a']
-    assert shares['top-1024'] == 0 and shares['recall'] < 0.99
+    assert shares['top-1024'] == 0
+    assert shares['recall'] == approx(np.mean(found)) and shares['recall'] < 0.99
 
 
 def test_a_store_needs_twice_its_size_on_the_disk(build, monkeypatch):
