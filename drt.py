@@ -29,10 +29,11 @@ Where the paper is in this file
     Table 1, 2     RPT_contriever                           compared/dense.py
     Table 1 to 3   Block-Recurrent                          compared/block_recurrent.py
     Table 1 to 3   Landmark Attention                       compared/landmark.py
-    §4.4, Table 4  retrieval from a corpus                  prepare_eval
+    §4.4, Table 4  retrieval from a corpus                  prepare_eval; not with Contriever
     App. A.5       random retrieval                         DRT.random_query
     App. A.1       sizes and optimizer                      PRESETS
     Table 2, A.4   needles in a haystack                    Needles in data.py, niah in eval.py
+    Table 2        summaries                                pairs in eval.py
     Table 3        time and memory                          speed in eval.py
     Figure 3b, c   extrapolation: loss by position          plot_positions in eval.py
 
@@ -45,7 +46,8 @@ Letters in the shape comments
 
 Vectors and indices, as in the paper
     t, k           a chunk that retrieves, a chunk that can be retrieved; both are numbered from 0
-                   (t in formulas, and as an index; in shapes it is a number of tokens)
+                   (t in formulas, and as an index; in shapes it is a number of tokens, in trace the
+                   number of a token)
     g              a group of upper layers, numbered from 0
     C_k            the encoder's states of chunk k, (S, C); l_k, its vector for Eq. 1, (C,)
     h_t, r_k, w_k  the query of chunk t, its score of chunk k, the softmax of its scores
@@ -163,7 +165,8 @@ class DRTConfig:
 
 
 # 124m: App. A.1, but the learning rate ends at a tenth of its peak (paper: at a fifth). The paper's
-# base LMs: --groups 0, with --window 512 or 768; its DRT_enc-dec: --encoder tokens --n-neighbors 4
+# base LMs: --groups 0, with --window 512 or 768, or --n-layer 14 --window 658; its DRT_enc-dec:
+# --encoder tokens --n-neighbors 4
 PRESETS = {
     'tiny': dict(tokens_per_step=1984),     # the defaults: minutes on two CPU cores
     '124m': dict(data='pg19', tokenizer='gpt2', vocab_size=50_257, block_size=16_380, micro_batch=4,
@@ -186,10 +189,10 @@ def batches(config):
 
 
 def setup(model, run):
-    """Prints a warning if no document is long enough for retrieval: it needs two chunks and then a
-    token, which reads the first of them. run: see train.py"""
+    """Prints a warning if no document is long enough for retrieval: it needs two chunks, then a
+    token that reads the first of them, and its target. run: see train.py"""
     n_tokens = model.config.chunk_size - 1                              # of a chunk
-    needed = 2 * n_tokens + 1
+    needed = 2 * n_tokens + 2
     longest = np.diff(run.corpus.train.offsets).max()
     # with `hops` the batches are needles, and each row is a document
     if longest < needed and 'on' in model.ways() and not run.corpus.hops:
@@ -287,10 +290,11 @@ def softmax_attention(q, k, v, bias=None):
 
 def window_attention(q, k, v, window, slopes):
     """softmax_attention of queries to the keys of the same position or up to window - 1 before.
-    With slopes (1, H, 1, 1), ALiBi (Press et al. 2022) subtracts slope * age from each score. The
-    queries (B, t, H, D) have the positions of the last t of the keys (B, s, H, D)."""
+    With slopes (1, H, 1, 1), ALiBi (Press et al. 2022) subtracts slope * age from each score; under
+    bf16 autocast this is rounded to bf16, which changes weights by up to 1.6%. The queries
+    (B, t, H, D) have the positions of the last t of the keys (B, s, H, D)."""
     position = torch.arange(k.size(1), device=k.device)
-    age = position[-q.size(1):, None] - position                        # (t, s)
+    age = position[k.size(1) - q.size(1):, None] - position             # (t, s)
     bias = -slopes * age
     bias = bias.masked_fill((age < 0) | (age >= window), -math.inf)
     return softmax_attention(q, k, v, bias.to(q.dtype))
@@ -998,10 +1002,12 @@ class DRT(nn.Module):
         loss = cross_entropy(f, E, targets, self.kernel)
         log = {}
         if config.groups > 0:
-            # of the last group: the mean of the largest w_k, over the whole chunks that read any.
-            # The last of the N + 1 rows is for the tokens after the whole chunks
+            # of the last group: the mean of the largest w_k, over the chunks that read any. Row n
+            # of w is for chunk n; the last of the N + 1 is for the unfinished one, if there is one.
+            # A chunk that begins a document counts, although it does not read what its row has
             w, _ = chosen[-1]
-            largest = w[:, :-1].amax(2)                                 # (B, N)
+            n_chunks = math.ceil(ids.size(1) / config.chunk_size)
+            largest = w[:, :n_chunks].amax(2)                           # (B, n_chunks)
             log['top_weight'] = largest.sum() / (largest > 0).sum().clamp(min=1)
         if not with_mlm:
             return loss, log
@@ -1199,7 +1205,9 @@ class DRT(nn.Module):
 def prepare_eval(model, corpus, external, args, path):
     """Sets --offload. Table 4: with --retrieve-from, reads external.train once; each text that is
     evaluated can then retrieve the chunks of it, too. SystemExit if a text would retrieve from
-    itself, or if there is no chunk"""
+    itself, if there is no chunk, or no folder for --offload"""
+    if args.offload and not Path(args.offload).is_dir():
+        raise SystemExit(f'--offload {args.offload}: there is no such folder')
     model.offload = args.offload
     if not args.retrieve_from or 'on' not in model.ways():
         return
@@ -1227,7 +1235,7 @@ def demo():
     text = Path(__file__).read_bytes()[:993]
     tokens = torch.tensor([list(text)])                                     # (1, 993)
     model = DRT(DRTConfig(vocab_size=256))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     n_parameters = sum(p.numel() for p in model.parameters())
 
     # position 31, 63, ... is a landmark

@@ -53,6 +53,10 @@ Where we differ from the paper, and why
     forward pass saves neither O_k nor L; dq_kernel computes L again and stores it for dkdv_kernel.
     δ_k is computed as rowsum(P_k ∘ dP_k), which is equal. Algorithm 2's dK, dV are those of a slot;
     here dkdv_kernel sums them over all slots that hold a chunk.
+    In the pseudo-code of App. A.2 we correct what contradicts Eq. 2 and 3: scores lack 1 / sqrt(D);
+    line 13 of Algorithm 1 divides by exp(m_old - m_new), which is a factor, and O_i is both the sum
+    over k and that of one chunk; line 17 of Algorithm 2 overwrites dW for each block j of keys, and
+    has to add to it.
     n_keys and sink are not in the paper: a landmark is no key, and in its place is a key with score
     0 and value 0 (as in the official code), see drt.py.
 

@@ -281,7 +281,7 @@ def window_attention(q, k, v, window, slopes):
     With slopes (1, H, 1, 1), ALiBi (Press et al. 2022) subtracts slope * age from each score. The
     queries (B, t, H, D) have the positions of the last t of the keys (B, s, H, D)."""
     position = torch.arange(k.size(1), device=k.device)
-    age = position[-q.size(1):, None] - position                        # (t, s)
+    age = position[k.size(1) - q.size(1):, None] - position             # (t, s)
     bias = -slopes * age
     bias = bias.masked_fill((age < 0) | (age >= window), -math.inf)
     return softmax_attention(q, k, v, bias.to(q.dtype))

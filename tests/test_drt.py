@@ -310,8 +310,8 @@ def test_ways_are_models_of_these_settings():
         assert model.trace(tokens[0], T - 1) == []
 
 
-def test_random_retrieval_ignores_the_text():
-    """App. A.5: many chunks are chosen, whatever the landmarks are."""
+def test_random_queries_ignore_the_text():
+    """App. A.5: many chunks are chosen, whatever the landmarks that retrieve are."""
     model = small(retriever='random')
     tokens = tokens_of(t=120)
     log_probs, state = model.stream(tokens)
@@ -348,13 +348,16 @@ def test_what_a_corpus_must_be():
 CORPUS = tokens_of(1, t=40)[0]              # 13 chunks and a token
 
 
-def test_read_runs_the_upper_layers_far_enough(monkeypatch):
-    """Of four upper layers; pieces are so short that what `read` omits alone decides."""
-    monkeypatch.setattr(DRT, 'PIECE', 3)
-    model = small(n_layer=8, window=7)
-    tokens = tokens_of(t=90)
-    log_probs, _ = model.stream(tokens[:, 60:], model.read(tokens[:, :60]))
-    close(log_probs, model.log_probs(tokens)[:, 60:])
+@mark.parametrize('settings', [dict(n_layer=8, window=7), dict(window=2, chunk_size=16)], ids=str)
+def test_read_runs_the_upper_layers_far_enough(settings, monkeypatch):
+    """Four upper layers, or chunks longer than windows; pieces of one position, so that what `read`
+    omits alone decides. No state is lost if it then reads nothing."""
+    monkeypatch.setattr(DRT, 'PIECE', 1)
+    model = small(**settings)
+    tokens = tokens_of(t=130)
+    state = model.read(tokens[:, 100:100], model.read(tokens[:, :100]))
+    log_probs, _ = model.stream(tokens[:, 100:], state)
+    close(log_probs, model.log_probs(tokens)[:, 100:])
 
 
 @mark.parametrize('way', ['on', 'corpus', 'both'])
@@ -539,9 +542,10 @@ def test_initial_weights():
         assert weights[name + '.weight'].std().item() == approx(std, rel=0.05), name
 
 
-@mark.parametrize('groups, end, warns', [(1, 13, True), (1, 14, False), (0, 13, False)])
+@mark.parametrize('groups, end, warns', [(1, 14, True), (1, 15, False), (0, 14, False)])
 def test_documents_too_short_for_retrieval(groups, end, warns, capsys):
-    """Two chunks of three tokens have to precede a token that reads the first."""
+    """Two chunks of three tokens precede a token that reads the first, and the target of this one.
+    """
     split = SimpleNamespace(offsets=np.array([0, 6, end - 1, end]))
     corpus = SimpleNamespace(train=split, hops=0)
     setup(small(groups=groups), SimpleNamespace(corpus=corpus))
