@@ -139,7 +139,7 @@ class Batches:
     def __init__(self, split, block_size, micro_batch, seed):
         if split is None:                       # val; load refuses a corpus without train
             raise SystemExit('there is no text to validate on: --data needs more text, or a file '
-                             'named val')
+                             'named val that is not empty')
         self.split, self.seed = split, seed
         self.T, self.B = block_size, micro_batch
 
@@ -1874,7 +1874,9 @@ def why_not_utf8(path):
         position, value = wrong_byte(file)
     reason = ('not UTF-8; Latin-1 (iconv -f latin1 -t utf-8), another encoding (iconv -l), or '
               'UTF-8 with wrong bytes (iconv -c -f utf-8 -t utf-8)')
-    if 0 in head:                                       # of UTF-16: the upper bytes of letters
+    if head.startswith(b'\x1f\x8b'):                     # gzip's first bytes
+        reason = 'not UTF-8; packed by gzip: its name has to end in .txt.gz, .jsonl.gz, ...'
+    elif 0 in head:                                     # of UTF-16: the upper bytes of letters
         order = 'be' if head[::2].count(0) > head[1::2].count(0) else 'le'
         reason = f'not UTF-8; binary, or UTF-16 (iconv -f utf-16{order} -t utf-8)'
     for mark, encoding in BYTE_ORDER_MARKS.items():
@@ -1987,7 +1989,7 @@ def main():
     tokenizer = corpus.tokenizer
 
     # tokens of a row: a line on the screen; most of a pair; 8 chunks, the least for needles
-    T = min(12, len(corpus.train.tokens) - 1)
+    T = max(1, min(12, len(corpus.train.tokens) - 1))
     if corpus.tab >= 0:                                 # at least the shortest source
         tabs = np.flatnonzero(corpus.train.tokens == corpus.tab)
         T = max(36, (tabs - corpus.train.offsets[:-1]).min().item() + 2)

@@ -52,7 +52,7 @@ Letters in the shape comments
     B texts    t tokens of a call    n tokens of a document    N documents    V vocabulary
 """
 import train    # before torch: it sets how torch's idle threads wait
-import argparse, heapq, importlib.util, itertools, json, os, re, sys, time, zlib
+import argparse, heapq, importlib.util, itertools, json, os, re, sys, tempfile, time, zlib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,13 +89,15 @@ def new_file(text):
     is made."""
     name = train.expanded_path(text)
     path = Path(os.path.realpath(name))                 # not a link, but its file
-    taken = path.exists() and not path.is_file()        # by a folder, a device, a pipe
+    taken = any(os.path.exists(x) and not os.path.isfile(x) for x in (name, path))  # a device, ...
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=path.name, dir=path.parent):
+            pass                                        # else its name is too long, for example
     except OSError:
         taken = True
-    if taken or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f'{text!r} cannot be written')
+    if taken or path.suffix == '.pt' or path.name in ('config.json', 'log.jsonl'):
+        raise argparse.ArgumentTypeError(f'{text!r} cannot be written, or is a file of a run')
     return path
 
 
@@ -312,7 +314,8 @@ def check_cache(run, args):
         return
     has_memories = run.ways != ('off',)
     advice = 'leave --cache out'
-    if hasattr(run.model.config, 'memory'):             # TRIME: only `prepare` sets its ways
+    if hasattr(args, 'memory') and hasattr(run.model.config, 'memory'):
+        # TRIME: only `prepare` sets its ways
         memory = args.memory or run.model.config.memory
         has_memories = memory != 'none' or args.retrieve_from
         advice += ', or add --memory none'
@@ -1424,7 +1427,7 @@ def parse(parser, flags):
 
 def refuse_unused_flags(parser, flags, task, subtasks):
     """Ends with one line for a flag that a task does not use. subtasks: what it consists of"""
-    if task not in TASKS:                               # a model's own, of which nothing is known
+    if task not in (*TASKS, 'datastore', 'ranks'):      # of a user's model: nothing is known of it
         return
     used = {word.split('=')[0] for word in flags}
     for field, text in train.comments_of(EvalConfig).items():
@@ -1439,6 +1442,12 @@ def check_values(parser, args):
     """Ends with one line if values of flags do not fit together, or cannot be used."""
     if args.prompt is not None and args.prompt_file is not None:
         parser.error('--prompt and --prompt-file are two prompts: only one of them is possible')
+    files = [args.json, args.html, args.output]
+    if args.prompt_file not in (None, '-'):
+        files.append(Path(os.path.realpath(args.prompt_file)))
+    files = [path for path in files if path]
+    if len(set(files)) < len(files):
+        parser.error(f'{files[0]} is named twice, as a file to write and another one')
     if args.cache and args.retrieve_from:
         parser.error('--cache and --retrieve-from cannot be used together')
     if args.cache and args.task not in TASKS:
@@ -1478,6 +1487,8 @@ def check_runs(parser, runs, args):
             parser.error('documents of one word, which have nothing to score with the tokenizer '
                          f'word: evaluate {run.name} alone')
         check_cache(run, args)
+    if args.retrieve_from and all(run.chunk > 1 and run.ways == ('off',) for run in runs):
+        parser.error('--retrieve-from: none of these runs retrieves')
     for task in subtasks_of(args.task, of_pairs):
         if of_pairs and task not in FOR_PAIRS:
             parser.error(f'--task {task} scores all tokens, but a model of pairs predicts targets '

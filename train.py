@@ -22,7 +22,9 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
     batches(config)         arguments of data.Corpus.batches: what a micro-batch consists of
     setup(model, run)       optional, before training: computes a teacher's scores; run: see Run.
                             Returns None or attach(batch, number), which adds them to a micro-batch
-    X(config)               the model, an nn.Module
+    X(config)               the model, an nn.Module. Muon trains all matrices but those of
+                            nn.Embedding and of parameters whose names begin with `embedding`
+    .config                 its XConfig
     .forward(batch, progress)   loss () and a dict of numbers () to log; in eval mode the loss is
                             the mean over all targets. batch: data.Batch; progress: step / max_steps
     .stream(tokens, state)  log P (B, t, V) of the token after each of tokens (B, t), which continue
@@ -31,7 +33,7 @@ What train.py and eval.py use of a model file x.py, for B sequences of T or t to
     .log_probs(tokens)      log P alone, of whole texts (for notebooks and tests)
     .states(tokens, state)  states f (B, t, C), from which .logits computes logits without memories,
                             for eval.py --cache; the new state
-    .logits(f)              logits (B, t, V)
+    .logits(f)              states (..., C) -> logits (..., V)
     .read(tokens, state=None)   the new state alone, for any t
     .ways()                 names of ways to read a text, the last one `off`, see eval.py
     .way                    the one of ways() that is set
@@ -59,9 +61,9 @@ os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')
 import argparse, collections, contextlib, ctypes, datetime, difflib, functools, importlib
 import importlib.util, inspect, json, math, platform, re, shlex, signal, subprocess, sys, time
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -186,14 +188,17 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimizers_of(model, config):
-    """AdamW and Muon; with --optimizer muon, Muon has all matrices except the embedding's. Vectors
-    (norms, biases) do not decay. Run.step sets the rates."""
+    """AdamW and Muon; with --optimizer muon, Muon has all matrices except those of embeddings.
+    Vectors (norms, biases) do not decay. Run.step sets the rates."""
+    embeddings = {module.weight for module in model.modules()
+                  if isinstance(module, torch.nn.Embedding)}
     matrices, others, vectors = [], [], []
     for name, p in model.named_parameters():
+        is_embedding = name.startswith('embedding') or p in embeddings
         group = others
         if p.dim() < 2:
             group = vectors
-        elif config.optimizer == 'muon' and p.dim() == 2 and not name.startswith('embedding'):
+        elif config.optimizer == 'muon' and p.dim() == 2 and not is_embedding:
             group = matrices
         group.append(p)
 
@@ -344,9 +349,11 @@ class Run:
         self.batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
         not_packed = dict(sizes, bm25=False)
         self.val_batches = corpus.batches(corpus.val, seed=0, **not_packed)
-        of_val = map(self.val_batches.in_order, range(len(self.val_batches)))
-        if not any((batch.targets >= 0).any() for batch in of_val):
-            raise SystemExit('val has no token to predict: its documents have one token each')
+        for name, batches in dict(train=self.batches, val=self.val_batches).items():
+            in_order = map(batches.in_order, range(len(batches)))
+            if not any((batch.targets >= 0).any() for batch in in_order):
+                raise SystemExit(f'{name} has no token to predict: its documents have one token '
+                                 'each')
 
     def make_model(self, start):
         """The model, with the weights of `start`, a checkpoint or {}; the state of the run"""
@@ -355,6 +362,7 @@ class Run:
         # the model and its weights
         torch.manual_seed(config.seed)
         self.model = self.Model(self.model_config).to(self.device)
+        check_parts(self.Model, self.model)
         if config.gains and self.model.ways() == ('off',):
             raise SystemExit('--gains: this model retrieves nothing')
         self.model.kernel = config.kernel
@@ -658,6 +666,7 @@ def find_model(name):
     wanted = re.sub('[_-]', '', Path(module.__file__).stem).lower()
     for attribute, value in vars(module).items():
         if attribute.lower() == wanted and inspect.isclass(value):
+            check_parts(value)
             return value
     raise SystemExit(f'--model {name}: the file has no class {wanted.capitalize()}')
 
@@ -675,6 +684,19 @@ def part_of(Model, name, default=None):
         if hasattr(module, name) and issubclass(cls, torch.nn.Module):
             return getattr(module, name)
     return default
+
+
+def check_parts(Model, model=None):
+    """SystemExit unless the file of a model, or the model, defines all that has no default."""
+    if model is None:
+        names = 'PRESETS', 'COMPILED', 'batches'
+        missing = [name for name in names if part_of(Model, name) is None]
+    else:
+        names = 'config', 'PIECE', 'stream', 'read', 'ways'
+        missing = [name for name in names if not hasattr(model, name)]
+    if missing:
+        raise SystemExit(f'{sys.modules[Model.__module__].__file__}: {missing[0]} is not defined; '
+                         'the beginning of train.py has what a model file needs')
 
 
 def config_of(Model):
@@ -726,7 +748,7 @@ def has_flag(Config, flag):
 
 def add_flags(parser, Config):
     """A flag for each field of a config. Its help is the comment after the field. SystemExit for a
-    field without a comment."""
+    field that cannot be a flag."""
     comments = comments_of(Config)
     types = get_type_hints(Config)      # not f.type: with future annotations it is a string
     group = parser.add_argument_group(Config.__name__)
@@ -734,6 +756,13 @@ def add_flags(parser, Config):
         if f.name not in comments:
             raise SystemExit(f'{Config.__name__}.{f.name} needs a comment in its line: it is the '
                              'help of the flag')
+        is_type = get_origin(types[f.name]) in (None, Literal)          # not list[int], int | None
+        if not is_type or types[f.name] in (tuple, list, set, dict) or f.default is MISSING:
+            raise SystemExit(f'{Config.__name__}.{f.name} needs a default, and has to be a bool, '
+                             'int, float, str, Literal, or a function of the text of its flag')
+        if flag_of(f.name) in parser._option_string_actions:
+            raise SystemExit(f'{flag_of(f.name)} is two flags: rename the field {f.name} of the '
+                             "model's config")
         choices = get_args(types[f.name])               # of a Literal
         kind = dict(type=types[f.name])
         if choices:
@@ -1011,7 +1040,8 @@ def check_folder(out, settings, state, kind):
     while Path(f'{run}-{i}').exists():
         i += 1
     message = f'{out} {trouble}; try --out {run}-{i}'
-    if 'best.pt' in files and not str(out).endswith('-reference'):
+    of_same_model = saved.get('model') == settings['model']
+    if 'best.pt' in files and of_same_model and not str(out).endswith('-reference'):
         message += f' (with --init {out}/best.pt it begins with these weights)'
     raise SystemExit(message)
 
@@ -1133,6 +1163,9 @@ def hardware(device):
         mallopt = ctypes.CDLL(None).mallopt             # else pages are freed and cleared each step
         mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
         mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
+    if device == 'cuda' and LOCAL_RANK >= torch.cuda.device_count():
+        raise SystemExit(f'process {LOCAL_RANK} of this machine has no GPU: it has '
+                         f'{torch.cuda.device_count()}, so --nproc_per_node is at most that')
     if device == 'cuda':
         device = f'cuda:{os.getenv("LOCAL_RANK", 0)}'
         torch.cuda.set_device(device)

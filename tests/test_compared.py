@@ -598,25 +598,42 @@ def test_files_of_models(mine):
         sys.modules.pop(name)
 
 
+FIELD = ('from dataclasses import field\nfrom drt import *\n@dataclass\n'
+         'class FieldsConfig(DRTConfig):\n    {}\nclass Fields(DRT): pass')
+
+
 @mark.parametrize('name, text, message', [
     ('none.py', None, 'no such file'), ('rpt.py', '', 'rename the file'),
     ('json.py', '', 'rename the file'), ('mine.v2.py', '', 'a dot in the name'),
     ('empty.py', '', 'has no class Empty'),
-    ('my-model.py', 'class MyModel: pass', 'MyModelConfig'),
+    ('my-model.py', 'from drt import PRESETS, COMPILED, batches, nn\n'
+                    'class MyModel(nn.Module): pass', 'MyModelConfig'),
     ('other.py', 'from drt import *\nclass MyConfig(DRTConfig): pass\nclass Other(DRT): pass',
      'MyConfig has to be OtherConfig'),
     ('plain.py', 'from drt import *\nclass PlainConfig(DRTConfig): pass\nclass Plain(DRT): pass',
      'PlainConfig needs @dataclass'),
-    ('fields.py', 'from drt import *\n@dataclass\nclass FieldsConfig(DRTConfig):\n'
-                  '    new: int = 1\nclass Fields(DRT): pass', 'FieldsConfig.new needs')])
+    ('parts.py', 'import torch\nclass Parts(torch.nn.Module): pass', 'PRESETS is not defined'),
+    ('fields.py', FIELD.format('new: int = 1'), 'FieldsConfig.new needs a comment'),
+    ('fields.py', FIELD.format('new: tuple = (1, 2)  # sizes'), 'new needs a default, and has'),
+    ('fields.py', FIELD.format('new: int | None = None  # size'), 'new needs a default, and has'),
+    ('fields.py', FIELD.format('seed: int = 3  # of x'), '--seed is two flags'),
+    ('fields.py', FIELD.format('new: int = field(default_factory=int)  # x'), 'needs a default')])
 def test_a_file_that_is_no_model_is_one_line(mine, name, text, message):
     folder = Path('own')
     folder.mkdir()
     if text is not None:
         (folder / name).write_text(text)
     assert message in one_line(train.parse, ['--model', f'own/{name}'])
-    if name in ('empty.py', 'my-model.py', 'other.py', 'plain.py', 'fields.py'):
+    if text and name not in ('rpt.py', 'json.py', 'mine.v2.py') or name == 'empty.py':
         sys.modules.pop(name[:-3])
+
+
+def test_a_model_without_a_part_is_one_line(mine):
+    Path('half.py').write_text('from drt import *\nclass Half(DRT):\n    ways = property()')
+    message = one_line(train.main, [*mine, 'x', '--model', 'half.py'])
+    assert 'half.py: ways is not defined' in message
+    sys.modules.pop('half')
+    assert not Path('x').exists()
 
 
 def test_the_initial_decay_of_griffin():

@@ -281,7 +281,10 @@ def test_what_is_no_checkpoint_is_one_line(run):
     ('a --temprature 1', 'the nearest is --temperature'), ('a --task ranks', 'niah, count'),
     ('a --split test', 'split test'), ('a --task examples --prompt x', 'two tokens'),
     ('a --json a/best.pt/x', 'pt/x'), ('a --html texts', 'texts'), ('a --json pipe', 'pipe'),
-    ('a --json=', "'' cannot be written"),
+    ('a --json=', "'' cannot be written"), ('a --json a/best.pt', 'is a file of a run'),
+    ('a --json a/config.json', 'is a file of a run'), ('a --json ' + 255 * 'a', 'cannot be'),
+    ('a --task examples --json x --html ./x', 'named twice'),
+    ('a --task generate --json texts/val.jsonl --prompt-file texts/val.jsonl', 'named twice'),
     ('a --task niah --lengths 1kk', '1kk'), ('a --task niah --lengths 999999999m', 'shorter'),
     ('a --task speed --lengths 0', '--lengths 0'), ('a\0', 'no such'),
     ('a --task niah --lengths 64', '64'), ('a --task niah --lengths 512 --depths 0,1', '0,1'),
@@ -911,6 +914,8 @@ def test_the_three_models_in_one_table(models):
     assert rows == [*itertools.product(names, WAYS)]
     assert [x['run'] for x in result['examples'] if x['retrieved']] == names
     assert 'these runs together' in one_line(evaluate, 'out/rpt out/drt --task ranks')
+    assert '--beam is for --task pairs' in one_line(evaluate, 'out/rpt --task ranks --beam 9')
+    assert 'none of these runs' in one_line(evaluate, 'out/base --retrieve-from more')
 
 
 @mark.parametrize('model', ['trime --memory ext --p 1', 'rpt', 'drt'])

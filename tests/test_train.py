@@ -560,6 +560,9 @@ def test_a_text_without_such_memories(here):
     of_one = one_line(launch, '--data one --memory ext --no-bm25 --out x')
     assert 'of one document' in of_one and '--no-same-document' in of_one
     assert 'each pair is a text' in one_line(launch, '--data pairs --memory long --out x')
+    write_splits(here / 'words', 40 * ['a'], ['a a a a ' * 20])
+    of_words = '--data words --tokenizer word --out x'
+    assert 'train has no token to predict' in one_line(launch, of_words, 'drt')
     assert not Path('x').exists()
 
 
@@ -1081,3 +1084,10 @@ def test_muon_has_no_part_of_the_embedding():
     _, muon = train.optimizers_of(model, train.TrainConfig())
     of_muon = {id(p) for group in muon.param_groups for p in group['params']}
     assert not of_muon & {id(p) for p in model.embedding.parameters()}
+
+    # a user's model can give it another name, and share its weight with the output layer
+    model = torch.nn.ModuleDict(dict(wte=torch.nn.Embedding(9, 4), head=torch.nn.Linear(4, 9),
+                                     proj=torch.nn.Linear(4, 4)))
+    model.head.weight = model.wte.weight
+    _, muon = train.optimizers_of(model, train.TrainConfig())
+    assert muon.param_groups[0]['params'] == [model.proj.weight]
