@@ -621,6 +621,14 @@ def test_the_loss_in_training():
         assert grad.any() == (progress > 0)
 
 
+def test_a_step_without_positives():
+    """L_ret is 0, not 0 / 0."""
+    teacher = SimpleNamespace(per_step=2, cached_scores_of=lambda number: torch.zeros(B, N, N))
+    batch = data.Batch(**vars(batch_of(tokens_of(4))))
+    loss, log = small().train()(rpt.Teacher.attach(teacher, batch, 0), 0.5)
+    assert log['ret_loss'] == 0 and loss == log['lm_loss']
+
+
 # --------------------------------------------------------------------------------------------------
 # setup: the reference LM and the scores on disk
 @fixture
