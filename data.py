@@ -1875,7 +1875,7 @@ def why_not_utf8(path):
     reason = ('not UTF-8; Latin-1 (iconv -f latin1 -t utf-8), another encoding (iconv -l), or '
               'UTF-8 with wrong bytes (iconv -c -f utf-8 -t utf-8)')
     if head.startswith(b'\x1f\x8b'):                     # gzip's first bytes
-        reason = 'not UTF-8; packed by gzip: its name has to end in .txt.gz, .jsonl.gz, ...'
+        reason = 'not UTF-8; packed by gzip; only files with names like x.txt.gz are unpacked'
     elif 0 in head:                                     # of UTF-16: the upper bytes of letters
         order = 'be' if head[::2].count(0) > head[1::2].count(0) else 'le'
         reason = f'not UTF-8; binary, or UTF-16 (iconv -f utf-16{order} -t utf-8)'

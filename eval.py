@@ -89,15 +89,19 @@ def new_file(text):
     is made."""
     name = train.expanded_path(text)
     path = Path(os.path.realpath(name))                 # not a link, but its file
-    taken = any(os.path.exists(x) and not os.path.isfile(x) for x in (name, path))  # a device, ...
-    try:
+    reason = ''
+    if path.suffix == '.pt' or path.name in ('config.json', 'log.jsonl'):
+        reason = 'it is a file of a run'
+    if any(os.path.exists(x) and not os.path.isfile(x) for x in (name, path)):
+        reason = 'it is a folder, a device or a pipe'
+    try:                                                # train.write has such a temporary file
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix=path.name, dir=path.parent):
-            pass                                        # else its name is too long, for example
-    except OSError:
-        taken = True
-    if taken or path.suffix == '.pt' or path.name in ('config.json', 'log.jsonl'):
-        raise argparse.ArgumentTypeError(f'{text!r} cannot be written, or is a file of a run')
+        with tempfile.NamedTemporaryFile(prefix=f'{path.name}.', suffix='.tmp', dir=path.parent):
+            pass
+    except OSError as error:
+        reason = error.strerror                         # 'File name too long', for example
+    if reason:
+        raise argparse.ArgumentTypeError(f'{text!r} cannot be written: {reason}')
     return path
 
 

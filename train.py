@@ -1040,7 +1040,7 @@ def check_folder(out, settings, state, kind):
     while Path(f'{run}-{i}').exists():
         i += 1
     message = f'{out} {trouble}; try --out {run}-{i}'
-    of_same_model = saved.get('model') == settings['model']
+    of_same_model = saved.get('model', settings['model']) == settings['model']
     if 'best.pt' in files and of_same_model and not str(out).endswith('-reference'):
         message += f' (with --init {out}/best.pt it begins with these weights)'
     raise SystemExit(message)

@@ -321,7 +321,7 @@ def test_json(src, name, content):
         name: content, 'val.json': json.dumps(dict(text='v'), indent=1)}))
     assert texts_of(corpus) == [JSON_TEXTS, ['v'], ['a\nb']]
     [reason] = corpus.about.keys() - {'splits', *data.SPLITS}
-    assert 'binary' in reason
+    assert 'packed by gzip' in reason
     assert corpus.about[reason] == "1 files, ['train.tar.gz: byte 1 is 0x8b']"
 
 
