@@ -766,7 +766,9 @@ class Tokenizer:
 
     def decode(self, ids):
         """Ids (n,) -> str; U+FFFD for what is not UTF-8"""
-        tokens = [self.tokens[i] for i in ids]
+        if hasattr(ids, 'tolist'):
+            ids = ids.tolist()          # the elements of an array are slow one by one
+        tokens = map(self.tokens.__getitem__, ids)
         if self.name == 'word':
             return ' '.join(tokens).replace('<eos>', '\n')
         return ''.join(tokens).encode('latin-1').decode(errors='replace')

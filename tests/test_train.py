@@ -204,7 +204,7 @@ def test_a_reference_of_another_run(here):
 
 def test_kill_9(here):
     """At any moment; checkpoints are written to another file first, so the last one is whole."""
-    more = '--max-steps 100 --eval-every 20 --out '
+    more = '--max-steps 60 --eval-every 20 --out '
     launch(more + 'straight')
     command = [sys.executable, FILE, *flags('trime', more + 'run')]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -213,7 +213,7 @@ def test_kill_9(here):
         time.sleep(0.05)
     process.kill()
     process.wait()
-    assert step_of('run/ckpt.pt') < 100
+    assert step_of('run/ckpt.pt') < 60
     Path('run/best.pt.123.tmp').touch()                     # as of a kill while it is written
     Path('run/datastore.123.tmp').mkdir()                   # that eval.py builds
     launch(more + 'run')
