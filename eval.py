@@ -90,16 +90,19 @@ def new_file(text):
     name = train.expanded_path(text)
     path = Path(os.path.realpath(name))                 # not a link, but its file
     reason = ''
-    if path.suffix == '.pt' or path.name in ('config.json', 'log.jsonl'):
+    of_run = path.name in ('config.json', 'log.jsonl') and any(path.parent.glob('*.pt'))
+    if of_run or path.suffix == '.pt':
         reason = 'it is a file of a run'
-    if any(os.path.exists(x) and not os.path.isfile(x) for x in (name, path)):
+    elif any(os.path.exists(x) and not os.path.isfile(x) for x in (name, path)):
         reason = 'it is a folder, a device or a pipe'
-    try:                                                # train.write has such a temporary file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix=f'{path.name}.', suffix='.tmp', dir=path.parent):
-            pass
-    except OSError as error:
-        reason = error.strerror                         # 'File name too long', for example
+    else:
+        temporary = dict(prefix=f'{path.name}.', suffix='.tmp', dir=path.parent)  # as train.write's
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(**temporary):
+                pass
+        except OSError as error:
+            reason = error.strerror                     # 'File name too long', for example
     if reason:
         raise argparse.ArgumentTypeError(f'{text!r} cannot be written: {reason}')
     return path
@@ -1449,9 +1452,9 @@ def check_values(parser, args):
     files = [args.json, args.html, args.output]
     if args.prompt_file not in (None, '-'):
         files.append(Path(os.path.realpath(args.prompt_file)))
-    files = [path for path in files if path]
-    if len(set(files)) < len(files):
-        parser.error(f'{files[0]} is named twice, as a file to write and another one')
+    twice = [path for path in files if path and files.count(path) > 1]
+    if twice:
+        parser.error(f'two flags name {twice[0]}: each needs a file of its own')
     if args.cache and args.retrieve_from:
         parser.error('--cache and --retrieve-from cannot be used together')
     if args.cache and args.task not in TASKS:

@@ -191,7 +191,7 @@ def optimizers_of(model, config):
     """AdamW and Muon; with --optimizer muon, Muon has all matrices except those of embeddings.
     Vectors (norms, biases) do not decay. Run.step sets the rates."""
     embeddings = {module.weight for module in model.modules()
-                  if isinstance(module, torch.nn.Embedding)}
+                  if isinstance(module, torch.nn.Embedding) and module.weight.requires_grad}
     matrices, others, vectors = [], [], []
     for name, p in model.named_parameters():
         is_embedding = name.startswith('embedding') or p in embeddings
@@ -666,6 +666,8 @@ def find_model(name):
     wanted = re.sub('[_-]', '', Path(module.__file__).stem).lower()
     for attribute, value in vars(module).items():
         if attribute.lower() == wanted and inspect.isclass(value):
+            if not issubclass(value, torch.nn.Module):
+                raise SystemExit(f'--model {name}: {attribute} has to be an nn.Module')
             check_parts(value)
             return value
     raise SystemExit(f'--model {name}: the file has no class {wanted.capitalize()}')
@@ -687,7 +689,7 @@ def part_of(Model, name, default=None):
 
 
 def check_parts(Model, model=None):
-    """SystemExit unless the file of a model, or the model, defines all that has no default."""
+    """SystemExit unless the file of a model, or the model, defines what is needed first."""
     if model is None:
         names = 'PRESETS', 'COMPILED', 'batches'
         missing = [name for name in names if part_of(Model, name) is None]
@@ -1163,11 +1165,13 @@ def hardware(device):
         mallopt = ctypes.CDLL(None).mallopt             # else pages are freed and cleared each step
         mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
         mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
-    if device == 'cuda' and LOCAL_RANK >= torch.cuda.device_count():
-        raise SystemExit(f'process {LOCAL_RANK} of this machine has no GPU: it has '
-                         f'{torch.cuda.device_count()}, so --nproc_per_node is at most that')
     if device == 'cuda':
-        device = f'cuda:{os.getenv("LOCAL_RANK", 0)}'
+        number = int(os.getenv('LOCAL_RANK', 0))
+        n_devices = torch.cuda.device_count()
+        if number >= n_devices:
+            raise SystemExit(f'process {number} of this machine has no GPU of its own: there are '
+                             f'{n_devices}; a smaller --nproc_per_node works')
+        device = f'cuda:{number}'
         torch.cuda.set_device(device)
     return torch.device(device)
 

@@ -206,8 +206,9 @@ def setup(model, run):
     if config.memory == 'long' and corpus.tab >= 0:
         raise SystemExit('--memory long: each pair is a text of one segment, so no pair has long '
                          'memory; use --memory local or ext')
-    n_documents = len(corpus.train.offsets) - 1
-    if config.memory == 'ext' and config.same_document and n_documents == 1:
+    # with `hops` the batches are needles, and each row is a document
+    is_one_document = len(corpus.train.offsets) == 2 and not corpus.hops
+    if config.memory == 'ext' and config.same_document and is_one_document:
         raise SystemExit('--memory ext: all segments are of one document, so none has memories; '
                          'use --no-same-document')
 

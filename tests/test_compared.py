@@ -606,6 +606,7 @@ FIELD = ('from dataclasses import field\nfrom drt import *\n@dataclass\n'
     ('none.py', None, 'no such file'), ('rpt.py', '', 'rename the file'),
     ('json.py', '', 'rename the file'), ('mine.v2.py', '', 'a dot in the name'),
     ('empty.py', '', 'has no class Empty'),
+    ('bare.py', 'class Bare: pass', 'Bare has to be an nn.Module'),
     ('my-model.py', 'from drt import PRESETS, COMPILED, batches, nn\n'
                     'class MyModel(nn.Module): pass', 'MyModelConfig'),
     ('other.py', 'from drt import *\nclass MyConfig(DRTConfig): pass\nclass Other(DRT): pass',

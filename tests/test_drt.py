@@ -482,6 +482,16 @@ def test_the_loss_scores_each_target_once(kernel):
         assert (model(batch, 0)[0] == 7) == (kernel == 'torch')
 
 
+@mark.parametrize('t, n_chunks', [(15, 5), (16, 6)])
+def test_top_weight_is_of_each_chunk_that_reads(t, n_chunks):
+    """Also of the unfinished one, if it has a token"""
+    model = small()
+    batch = batch_of(tokens_of(t=t))
+    _, state = model.stream(batch.tokens)
+    w, _ = state.chosen[-1]
+    close(model(batch, 0)[1]['top_weight'], w[:, 2:n_chunks].amax(2).mean())
+
+
 def test_mlm_predicts_the_tokens_that_the_encoder_does_not_see():
     """§3.2, in the first half of training; no landmark is masked."""
     model = small(encoder='tokens', mlm=0.3).train()

@@ -664,6 +664,13 @@ def start(tmp_path):
     return run
 
 
+def test_the_reference_scores_a_chunk(start):
+    """Chunks 4 to 10 of 12 retrieve and have a target."""
+    start(score_every=10)
+    message = one_line(start, score_every=11)
+    assert '--score-every 11: ' in message and message.endswith('--score-every 4 works')
+
+
 @mark.parametrize('retriever', ['sem', 'lex', 'bm25'])
 def test_setup_scores_the_candidates(start, capsys, retriever):
     """The reference LM scores every n-th chunk; the others have the ranks of their candidates. It

@@ -537,7 +537,6 @@ WRONG = {
     '--dropout 1.5': 'at most 1', '--model rpt --window 96': 'window',
     '--model rpt --n-candidates 1': 'n_candidates', '--model rpt --n-cca 2 --n-layer 2': 'n_cca',
     '--model rpt --reference x --retriever lex': 'sem',
-    '--model rpt --block-size 288': 'score_every 8 leaves the reference LM no chunk',
     '--model drt --n-head 3': 'n_head',
     '--model drt --n-layer 1': 'n_layer', '--model drt --groups 4': 'groups',
     '--model drt --chunk-size 1': 'chunk_size', '--model drt --slope 0': 'slope',
@@ -555,7 +554,7 @@ def test_what_a_user_gets_wrong_ends_in_one_line(here, monkeypatch, more, messag
 
 
 def test_a_text_without_such_memories(here):
-    write_splits(here / 'one', ['a b c ' * 60], ['a b c ' * 20])
+    write_splits(here / 'one', ['a b c ' * 60], ['a b c ' * 60])
     write(here / 'pairs', train_tsv='a\tb\n' * 9, val_tsv='c\td\n' * 9)
     of_one = one_line(launch, '--data one --memory ext --no-bm25 --out x')
     assert 'of one document' in of_one and '--no-same-document' in of_one
@@ -563,6 +562,8 @@ def test_a_text_without_such_memories(here):
     write_splits(here / 'words', 40 * ['a'], ['a a a a ' * 20])
     of_words = '--data words --tokenizer word --out x'
     assert 'train has no token to predict' in one_line(launch, of_words, 'drt')
+    run(flags('trime', '--data niah:one --memory ext --block-size 256 --tokens-per-step 512 '
+              '--max-steps 1 --out needles'))
     assert not Path('x').exists()
 
 
@@ -970,6 +971,19 @@ ON_A_GPU = [
     ('rpt', '--teacher always --reference-steps 2')]
 
 
+def test_each_process_has_a_gpu(monkeypatch):
+    """Number LOCAL_RANK, or the only one that it sees if its launcher sets RANK alone"""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
+    monkeypatch.setenv('RANK', '3')
+    assert train.hardware('cuda') == torch.device('cuda:0')
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    assert train.hardware('cuda') == torch.device('cuda:1')
+    monkeypatch.setenv('LOCAL_RANK', '2')
+    assert 'process 2 of this machine has no GPU' in one_line(train.hardware, 'cuda')
+
+
 def test_the_peak_of_a_gpu(monkeypatch):
     """An A100 has 312 TFLOP/s in bf16; a token takes 6 FLOPs for each of 10 parameters."""
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA A100-SXM4-80GB')
@@ -1091,3 +1105,8 @@ def test_muon_has_no_part_of_the_embedding():
     model.head.weight = model.wte.weight
     _, muon = train.optimizers_of(model, train.TrainConfig())
     assert muon.param_groups[0]['params'] == [model.proj.weight]
+
+    # a fixed one remains where earlier runs have it
+    model.wte.weight.requires_grad_(False)
+    _, muon = train.optimizers_of(model, train.TrainConfig())
+    assert len(muon.param_groups[0]['params']) == 2
