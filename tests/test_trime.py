@@ -530,6 +530,11 @@ def test_the_datastore_of_pairs_has_their_targets(tmp_path):
     expected = g[:, 3:] @ g[0, 5] / C ** 0.5                        # of keys that are not fp16
     close(sim[0, order], expected.flatten(), 0.02)
 
+    # values of other entries would be tokens of sources, too
+    model.eval_memory.store = store
+    model.eval_memory.inference = INFERENCES['ext']
+    assert model.ways() == ('on', 'off')
+
 
 @mark.parametrize('name', ['about.json', 'keys.faiss', 'keys.ivfdata'])
 @mark.parametrize('change', [lambda x: b'[]', lambda x: x[:-1], lambda x: b'\xff'])
