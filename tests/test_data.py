@@ -1043,6 +1043,13 @@ def test_random_tokens_of_a_tokenizer(tmp_path, monkeypatch):
     assert np.array_equal(corpus.train.tokens, again.train.tokens)
 
 
+def test_a_text_of_one_token(tmp_path, monkeypatch):
+    path = write(tmp_path, a_txt='hello') / 'a.txt'
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, 'argv', ['data.py', str(path), 'word'])
+    assert 'train has 1 tokens, too few' in one_line(data.main)
+
+
 @mark.parametrize('arguments', ['code bytes 9999', 'code gpt2 4000', 'code word 5000'])
 def test_a_vocabulary_size_that_is_not_used(arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['data.py', *arguments.split()])

@@ -343,6 +343,7 @@ def test_what_a_corpus_must_be():
     assert 'two chunks' in one_line(prepare, model, corpus[:2 * S - 3])
     prepare(model, corpus, retrieve_from='')
     assert 'corpus' not in model.ways()
+    assert 'no such folder' in one_line(prepare, model, corpus, offload='nowhere')
 
 
 CORPUS = tokens_of(1, t=40)[0]              # 13 chunks and a token

@@ -410,6 +410,13 @@ def test_nothing_is_overwritten(here, capsys):
     assert contents('out').items() < before.items()
 
 
+def test_a_folder_of_another_model(here):
+    """Its weights are no beginning of this one."""
+    launch('--out run')
+    message = one_line(launch, '--out run', 'drt')
+    assert 'try --out run-2' in message and '--init' not in message
+
+
 def test_names_of_a_path(here, monkeypatch):
     """A run resumes by its text, not by its name; eval.py finds the text from another folder."""
     monkeypatch.setenv('HOME', str(here))
