@@ -17,7 +17,7 @@ for BLAS. All other rows are mostly 0; they are stored as postings, a list of (d
 
 Letters used in the shape comments
     N documents    Q queries    V terms    F frequent terms
-    P pairs of a text, which is a document or a query, and a term that occurs in it: see TermCounts
+    P pairs (text, term) of a document or a query and a term that occurs in it: see TermCounts
 
     $ pip install bm25s
     $ OMP_NUM_THREADS=1 python bm25.py      compares it with bm25s, on one thread
@@ -112,7 +112,7 @@ def join_ranges(first, size):
 
 class BM25:
     """An index of N documents, arrays of token ids.
-    idf: (V,) by token id, of another corpus; terms beyond it count 0. None: of these documents."""
+    idf: by token id, of another corpus; terms beyond it count 0. None: of these documents."""
     def __init__(self, docs, k1=1.2, b=0.75, idf=None):
         # the weight of each pair (document, term)
         N = self.N = len(docs)
@@ -120,14 +120,14 @@ class BM25:
         df = self.df = np.bincount(term)                            # (V,)
         if idf is None:
             idf = idf_lucene(N, df)
-        idf = np.pad(idf, (0, len(df)))                             # 0 for terms beyond idf
+        idf = np.pad(idf, (0, len(df)))                             # zeros for terms beyond it
         length = np.bincount(doc, weights=tf, minlength=N)          # (N,)
         norm = k1 * (1 - b + b * length * N / max(1, length.sum()))
         weight = idf[term] * tf / (tf + norm[doc])                  # (P,)
 
         # frequent terms: a dense matrix
         self.is_frequent = df > FREQUENT * N                        # (V,)
-        self.row = self.is_frequent.cumsum() - 1                    # (V,) of frequent terms
+        self.row = self.is_frequent.cumsum() - 1                    # (V,) right for frequent ones
         self.dense = np.zeros((self.is_frequent.sum(), N))          # (F, N)
         in_matrix = self.is_frequent[term]                          # (P,)
         row = self.row[term[in_matrix]]
@@ -216,7 +216,7 @@ def compare(N, length, Q=500):
     docs = 50_000 ** np.random.default_rng(0).random((N, length))
     docs = docs.astype(int)                                         # 1 to 49,999
     lists = docs.tolist()
-    vocabulary = dict(enumerate(range(50_000)))
+    vocabulary = {term: term for term in range(50_000)}             # term -> its id in bm25s
 
     index, index_s = timed(BM25, docs)
     (ids, scores), search_s = timed(index.search_many, docs[:Q], 20)

@@ -260,6 +260,7 @@ class Grid(Batches):
         first_doc = last_doc = np.arange(len(segments))         # as if each were a document
         if other_documents:
             first_doc = self.split.doc_of(starts)
+            # the last segment can be shorter: this is then the number of documents, as good here
             last_doc = self.split.doc_of(starts + T - 1)
         return pack(similar_segments(segments, first_doc, last_doc), self.seed)
 
@@ -344,8 +345,9 @@ def pack(similar, seed):
 
 
 def similar_segments(segments, first_doc, last_doc):
-    """SimSeg of Algorithm 1: the N_SIMILAR most similar segments of other documents (§4.3), for
-    each of n segments. Similar is what BM25 scores high. SystemExit if all are of one document
+    """SimSeg of Algorithm 1: for each of n segments the N_SIMILAR others that BM25 scores highest,
+    without those that share a document with it (ours: the paper packs these, too). SystemExit if
+    each shares a document with all others
 
     segments             n arrays of token ids
     first_doc, last_doc  (n,) the documents in which each segment begins and ends; they ascend
@@ -356,7 +358,8 @@ def similar_segments(segments, first_doc, last_doc):
     low = np.searchsorted(last_doc, first_doc)
     high = np.searchsorted(first_doc, last_doc, 'right')
     if n > 1 and (high - low).min() == n:
-        raise SystemExit('all segments are of one document: --no-same-document packs them')
+        raise SystemExit('each segment shares a document with all others: use --no-same-document '
+                         'or a smaller --block-size')
 
     # each segment is a query; the index takes a second for 4M tokens, the queries minutes
     index = BM25(segments)
@@ -448,7 +451,7 @@ class Needles(Batches):
 
     chunk  S, tokens of a chunk
     grow   a number of micro-batches: rows have T / 8 tokens in the first quarter of them, then
-           T / 4, T / 2 and T
+           T / 4, T / 2 and T, each rounded down to whole chunks
     SystemExit if the text, T or chunk is too short, or if the tokenizer has too few words"""
     def __init__(self, split, tokenizer, hops, block_size, micro_batch, seed, chunk=32, grow=0):
         super().__init__(split, block_size, micro_batch, seed)
@@ -493,7 +496,8 @@ class Needles(Batches):
                              f'chunk, and at least {least_T}: use {fits}')
 
     def rows(self, g):
-        """B rows; with grow, the first micro-batches have more and shorter rows, B T tokens too"""
+        """B rows; with grow, the first micro-batches have more and shorter rows, with about as many
+        tokens"""
         n = self.B
         if g < self.grow:
             n *= 2 ** (3 - 4 * g // self.grow)                  # 8 B, 4 B, 2 B or B
@@ -501,7 +505,7 @@ class Needles(Batches):
 
     def take(self, rows, seed):
         """The Batch of these rows, numbers (n,): up to B rows of T tokens, or 2 B, 4 B or 8 B
-        shorter rows, with B T tokens in all"""
+        shorter rows of whole chunks, with B T tokens in all at most"""
         times = max(1, len(rows) // self.B)                     # 1, 2, 4 or 8
         N = self.T // (times * self.chunk)
         ids, targets = zip(*(self.row(r, N) for r in rows))
@@ -527,9 +531,9 @@ class Needles(Batches):
         needles = [pair for names in chains for pair in pairwise(names)]
         self.hide(rng, ids, zip(rng.permutation(half), needles))
 
-        # answers, each at the start of a chunk of the second half, `hops` chunks apart: as many
-        # chunks before an answer end with its question. The last chains may find no place: these
-        # needles are never asked for
+        # answers, each after the " opens" that begins a chunk of the second half, `hops` chunks
+        # apart: as many chunks before an answer end with its question. The last chains may find no
+        # place: these needles are never asked for
         answers = rng.permutation(np.arange(half + self.hops, N, self.hops))
         for chunk, names in zip(answers, chains):
             self.ask(ids, predicted, chunk, names)
@@ -555,8 +559,9 @@ class Needles(Batches):
             ids[start:start + len(needle)] = needle
 
     def ask(self, ids, predicted, chunk, names):
-        """Writes a question and its answer over the text ids. The answer begins the chunk and is
-        predicted; the question ends the chunk before it, with 2 hops each of the 2 before it."""
+        """Writes a question and its answer over the text ids. " opens" begins the chunk, the answer
+        follows and is predicted; the question ends the chunk before it, with 2 hops each of the 2
+        before it."""
         S, sentence = self.chunk, self.sentence(names)
         start = chunk * S
 
@@ -916,7 +921,7 @@ def byte_string(text):
 def short_words(text, pattern):
     """A text in pieces that have no long word of a pattern. tiktoken fails at 1,000,000 blanks in a
     row, and what bpe learns should not depend on the length of lines in a text without blanks."""
-    # a quick search: only a text with 256 characters that are no blanks, or with 256 blanks
+    # a quick search: few texts have 256 characters in a row that are no blanks, or that are blanks
     if re.search(rf'\S{{{LONG_WORD}}}|\s{{{LONG_WORD}}}', text):
         return long_word(pattern).findall(text)
     return [text]
@@ -948,7 +953,8 @@ UNPACKED = {'txt', 'md', 'tex', 'tsv', 'json', 'jsonl', 'jsonlines', 'ndjson'}  
 
 
 class Document(NamedTuple):
-    """A document, or a part of a file that becomes documents"""
+    """A line or row of a file, which is one document; or all of a file of text, which
+    split_documents cuts into one or more"""
     text: str
     n_read: float           # about so many bytes of the file were read for it
 
@@ -1015,7 +1021,8 @@ def opened(path):
 
 
 def unpacked(path, raw):
-    """A binary file with the content of raw, an opened file: unpacked if its path ends with .gz"""
+    """A binary file with the content of raw, an opened file: unpacked if .gz follows an ending of
+    UNPACKED, as in x.txt.gz"""
     is_packed = path.name.lower().endswith('.gz') and ending(path) in UNPACKED
     return gzip.open(raw) if is_packed else raw
 
@@ -1065,10 +1072,11 @@ def json_array(path):
     other = OtherJson if ending(path) == 'json' else SystemExit     # if there are no documents
     try:
         items = json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
         if '"text"' in text:                            # documents, damaged
             other = SystemExit
-        refuse(path, 'line 1', text.lstrip(), '{"text": "..."}', other)
+        line = getattr(error, 'lineno', 1)              # of a JSONDecodeError
+        refuse(path, f'line {line}', text.split('\n')[line - 1], '{"text": "..."}', other)
     if not isinstance(items, list):
         items = [items]
     if not any(isinstance(item, dict) and 'text' in item for item in items):
@@ -1088,8 +1096,8 @@ def json_document(path, where, item, n_read):
 
 
 class OtherJson(SystemExit):
-    """A .json file has no documents, but something else, as package.json: in a folder it is left
-    out, alone it ends the program."""
+    """A .json file is one value without documents, as package.json: in a folder it is left out,
+    alone it ends the program. (One with several lines of objects is refused in a folder, too.)"""
 
 
 def refuse(path, where, what, expected, error=SystemExit):
@@ -1137,7 +1145,7 @@ DOWNLOADS = {                                   # {name: {URL: first digits of i
     'wikitext103': {'https://wikitext.smerity.com/wikitext-103-v1.zip': ''},
     'enwik8': {'http://mattmahoney.net/dc/enwik8.zip': ''},
     'pg19': {}}                                 # too many files to download them one by one
-NAMES = 'code', 'random', *DOWNLOADS            # values of --data that are not paths
+NAMES = 'code', 'random', *DOWNLOADS            # values of --data that are not paths; see HOPS, too
 NOT_CODE = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test', 'encodings',
             'pydoc_data'}                       # folders that `code` leaves out
 
@@ -1180,7 +1188,7 @@ def find_text(data, root):
     except (OSError, RuntimeError, ValueError) as error:        # a link to itself, NUL in a path
         raise SystemExit(f'--data {data!a}: {error}')
     raise SystemExit(f'--data {data!a}: there is no such file or folder; names are '
-                     f'{", ".join(NAMES)}')
+                     f'{", ".join([*NAMES, *HOPS])}')
 
 
 def download(name, folder):
@@ -1235,7 +1243,8 @@ def list_files(top, why_not):
 
 def why_not_code(path):
     """The reason why `code` leaves out a part of the standard library, or None: it is no module, it
-    tests others, or installers wrote it, such as config-3.11-x86_64-linux-gnu/."""
+    tests others, it is mostly tables or help texts (encodings, pydoc_data), or installers wrote it,
+    such as config-3.11-x86_64-linux-gnu/."""
     is_code = path.suffix == '.py' and path.is_file() and not path.name.startswith('_sysconfigdata')
     if path.is_dir():
         is_code = path.name not in NOT_CODE and not path.name.startswith('config-')
@@ -1563,7 +1572,7 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     data        code, random, the name of a download, a file or a folder; niah, niah2, niah:books/,
                 ...: needles with one or two hops in `code` or in books/
     tokenizer   a name, or a Tokenizer, for example of a checkpoint
-    vocab_size  for bpe, the number of ids to learn; for random, the number of ids
+    vocab_size  for bpe, the number of ids to learn; for random and word, the number of ids
     root        the folder of all corpora
     quiet       print nothing"""
     root = Path(root)
@@ -1571,7 +1580,7 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
 
     # the text; of needles, the text that they are in
     data = str(data)
-    if data in NAMES and os.path.exists(data) and not quiet:
+    if data in [*NAMES, *HOPS] and os.path.exists(data) and not quiet:
         print(f'--data {data} is the text of this name; the file or folder is ./{data}')
     task, _, haystack = data.partition(':')
     hops = HOPS.get(task, 0)
@@ -1873,7 +1882,7 @@ def why_not_utf8(path):
         file = unpacked(path, raw)
         head = file.read(1000)
         file.seek(0)
-        position, value = wrong_byte(file)
+        position, value = wrong_byte(file) or (head.index(0), 0)
     reason = ('not UTF-8; Latin-1 (iconv -f latin1 -t utf-8), another encoding (iconv -l), or '
               'UTF-8 with wrong bytes (iconv -c -f utf-8 -t utf-8)')
     if head.startswith(b'\x1f\x8b'):                     # gzip's first bytes
@@ -1889,7 +1898,7 @@ def why_not_utf8(path):
 
 
 def wrong_byte(file):
-    """The first byte of a binary file that is not UTF-8: its position and its value"""
+    """The first byte of a binary file that is not UTF-8: its position and its value; or None"""
     decoder = codecs.getincrementaldecoder('utf-8')()
     blocks = iter(functools.partial(file.read, 2 ** 20), b'')
     n_read = 0
@@ -1899,7 +1908,7 @@ def wrong_byte(file):
             decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             return n_read - len(error.object) + error.start, error.object[error.start]
-    return 0, 0                                         # it is UTF-8, with many zero bytes
+    return None                                         # it is UTF-8, with many zero bytes
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1965,7 +1974,8 @@ def print_batch(batch, text_of=chr):
                  doc=texts_of(batch.doc, str))                  # lists (B, T) of str
     width = np.char.str_len([*lines.values()]).max(0)           # (B, T) of each column
     for name, rows in lines.items():
-        rows = [' '.join(map(str.ljust, *row)) for row in zip(rows, width.tolist())]
+        rows = [' '.join(map(str.ljust, texts, widths))
+                for texts, widths in zip(rows, width.tolist())]
         print(f'{name:8}', ' | '.join(rows).rstrip())
 
 
@@ -1980,9 +1990,11 @@ def main():
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument('data', nargs='?', default='code', help='as --data of train.py')
     parser.add_argument('tokenizer', nargs='?', default='bpe', choices=TOKENIZERS)
-    parser.add_argument('vocab_size', nargs='?', default=4096, type=int, help='of bpe')
+    parser.add_argument('vocab_size', nargs='?', default=4096, type=int,
+                        help='of bpe, and of word for random')
     arguments = parser.parse_args()
-    is_used = arguments.tokenizer == 'bpe' or arguments.data == 'random'
+    is_used = (arguments.tokenizer == 'bpe'
+               or arguments.data == 'random' and arguments.tokenizer == 'word')
     if arguments.vocab_size != 4096 and not is_used:
         parser.error(f'vocab_size is for bpe; {arguments.tokenizer} has ids of its own')
     if hasattr(sys.stdout, 'reconfigure'):              # not in a notebook

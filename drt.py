@@ -60,11 +60,12 @@ Where we differ from the paper, and why
     values.
     As in the official code, cross-attention has a norm, a projection and, in place of the
     landmark's key, a sink; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the
-    residual (official code: only the MLP's input).
+    residual, and its Norm is norm2, in front of the MLP (official code: H + O is only the MLP's
+    input).
     Scores and top K are computed without autocast (official code: bf16). In evaluation, scores are
     rounded to 1/256 before the top K, so repeated chunks nearly always have equal scores.
-    Streams keep chunks in 16 bits, and copy those that are retrieved in each call (paper, §3.3:
-    once every S tokens). Of a corpus, keys and values are stored, too (paper, §3.3: only landmarks;
+    Streams keep chunks in 16 bits, and in each call copy the retrieved ones (paper, §3.3: once
+    every S tokens). Of a corpus, keys and values are stored, too (paper, §3.3: only landmarks;
     chunks are encoded again).
     Retrieval never crosses joined documents; self-attention does.
     With --next-chunk, chunk t may retrieve chunk t - 1 together with the chunk after it, which is
@@ -291,8 +292,8 @@ def softmax_attention(q, k, v, bias=None):
 def window_attention(q, k, v, window, slopes):
     """softmax_attention of queries to the keys of the same position or up to window - 1 before.
     With slopes (1, H, 1, 1), ALiBi (Press et al. 2022) subtracts slope * age from each score; under
-    bf16 autocast this is rounded to bf16, which changes weights by up to 1.6% where it is below 8.
-    The queries (B, t, H, D) have the positions of the last t of the keys (B, s, H, D)."""
+    bf16 autocast the product is rounded to bf16, which changes weights by up to 1.6% where it is
+    below 8. The queries (B, t, H, D) have the positions of the last t of the keys (B, s, H, D)."""
     position = torch.arange(k.size(1), device=k.device)
     age = position[k.size(1) - q.size(1):, None] - position             # (t, s)
     bias = -slopes * age
@@ -526,7 +527,7 @@ class Retrieved(NamedTuple):
     kv: torch.Tensor            # (2, B, M, S, H, D) keys and values of chunks
     w: torch.Tensor             # (B, n, K) fp32, w_k of Eq. 2; 0 where there is no chunk
     idx: torch.Tensor           # (B, n, K) integers, which of the M chunks; or NO_CHUNK
-    plan: tuple | None          # gca_plan of idx, for the kernels; None: not on a GPU
+    plan: tuple | None          # gca_plan of idx, for the backward pass on a GPU; or None
     start: int                  # positions of the first chunk that come before the piece
     mask: torch.Tensor | None   # (B, L), False: a position attends to nothing; None: all attend
 
@@ -829,6 +830,7 @@ class DRT(nn.Module):
         differ, because the choice of topk among equal numbers depends on n; where rounded scores
         are equal, the first chunk has the highest number."""
         n = r.size(-1)
+        # MASKED would overflow an integer, and masked chunks could then be the best
         units = (256 * r.clamp(min=-2.0 ** 30)).round().long()
         return units * n - torch.arange(n, device=r.device)
 
@@ -842,7 +844,7 @@ class DRT(nn.Module):
         are permitted, w is 0 and idx is NO_CHUNK."""
         K = self.config.n_neighbors
         r = r.masked_fill(~permitted, MASKED)
-        r = F.pad(r, (0, K), value=MASKED)                              # (B, N, M + K), K or more
+        r = F.pad(r, (0, K), value=MASKED)                              # (B, N, M + K), for topk
 
         # what the best chunks are chosen by
         best_by = r
@@ -1181,7 +1183,8 @@ class DRT(nn.Module):
         n_tokens = self.config.chunk_size - 1                           # of a chunk
         n_read = 2 * n_tokens if self.config.next_chunk else n_tokens
 
-        # the choice of the last landmark, in each group
+        # token t + 1 is predicted at the position of token t, which reads what the last landmark
+        # before it chose, in each group. (A landmark after token t chooses for later positions)
         rows = []
         for g, (w, idx) in enumerate(state.chosen):
             if group not in (None, g):
@@ -1205,7 +1208,7 @@ class DRT(nn.Module):
 def prepare_eval(model, corpus, external, args, path):
     """Sets --offload. Table 4: with --retrieve-from, reads external.train once; each text that is
     evaluated can then retrieve the chunks of it, too. SystemExit if a text would retrieve from
-    itself, if there is no chunk, or no folder for --offload"""
+    itself, if it has fewer than two chunks, or if --offload is no folder"""
     if args.offload and not Path(args.offload).is_dir():
         raise SystemExit(f'--offload {args.offload}: there is no such folder')
     model.offload = args.offload
@@ -1217,7 +1220,8 @@ def prepare_eval(model, corpus, external, args, path):
     tokens = torch.as_tensor(external.train.tokens.astype('int64'),
                              device=model.embedding.weight.device)
     if len(tokens) < 2 * (model.config.chunk_size - 1):
-        raise SystemExit('--retrieve-from: its text is shorter than two chunks')
+        raise SystemExit(f'--retrieve-from: its text has {len(tokens)} tokens, fewer than two '
+                         f'chunks ({2 * (model.config.chunk_size - 1)}); choose a longer one')
 
     # all of it is one text, of which l_k and kv are needed
     state = model.empty_state(1)
@@ -1255,7 +1259,7 @@ loss at first              {loss:.3f}, ln 256 = {math.log(256):.3f}""")
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f'loss after 20 steps        {loss:.3f}')
+    print(f'loss in step 20            {loss:.3f}')
     print(f'To predict what follows {text[952:992]!r}, it reads:')
     for row in model.eval().trace(tokens[0], 991):
         print(f'weight {row.weight:.3f}  {text[row.start:row.end]!r}')

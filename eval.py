@@ -49,7 +49,8 @@ The sections of this file; what a function calls is often further down
     the command                 TASKS, parse, main
 
 Letters in the shape comments
-    B texts    t tokens of a call    n tokens of a document    N documents    V vocabulary
+    B texts    t tokens of a call    n tokens of a document; in beam search, hypotheses
+    N documents                      V vocabulary
 """
 import train    # before torch: it sets how torch's idle threads wait
 import argparse, heapq, importlib.util, itertools, json, os, re, sys, tempfile, time, zlib
@@ -739,7 +740,7 @@ class Hypothesis(NamedTuple):
     def normalized_log_p(self, length=None):
         """log P / length^0.6 (ours; with log P alone short texts win), by which hypotheses are
         compared. length: None, the tokens of the text; with a larger one, a bound for all of its
-        continuations of this length, because log P only falls"""
+        continuations of up to this length, because log P only falls"""
         length = length or len(self.ids) - 1
         return self.log_p / length ** 0.6
 
@@ -854,7 +855,8 @@ def is_unspaced(text):
 
 
 def bleu_tokenizer(text):
-    """The name of sacrebleu's tokenizer for a text: by words, in Chinese, by characters"""
+    """The name of sacrebleu's tokenizer for a text: 13a (words), zh (Chinese) or char (of other
+    scripts without blanks between words)"""
     if not is_unspaced(text):
         return '13a'
     is_japanese = regex.search(r'[\p{Hiragana}\p{Katakana}]', text)
@@ -996,7 +998,7 @@ def needles_of(run):
     """The data.Needles for the text of a run: with two hops if its --data is niah2, else one; in
     chunks of the model, or of 32 tokens. SystemExit if the text or the tokenizer has too little"""
     chunk = run.chunk if run.chunk > 1 else 32
-    least = 8 * chunk
+    least = 8 * chunk                   # of a row of Needles; no row is drawn here
     if len(run.split.tokens) <= least:
         raise SystemExit(f'eval.py: --task niah: {run.split.name} has {len(run.split.tokens):,} '
                          f'tokens, more than {least} are needed: another --split or --data')
@@ -1075,9 +1077,9 @@ def wilson_interval(right, n):
 
 def niah(runs, args):
     """Needles in a haystack (DRT, Table 2): the share of right answers by length of the text and
-    depth in it, as a table and as niah.png. 10 texts of each length; from 400k tokens on fewer, at
-    least 5. low and high: a 95% interval of right; repeated: how often the split is repeated in a
-    text"""
+    depth in it, as a table and as niah.png. 10 texts of each length; of more than 400k tokens
+    fewer, at least 5. low and high: a 95% interval of right; repeated: how often the split is
+    repeated in a text"""
     table = Table()
     for run, (name, length) in itertools.product(runs, args.lengths.items()):
         needles = needles_of(run)

@@ -411,7 +411,8 @@ def kernel_options(q, k, chunk, n_keys):
     is_small = chunk <= 64 and tile_bytes <= 8 * 1024
     options['num_warps'] = 4 if is_small else 8
 
-    # a stage holds a k and v: the next are loaded while this one is multiplied
+    # a stage holds a k and v (in dkdv_kernel a q and dO): the next are loaded while these are
+    # multiplied
     options['num_stages'] = 3 if tile_bytes <= 12 * 1024 else 2
     return options
 

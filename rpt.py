@@ -59,12 +59,12 @@ Where we differ from the paper, and why
     Layers: the retriever and the gate have norms and biases. Retrieved states have passed the
     retriever's attention, those of the chunk that retrieves have not. The gate attends to the
     neighbors of a window of chunks, so that a stream keeps no others (paper: of all chunks).
-    Dropout is on what layers add. Self-attention crosses joined documents.
+    Dropout is on embeddings and what layers add. Self-attention crosses joined documents.
     Teacher: the reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is
-    trained on the same documents, and scores the candidates of chunks 0, n, 2n, ... of a sequence.
-    The other chunks are taught as in RPT-Lex. BM25 has the idf of the corpus. A teacher chooses
-    chunks of positive s_t only, so there can be fewer than K. Scheduled sampling draws for each
-    chunk.
+    trained on the same documents, and scores the candidates of every n-th chunk of a sequence,
+    n = score_every. The other chunks are taught as in RPT-Lex. BM25 has the idf of the corpus. A
+    teacher chooses chunks of positive s_t only, so there can be fewer than K. Scheduled sampling
+    draws for each chunk.
     Losses: s_t is a mean over tokens, L_ret over the chunks that have a positive. In λ_lj the
     discount is NDCG's (official code: log2(1 + rank), not its reciprocal). L_ret trains the lower
     layers, too. Its τ starts at 1.
@@ -161,8 +161,9 @@ class RPTConfig:
 
     @property
     def last_scored_chunk(self):
-        """The last of chunks 0, n, 2n, ... of a sequence that has a target, n = score_every. Chunks
-        below window_chunks cannot retrieve, so the reference LM scores only those from there on."""
+        """Of the chunks 0, n, 2n, ... of a sequence, n = score_every, the last that has a target.
+        Chunks below window_chunks cannot retrieve, so the reference LM scores only those from there
+        on."""
         last_with_target = self.block_size // self.chunk_size - 2
         return last_with_target // self.score_every * self.score_every
 
@@ -276,8 +277,8 @@ def softmax_attention(q, k, v, bias=None):
 def window_attention(q, k, v, window, slopes):
     """softmax_attention of queries to the keys of the same position or up to window - 1 before.
     With slopes (1, H, 1, 1), ALiBi (Press et al. 2022) subtracts slope * age from each score; under
-    bf16 autocast this is rounded to bf16, which changes weights by up to 1.6% where it is below 8.
-    The queries (B, t, H, D) have the positions of the last t of the keys (B, s, H, D)."""
+    bf16 autocast the product is rounded to bf16, which changes weights by up to 1.6% where it is
+    below 8. The queries (B, t, H, D) have the positions of the last t of the keys (B, s, H, D)."""
     position = torch.arange(k.size(1), device=k.device)
     age = position[k.size(1) - q.size(1):, None] - position             # (t, s)
     bias = -slopes * age
@@ -561,8 +562,9 @@ def bm25_vectors(tokens, idf):
 def permitted(doc, window_chunks, first=0):
     """§3: may chunk i, one of the N from `first` on, retrieve chunk j, one of all M? Yes if j has
     left the window of i, j <= i - window_chunks, and both are of one document. As in the paper,
-    self-attention is in blocks, so up to half a window between these chunks and the block before is
-    neither retrieved nor attended to.
+    self-attention is in blocks: chunk i attends to its block and the one before it. So up to half a
+    window, between that block and the chunks that may be retrieved, is neither retrieved nor
+    attended to.
 
     doc (..., M) of all chunks, -1: of no document -> (..., N, M) bool"""
     j = torch.arange(doc.size(-1), device=doc.device)                   # (M,)
@@ -983,8 +985,7 @@ def pseudorandom(M, first, device):
 
 
 class RPT(nn.Module):
-    """A sliding-window LM whose upper layers attend to chunks that its lower layers retrieve. By
-    default it has the fields marked (ours); --preset paper has the paper's, see PRESETS.
+    """A sliding-window LM whose upper layers attend to chunks that its lower layers retrieve.
 
     The models of compared/ are subclasses. What they can override:
 
@@ -1252,9 +1253,9 @@ class RPT(nn.Module):
         return p_ss, alpha, tau
 
     def scheduled_sampling(self, s_t, p_ss):
-        """§3.4: with probability p_ss the neighbors of a chunk are its K positives of highest s_t,
-        or fewer if it has fewer, else those that it retrieves. RETRO always has the former: the
-        best by BM25 (§5.1). s_t (B, N, N) -> Forced"""
+        """§3.4: with probability p_ss a teacher chooses the neighbors of a chunk: its K positives
+        of highest s_t, or all if it has fewer. Else the chunk retrieves them itself. In RETRO the
+        teacher, which is BM25, always chooses (§5.1). s_t (B, N, N) -> Forced"""
         best = top(s_t.where(s_t > 0, -math.inf), self.config.n_neighbors)      # (B, N, K)
         mask = torch.ones_like(best[..., :1], dtype=torch.bool)                 # (B, N, 1)
         if self.retriever is not None:
@@ -1270,7 +1271,7 @@ class RPT(nn.Module):
 
     def forward(self, batch, progress):
         """batch: data.Batch, or the TaughtBatch of a training step; progress: step / max_steps
-        -> L_LM + α L_ret () in nats per token, what to log"""
+        -> L_LM (nats per token) + α L_ret (), what to log"""
         p_ss, alpha, tau = self.schedule(progress)
         if self.training:
             torch.manual_seed(batch.seed)                   # for scheduled sampling, dropout
@@ -1395,7 +1396,7 @@ def reference_lm(config, run):
     fits = isinstance(reference, RPT) and reference.config.window >= window
     if not fits or reference.neighbor_encoder or tokenizer.ids != run.corpus.tokenizer.ids:
         raise SystemExit(f'--reference {config.reference}: no RPT of retriever none with this '
-                         f'tokenizer and window >= {window}')
+                         f'tokenizer and window >= {window}; without --reference one is trained')
     return reference.eval().requires_grad_(False)
 
 
@@ -1727,7 +1728,7 @@ loss at first              {loss:.3f}, ln 256 = {math.log(256):.3f}""")
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f'loss after 20 steps        {loss:.3f}')
+    print(f'loss in step 20            {loss:.3f}')
 
     # what is retrieved for the last byte
     t = 1023

@@ -11,38 +11,46 @@ the lowest validation loss; not with TRIME's memory ext) and ckpt.pt, from which
 resumes: on a CPU bit for bit as without interruption. More processes change only the order of sums.
 A folder with other files but no ckpt.pt is left as it is. One program at a time trains in a folder.
 
-What train.py and eval.py use of a model file x.py, for B sequences of T or t tokens, V ids:
+What train.py and eval.py use of a model file x.py, for B sequences of T or t tokens, V ids and
+width C:
 
     X, XConfig              the model and its config, a dataclass in which each field is a flag; it
                             has vocab_size, block_size and micro_batch. Of block_recurrent.py:
                             BlockRecurrent and BlockRecurrentConfig
     PRESETS                 {name: values of some fields, of this config and of TrainConfig}; one
                             is named tiny, the default
-    COMPILED                classes of layers, for torch.compile
+    COMPILED                a tuple of classes of layers, for torch.compile
     batches(config)         arguments of data.Corpus.batches: what a micro-batch consists of
-    setup(model, run)       optional, before training: computes a teacher's scores; run: see Run.
-                            Returns None or attach(batch, number), which adds them to a micro-batch
+    setup(model, run)       optional, before training: checks the text, computes a teacher's
+                            scores; run: see Run. Returns None or attach(batch, number), which adds
+                            them to a micro-batch
     X(config)               the model, an nn.Module. Muon trains all matrices but those of
                             nn.Embedding and of parameters whose names begin with `embedding`
     .config                 its XConfig
-    .forward(batch, progress)   loss () and a dict of numbers () to log; in eval mode the loss is
-                            the mean over all targets. batch: data.Batch; progress: step / max_steps
+    .forward(batch, progress)   loss () and a dict of tensors () to log, on the same device; in eval
+                            mode the loss is the mean over all targets. batch: data.Batch; progress:
+                            step / max_steps
     .stream(tokens, state)  log P (B, t, V) of the token after each of tokens (B, t), which continue
-                            the text of state or begin one (None); the new state
+                            the text of state or begin one (None); the new state, nested tuples and
+                            lists of tensors whose first axis is B. The old one is not changed
     .PIECE                  the largest t of a call of stream
     .log_probs(tokens)      log P alone, of whole texts (for notebooks and tests)
     .states(tokens, state)  states f (B, t, C), from which .logits computes logits without memories,
                             for eval.py --cache; the new state
     .logits(f)              states (..., C) -> logits (..., V)
     .read(tokens, state=None)   the new state alone, for any t
-    .ways()                 names of ways to read a text, the last one `off`, see eval.py
+    .ways()                 a tuple of names of ways to read a text, the last one `off`, see eval.py
     .way                    the one of ways() that is set
     .kernel                 the value of --kernel
-    .trace(tokens, t, state=None)   [Traced], the largest weight first: what is read to predict
-                            token t + 1 of tokens (n,). state: that of tokens[:t]; None: it is
-                            computed. With config.groups, also group: by this group of layers
+    .trace(tokens, t, state=None)   what is read to predict token t + 1 of tokens (n,): a list of
+                            (weight, ids, start, end), ids[start:end] is read; the largest weight
+                            first. ids is `tokens` itself or another text. state: that of
+                            tokens[:t]; None: it is computed. With config.groups, also group: by
+                            this group of layers
     prepare_eval(model, corpus, external, args, path)   optional: computes what an evaluation needs
-                            -> None, or {name: what was tuned}, for --json
+                            -> None, or {name: what was tuned}, for --json. external: the Corpus of
+                            --retrieve-from, or corpus; args: the flags of eval.py, progress_bar and
+                            new_folder of data.py; path: of the weights
     EvalConfig, TASKS       optional: flags and tasks of eval.py for this model only
     FLOPS                   optional: operators that torch cannot count, for --task speed
 
@@ -190,6 +198,7 @@ class Muon(torch.optim.Optimizer):
 def optimizers_of(model, config):
     """AdamW and Muon; with --optimizer muon, Muon has all matrices except those of embeddings.
     Vectors (norms, biases) do not decay. Run.step sets the rates."""
+    # one that is fixed has no gradient; in checkpoints of earlier runs it is one of Muon's matrices
     embeddings = {module.weight for module in model.modules()
                   if isinstance(module, torch.nn.Embedding) and module.weight.requires_grad}
     matrices, others, vectors = [], [], []
@@ -250,7 +259,8 @@ def train(Model, model_config, config, corpus=None, stage=''):
 
     # compilation, then all steps
     compiles = run.device.type == 'cuda' and sys.platform == 'linux'
-    if config.compile == 'on' or (config.compile == 'auto' and compiles):
+    has_steps = run.state['step'] < config.max_steps
+    if has_steps and (config.compile == 'on' or (config.compile == 'auto' and compiles)):
         compile_layers(run.model, part_of(Model, 'COMPILED'))
     with caught_signals() as signals:
         run.loop(signals)
@@ -349,11 +359,23 @@ class Run:
         self.batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
         not_packed = dict(sizes, bm25=False)
         self.val_batches = corpus.batches(corpus.val, seed=0, **not_packed)
+
+        # a document of one token has no target
+        numbers = dict(train=range(len(self.batches)), val=self.val_numbers(config.val_tokens))
         for name, batches in dict(train=self.batches, val=self.val_batches).items():
-            in_order = map(batches.in_order, range(len(batches)))
+            in_order = map(batches.in_order, numbers[name])
             if not any((batch.targets >= 0).any() for batch in in_order):
                 raise SystemExit(f'{name} has no token to predict: its documents have one token '
-                                 'each')
+                                 'each, or those of --val-tokens have; another --data, --tokenizer '
+                                 'bytes or a larger --val-tokens works')
+
+    def val_numbers(self, at_most=sys.maxsize):
+        """Numbers of micro-batches of val: of all, or of some, evenly spread, that have up to
+        at_most tokens"""
+        batches = self.val_batches
+        N = len(batches)
+        n = min(N, max(1, at_most // (batches.B * batches.T)))
+        return torch.linspace(0, N - 1, n).round().int().tolist()
 
     def make_model(self, start):
         """The model, with the weights of `start`, a checkpoint or {}; the state of the run"""
@@ -390,7 +412,7 @@ class Run:
         self.state['model'] = self.model.state_dict()       # the same tensors: steps change them
 
     def show_settings(self):
-        """Prints what is trained where, and which settings are not the defaults."""
+        """Prints what is trained where, and which settings are not the defaults. Sets peak."""
         n_params = sum(map(torch.numel, self.model.parameters()))
         self.peak = peak_tokens_per_s(self.device, self.bf16, n_params)
         defaults = vars(config_of(self.Model)()) | vars(TrainConfig())
@@ -406,7 +428,7 @@ class Run:
         if not path:
             path = config.out
             with locked(Path(path)):
-                # a run with a smaller --max-steps uses it as it is
+                # a reference that has more steps than this run needs is used as it is
                 if Path(path, 'ckpt.pt').exists():
                     state, _, _ = read_checkpoint(path)
                     config = replace(config, max_steps=max(config.max_steps, state['step']))
@@ -538,19 +560,17 @@ class Run:
 
     @torch.no_grad()
     def validate(self, progress, at_most=sys.maxsize):
-        """The loss of all micro-batches of val, or of some of them, evenly spread, that have up to
-        at_most tokens -> nats per token, the number of tokens"""
-        # n of N micro-batches; each process has its share of them
-        batches = self.val_batches
-        N = len(batches)
-        n = min(N, max(1, at_most // (batches.B * batches.T)))
-        numbers = torch.linspace(0, N - 1, n).round().int().tolist()[RANK::WORLD]
+        """The loss of micro-batches of val, see val_numbers -> nats per token, the number of
+        tokens"""
+        # each process has its share of the micro-batches
+        numbers = self.val_numbers(at_most)
+        quiet = RANK > 0 or len(numbers) < len(self.val_batches)
 
         # the sums of nats and tokens
         total = torch.zeros(2, dtype=torch.float64)
         self.model.eval()
-        for number in progress_bar(numbers, 'validation', quiet=RANK > 0 or n < N):
-            batch = batches.in_order(number)
+        for number in progress_bar(numbers[RANK::WORLD], 'validation', quiet=quiet):
+            batch = self.val_batches.in_order(number)
             scored = (batch.targets >= 0).sum().item()
             loss, _ = self.forward(batch, progress)
             total += torch.tensor([loss.item() * scored, scored])
@@ -797,7 +817,7 @@ def parse_flags(parser, argv):
     which numbers have to be 1 or more."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.error(trouble_of_flag(unknown[0], sys.argv[1:] if argv is None else argv, parser))
+        parser.error(trouble_of_flag(unknown[0], argv, parser))
     for name, x in vars(args).items():
         if isinstance(x, int | float) and not 0 <= x < 2 ** 63:         # or nan
             parser.error(f'{flag_of(name)} {x} has to be a number from 0 to 2^63 - 1')
@@ -840,7 +860,7 @@ def parse(argv=None):
         state, _, tokenizer = read_checkpoint(file, [Model])
         if state['model_name'] != name:
             parser.error(f'{file} has weights of another model: --model {state["model_name"]}')
-        # the model of a preset would have no effect; the micro-batch is not a part of it
+        # the model of a preset would have no effect, except its micro-batch, which is set below
         of_file = state['config']
         differ = [key for key, x in presets[args.preset].items()
                   if x != of_file.get(key, x) and key not in ('vocab_size', 'micro_batch')]
@@ -1166,6 +1186,7 @@ def hardware(device):
         mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
         mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
     if device == 'cuda':
+        # 0 without LOCAL_RANK: a launcher that sets RANK alone shows each process one GPU
         number = int(os.getenv('LOCAL_RANK', 0))
         n_devices = torch.cuda.device_count()
         if number >= n_devices:

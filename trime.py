@@ -22,7 +22,7 @@ Where the paper is in this file
     §5.2                    FAISS                                   Datastore
     App. A, Eq. 6           probabilities at test time              TrimeInference
     App. A, Eq. 8, 9        interpolation with memories alone       interpolate
-    App. A                  continuous cache, kNN-LM                LinearInference
+    §2.2, App. A            continuous cache, kNN-LM                LinearInference
     App. A, Eq. 7           memories at test time                   TRIME.memories
     App. B, Algorithm 1     similar segments in a micro-batch       pack in data.py
     App. C                  translation                             TRIME.same_side; data.Pairs
@@ -123,19 +123,20 @@ class TRIMEConfig:
         if self.memory == 'long' and self.n_consecutive:
             n_segments = min(n_segments, self.n_consecutive)
         if n_segments == 1 and self.memory in ('long', 'ext'):
+            too_small = 'micro_batch' if self.micro_batch == 1 else 'n_consecutive'
             raise ValueError(f'memory {self.memory} needs two segments or more: a larger '
-                             'micro_batch or n_consecutive')
+                             f'{too_small}')
 
 
 def parse_cutoffs(text):
-    """'20000,60000' -> [20000, 60000]. Raises ValueError unless they are numbers that rise"""
+    """'20000,60000' -> [20000, 60000]. ValueError unless they are numbers from 1 that rise"""
     if not text:
         return []
     if re.fullmatch('[1-9][0-9]*(,[1-9][0-9]*)*', text):
         cutoffs = [int(cutoff) for cutoff in text.split(',')]
         if cutoffs == sorted(set(cutoffs)):
             return cutoffs
-    raise ValueError(f'cutoffs {text}: must rise, like 20000,60000')
+    raise ValueError(f'cutoffs {text}: must be numbers from 1 that rise, like 20000,60000')
 
 
 MEMORIES = 'none', 'local', 'local,long', 'ext', 'local,ext', 'local,long,ext'
@@ -303,12 +304,12 @@ def causal_attention(q, k, v):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, H, t or s, D)
     t = q.size(2)
     s = k.size(2)
+    # on a CPU in bf16 the formula itself is faster than the fused kernel (torch 2.13), while the
+    # scores are few; with 2,048 tokens it takes twice the time
     use_formula = q.is_cpu and q.dtype == torch.bfloat16 and s < 1024
     if t == s and not use_formula:                                      # faster without a mask
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    # the formula itself: on a CPU in bf16 it is faster than the fused kernel (torch 2.13) while the
-    # scores are few; with 2,048 tokens it takes twice the time
     mask = q.new_full((t, s), -math.inf).triu(s - t + 1)                # -inf for later keys
     if use_formula:
         scores = (q / q.size(3) ** 0.5) @ k.mT                          # (B, H, t, s)
@@ -471,7 +472,7 @@ def trime_loss_reference(logits, query, key, targets, values, mask):
     query (N, C), key (M, C)      g(c) and g(c_j)
     targets (N,)                  w; -1: not scored
     values (M,)                   x_j; -1: no memory
-    mask (N, M)                   True where a context has this memory (Eq. 2, 3)
+    mask (N, M)                   True where a context has this memory, see memory_mask
     -> means over the scored contexts, (): of -log P(w | c); of the probability on memories; of
     -log P(w | c) without memories (Eq. 1)"""
     w = targets.clamp(min=0)[:, None]                                   # (N, 1)
@@ -582,6 +583,13 @@ class TrimeLoss(torch.autograd.Function):
 
 # --------------------------------------------------------------------------------------------------
 # probabilities at test time
+
+# values of τ and λ that `tune` tries. λ is below 1, so that words keep a part
+TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1,
+        0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
+LAMBDAS = [i / 20 for i in range(20)]
+
+
 class Memories(NamedTuple):
     """The memories of Q queries (Eq. 7): of long, of local, then of external memory"""
     sim: torch.Tensor       # (Q, M) similarities, MASKED or not
@@ -590,7 +598,7 @@ class Memories(NamedTuple):
 
 
 class QueryData(NamedTuple):
-    """What `tune` needs of Q queries, with all memories that the constants it tries can use, M"""
+    """What `tune` needs of Q queries. They have the M memories of the largest constants it tries"""
     logit: torch.Tensor         # (Q, 1) E_w · f of the target words
     log_words: torch.Tensor     # (Q, 1) log Σ_w exp(E_w · f)
     sim: torch.Tensor           # (Q, M)
@@ -744,7 +752,7 @@ def init_weights(model):
                 std = weight.size(1) ** -0.5
             nn.init.normal_(weight, std=std)
 
-    # g then has norm C^(1/4) at first, and similarities are at most 1
+    # the norms of g are √C times this weight, so C^(1/4) at first, and q · k / √C is at most 1
     if config.memory == 'ext':
         nn.init.constant_(model.blocks[-1].norm2.weight, config.n_embd ** -0.25)
 
@@ -917,8 +925,9 @@ class TRIME(nn.Module):
         return sim, store.text[j + 1]
 
     def memories(self, g, state, queries=slice(None)):
-        """The memories of Q queries (Eq. 2 to 4, 7): the last n tokens of the text of `state`, with
-        g (B, n, C), or those of them with the indices `queries` -> Memories"""
+        """The memories of Q queries (Eq. 2 to 4, 7). The queries are the last n tokens of the text
+        of `state`, with g (B, n, C), or of these tokens those with the indices `queries`
+        -> Memories"""
         past = self.past_memories(g, state, queries)
         if self.inference.n_neighbors == 0:
             return past
@@ -979,9 +988,9 @@ class TRIME(nn.Module):
 
     @torch.no_grad()
     def trace(self, tokens, t, state=None):
-        """The memories behind the prediction of token t + 1 of tokens (n,), with their parts of
-        P(value): the last 12 tokens of c_j, then x_j -> [Traced], the 100 most probable, in this
-        order. state: of read(tokens[None, :t]), computed if None"""
+        """The memories j with the largest parts of P when token t + 1 of tokens (n,) is predicted,
+        at most 100, the largest first -> [Traced]: the part; the last 12 tokens of c_j, then x_j.
+        state: of read(tokens[None, :t]), computed if None"""
         if state is None:
             state = self.read(tokens[None, :t])
 
@@ -995,6 +1004,7 @@ class TRIME(nn.Module):
         K = self.inference.n_neighbors
         n_past = P_memory.size(1) - K
         if K:
+            # the search of self.memories once more, for the numbers of the entries
             store = self.eval_memory.store
             _, neighbors = store.search(g[0], K)                    # (1, K)
 
@@ -1100,8 +1110,8 @@ class Datastore:
 
     @torch.no_grad()
     def build(self, folder, model, progress_bar, pairs):
-        """Writes the index, keys.faiss, and the contents of its lists, keys.ivfdata. SystemExit if
-        the disk has no room for them"""
+        """Writes the index, keys.faiss, and the contents of its lists, keys.ivfdata. `folder` is
+        one of new_folder, in the folder of the run. SystemExit if the disk has no room for them"""
         import faiss
         from faiss.contrib.ondisk import merge_ondisk
         text = self.text[None, :-1]                                 # (1, n)
@@ -1109,10 +1119,12 @@ class Datastore:
         T = model.config.block_size
         C = model.config.n_embd
         size = 2 * C + 8                                            # bytes: a key, its number
-        print(f'{folder}: at most {n:,} entries, {n * size / 1e9:.2f} GB on disk; to build it, '
-              f'twice that and {min(n * size, self.SHARD) / 1e9:.2f} GB of memory')
+        run = folder.parent
+        print(f'{run}: a datastore of at most {n:,} entries, {n * size / 1e9:.2f} GB on disk; to '
+              f'build it, twice that and {min(n * size, self.SHARD) / 1e9:.2f} GB of memory')
         if shutil.disk_usage(folder).free < 2 * n * size:
-            raise SystemExit(f'{folder} needs {2 * n * size / 1e9:.2f} GB of free disk space')
+            raise SystemExit(f'{run}: a datastore needs {2 * n * size / 1e9:.2f} GB of free disk '
+                             'space')
 
         # an empty index, an inverted file: each key is in the list of its nearest centroid, and a
         # search reads the lists of the nprobe centroids nearest to the query. Keys are stored as
@@ -1134,7 +1146,7 @@ class Datastore:
             faiss.write_index(index, shards[-1])
             index.reset()
 
-        for keys, positions in self.keys(text, model, progress_bar, folder.name, pairs):
+        for keys, positions in self.keys(text, model, progress_bar, 'keys of the datastore', pairs):
             index.add_with_ids(to_numpy(keys), positions)
             if index.ntotal * size >= self.SHARD:
                 write_shard()
@@ -1143,8 +1155,8 @@ class Datastore:
         # the files become one
         merge_ondisk(index, shards, f'{folder}/keys.ivfdata')
         faiss.write_index(index, f'{folder}/keys.faiss')
-        for shard in folder.glob('shard-*'):                    # also those of a killed process
-            shard.unlink()
+        for shard in shards:
+            Path(shard).unlink()
 
     def search(self, query, K):
         """Searches nprobe lists (0: all) for the K entries most similar to queries (Q, C)
@@ -1211,7 +1223,7 @@ class AdaptiveEmbedding(Embedding):
         """The logit of word w is that of its row of the head, or of its cluster's row plus
         log P_a(w): f (Q, C), w (Q,) -> the rows; log P_a(w), 0 for words of the head: 2 x (Q, 1)"""
         row = w[:, None].clone()
-        log_p = f.new_zeros(len(w), 1)
+        extra = f.new_zeros(len(w), 1)
         for a, start, inside in self.clusters(w):
             row[inside] = self.ends[0] + a - 1
             # log P_a (Q, words) of some queries at a time; on a GPU it has up to 0.5 GiB
@@ -1223,8 +1235,8 @@ class AdaptiveEmbedding(Embedding):
                 else:               # too large to keep: the backward pass computes it again
                     log_P = checkpoint(self.tail, a, f[queries], use_reentrant=False)
                 # an index, because gather would keep log_P for the backward pass
-                log_p[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
-        return row, log_p
+                extra[queries, 0] = log_P[torch.arange(len(queries)), w[queries] - start]
+        return row, extra
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1243,8 +1255,8 @@ def prepare_eval(model, corpus, external, args, path):
     memory.stride = args.stride or memory.stride
     memory.tab = corpus.tab
 
-    # which memories: those of Table 1; with --retrieve-from those of Table 5, or those of --memory
-    # and ext
+    # which memories: those of --memory; without it those of Table 1 or, with --retrieve-from, of
+    # Table 5. --retrieve-from adds ext in any case
     trained = model.config.memory
     default = dict(long='local,long', ext='local,long,ext').get(trained, trained)
     names = args.memory or default
@@ -1284,12 +1296,6 @@ def open_store(model, corpus, external, args, path):
     folder = path.parent / f'datastore-{external.folder.name}'
     return Datastore(folder, model, external.train.tokens, about, args.nprobe, args.new_folder,
                      args.progress_bar, pairs)
-
-
-# values that `tune` tries
-TAUS = [0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.1,
-        0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
-LAMBDAS = [i / 20 for i in range(20)]
 
 
 @torch.no_grad()
@@ -1433,7 +1439,7 @@ loss at first                   {loss:.3f}, ln 256 = {math.log(256):.3f}""")
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f'loss after 40 steps             {loss:.3f}, by the words alone {word_loss:.3f}')
+    print(f'loss in step 40                 {loss:.3f}, by the words alone {word_loss:.3f}')
 
     # the byte for which a memory has the largest part of the probability
     model.eval()

@@ -41,7 +41,7 @@ from rpt import (RPT, Block, Linear, RMSNorm, RPTConfig, UpperInputs, begins_doc
 @dataclass
 class BlockRecurrentConfig(RPTConfig):
     retriever: Literal['none'] = 'none'     # no chunks are retrieved
-    chunk_size: int = 64                    # half a window: pieces of a stream are whole blocks
+    chunk_size: int = 64                    # half a window: a chunk is a block of self-attention
     n_states: int = 128                     # vectors of the state (ours; paper: 512)
 
     def __post_init__(self):
@@ -51,7 +51,7 @@ class BlockRecurrentConfig(RPTConfig):
         super().__post_init__()
 
 
-# the sizes of RPT (RPT, §5.1: the official code's defaults, with a window of 512)
+# the sizes of RPT (RPT, §5.1: the defaults of the official code, whose window is 512)
 PRESETS = {'tiny': {}, 'paper': dict(rpt.PRESETS['paper'], chunk_size=1024, n_states=512)}
 
 
@@ -85,8 +85,9 @@ class StateBlock(Block):
         return x + self.dropout(self.mlp(self.norm2(x))), (past, s)
 
     def read_states(self, z, s, begins):
-        """z (B, t, C), s, begins (B, t) -> what the tokens read of the states (B, t, C), the new s,
-        updated by each whole block"""
+        """z (B, t, C); s (B, n_states, C), at the beginning of a text (1, n_states, C); begins
+        (B, t) -> what the tokens read of the states (B, t, C), the new s, updated by each whole
+        block"""
         H, block = self.attention.n_head, self.attention.block
         of_tokens = self.tokens(z).unflatten(2, (3, H, -1))                 # (B, t, 3, H, D)
         reads = []

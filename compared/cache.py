@@ -2,7 +2,7 @@
 The continuous cache at test time, for every model whose output has no memory of single tokens.
 
     Edouard Grave, Armand Joulin and Nicolas Usunier, "Improving Neural Language Models with a
-    Continuous Cache", ICLR 2017, arXiv:1612.04426;  TRIME, App. A
+    Continuous Cache", ICLR 2017, arXiv:1612.04426;  TRIME, §2.2, Tables 2 to 5 and 10
 
 Nothing is trained. The memories of a token are earlier states f_j of its document, each with the
 token x_j that followed. With the state f_i that predicts the token after token i,
@@ -26,8 +26,9 @@ trime.py has the cache of TRIME's comparison, on g and with TRIME's windows: --m
 a model that was trained without memory.
 
 Letters in the shape comments
-    B sequences    t tokens of a call    L tokens so far, at most `size` before the call, and t
-    C width        V vocabulary          Q tokens for tuning       M memories of each
+    B sequences    t tokens of a call    L these t and the tokens before them that are kept, up to
+    C width        V vocabulary            `size`
+    Q tokens for tuning                  M memories of each
 
     $ python eval.py out/drt out/base --cache 4096
 """
@@ -119,7 +120,7 @@ class Cache(nn.Module):
         return self.way.removesuffix('+cache')
 
     def forward(self, batch, progress):
-        """Training, which is without the cache"""
+        """The loss of the model without the cache, for eval.py --task speed"""
         return self.model(batch, progress)
 
     @torch.no_grad()
@@ -177,7 +178,7 @@ class Cache(nn.Module):
     # tuning
     def tune(self, split, tab, progress_bar):
         """Sets the constants of each way, by tokens from the beginning of a split; tab: the id of
-        TAB in pairs, else -1 -> how many tokens of it are read"""
+        TAB in pairs, else -1 -> how many tokens of the split are read"""
         for way, constants in self.constants.items():
             self.way = f'{way}+cache'
             collected = self.collect(split, tab, 2048, progress_bar)

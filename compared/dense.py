@@ -19,14 +19,17 @@ Where this differs from the papers
                 target, as in RPT's §3.2 (App. C does not name the query; DPR: the passage with the
                 answer). There are no hard negatives (App. C: the fifth chunk by BM25). Queries and
                 passages have one encoder, then W_Q and W_K (DPR: two encoders). RPT is trained with
-                it (RPT, §5.3: with another retriever, in whose place DPR is put at test time;
-                `ranks` in rpt.py does that).
+                it. (RPT, §5.3: RPT is trained with another retriever, and DPR takes its place only
+                at test time. `ranks` in rpt.py does that, too.)
     Contriever  The positive is the chunk before (paper: another span of the document). There is no
                 queue of negatives and no momentum encoder. W_Q and W_K differ (paper: queries and
                 keys have one encoder). DRT, App. A.6, takes Contriever as published, with the
                 cosine.
 
 Letters as in rpt.py
+
+With n_inner 640 there are, without the frozen retriever, as many parameters as in RETRO of README's
+table.
 
     $ python train.py --model dense --n-inner 640
     $ python train.py --model dense --retriever contriever --n-inner 640

@@ -12,7 +12,7 @@ Where this differs from the paper
     The layers are those of RPT, §5.1 (paper: two recurrent ones, one with attention, and so on;
     convolutions over 4 tokens).
     §2.3   The recurrent layers have no MLP.
-    §2.4   At first, where r_t = 1, a_t is 0.9 to 0.999, as in the paper, with log(1 - a_t) evenly
+    §2.4   Initially, for r_t = 1, a_t is 0.9 to 0.999, as in the paper, with log(1 - a_t) evenly
            spaced (paper: a_t uniform; official code: a = exp(-softplus(Λ)) is 0.9 to 0.999 with a²
            uniform, so a_t = a⁸ is 0.43 to 0.992).
     §2.4   At the first token h = sqrt(1 - a_t²) i_t u_t, by the formula (official code: i_t u_t).
@@ -102,8 +102,8 @@ class RecurrentLayer(nn.Module):
         a = torch.exp(-8 * r * F.softplus(self.decay)[:, None])
         b = (1 - a * a).clamp(min=1e-6).sqrt() * i * u
 
-        # where a document begins, a_t = 0, so h of the document before is lost. The first term of
-        # the sum is h of the past
+        # where a document begins, a_t = 0, so h of the document before is lost. In front of the
+        # piece is a step with a = 0 and b = h of the past, so h after it is that of the past
         a = F.pad(a.masked_fill(begins[:, None], 0), (1, 0))
         h = scan(a, torch.cat([past_h, b], 2))                              # (B, R, 1 + t)
         added = self.proj((F.gelu(branch) * h[..., 1:]).mT)                 # (B, t, C)

@@ -86,9 +86,9 @@ def rotate_at(x, p):
 
 
 class LandmarkAttention(SelfAttention):
-    """§3: one softmax over the tokens of a position's chunk, up to it, and the landmarks of earlier
-    chunks. The weight w_k of a landmark is that of its chunk, whose tokens have a softmax of their
-    own:
+    """§3, the grouped softmax: one softmax over the tokens of a position's chunk, up to it, and the
+    landmarks of earlier chunks. The weight w_k of a landmark is that of its chunk, whose tokens
+    have a softmax of their own:
 
         o = Σ_{j in its chunk} w_j v_j + Σ_k w_k Σ_{j in chunk k} softmax_j(q · key_j / sqrt(D)) v_j
 
@@ -119,7 +119,8 @@ class LandmarkAttention(SelfAttention):
         positions = torch.arange(k.size(1), device=q.device)
         i = positions[k.size(1) - q.size(2):, None]                     # (L, 1)
         landmarks = k[:, S - 1::S].transpose(1, 2)
-        # the last chunk has no landmark yet: zeros, whose score is replaced below
+        # the last of the M chunks is unfinished, or has no position yet, so it has no landmark:
+        # zeros, whose score is replaced below
         landmarks = F.pad(landmarks, (0, 0, 0, 1))                      # (B, H, M, D)
         chunk = positions[:landmarks.size(2)]                           # (M,)
         age = i - (S * chunk + S - 1)                                   # (L, M)
@@ -225,7 +226,8 @@ class LandmarkBlock(Block):
         self.attention = LandmarkAttention(config)
 
     def forward(self, x, past, docs=None, kernel='auto'):
-        """See LandmarkAttention -> x (B, L, C), the past of the next piece. No kernel is used."""
+        """See LandmarkAttention -> x (B, L, C), the past of the next piece. In a stream docs is
+        None: there run_layers passes what a Block retrieved, here nothing. No kernel is used."""
         y, past = self.attention(self.norm1(x), past, docs)
         x = x + y
         return x + self.mlp(self.norm2(x)), past

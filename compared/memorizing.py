@@ -22,7 +22,7 @@ Where this differs from the paper
     are ties in a stream, too; of ties the earliest are read. A small scale makes more of them ties.
     §4     The layer is the middle one of the upper half: of twelve layers the tenth (paper: the
            ninth), of six the fifth, of four the last.
-    With --shift-values (ours), a token of the memory has the value of the next one, so what
+    By default (--shift-values, ours) a token of the memory has the value of the next one, so what
     followed it can be copied. The query is then the token's own key, which is similar to the keys
     of tokens in similar contexts.
 
@@ -46,7 +46,7 @@ from rpt import (RPT, Block, RPTConfig, SelfAttention, UpperInputs, attend, begi
 @dataclass
 class MemorizingConfig(RPTConfig):
     retriever: Literal['none'] = 'none'     # no chunks are retrieved
-    chunk_size: int = 64                    # half a window: pieces of a stream are whole blocks
+    chunk_size: int = 64                    # half a window: a chunk is a block of self-attention
     memory_size: int = 32_768               # tokens of the memory (RPT: 32K, 65K; paper: to 262K)
     n_nearest: int = 32                     # tokens that a head reads (official code: 128)
 
@@ -57,7 +57,7 @@ class MemorizingConfig(RPTConfig):
         super().__post_init__()
 
 
-# the sizes of RPT (RPT, §5.1: the official code's defaults, with a window of 512)
+# the sizes of RPT (RPT, §5.1: the defaults of the official code, whose window is 512)
 PRESETS = {'tiny': {}, 'paper': dict(rpt.PRESETS['paper'], chunk_size=1024, memory_size=65_536,
                                      n_nearest=128)}
 
@@ -82,10 +82,11 @@ def nearest(scores, n_nearest):
 class MemorizingAttention(SelfAttention):
     """§3.1 and §3.2: in each head, attention to the window and to the memory, mixed by a gate:
 
-        y = (1 - g) y_window + g Σ_j softmax_j(scale · cosine(q, k_j)) v_j,   g = σ(b)
+        y = (1 - g) y_window + g Σ_j softmax_j(scale · cosine(q_i, k_j)) v_j,   g = σ(b)
 
-    The sum is over the n_nearest tokens j of the memory that have the largest cosine. b and scale
-    are learned for each head. No gradient reaches k_j and v_j. g = 0 if the memory has no token."""
+    With shift_values, token i has the query k_i, and token j the value v_{j+1}. The sum is over the
+    n_nearest tokens j of the memory that have the largest cosine. b and scale are learned for each
+    head. No gradient reaches k_j and v_j. g = 0 if the memory has no token."""
     def __init__(self, config):
         super().__init__(config)
         self.config = config
@@ -132,6 +133,7 @@ class MemorizingAttention(SelfAttention):
         # keys and values of all tokens, without a gradient
         k, v = kv.detach().unbind(2)                                        # 2 x (B, s, H, D)
         if self.config.shift_values:
+            # the last token has the first one's value, but is in no memory
             q = kv[:, n_past:, 0]
             v = v.roll(-1, 1)
         q = self.scale[:, None] * F.normalize(q, dim=3)                     # (B, t, H, D)

@@ -705,7 +705,8 @@ def test_the_folder_of_a_running_preparation_stays(src, monkeypatch):
     ('a.jsonl', jsonl('ab' * 99) + '\n{}\n', 'line 200'),
     ('a.json', '[{"text": "x"}, 3]', 'item 2'), ('a.json', '{"text": "x"}\n{}', 'line 2'),
     ('a.json', '{}\n{"text": "x"}', 'line 1'), ('a.json', '[{}, {"text": "x"}]', 'item 1'),
-    ('a.json', '[{"text": "x"', 'line 1'),
+    ('a.json', '[{"text": "x"', "line 1: '[{\"text"),
+    ('a.json', '[\n{"text": "x"}\n5]', "line 3: '5]"),
     ('a.txt.gz', 'no gzip', 'cannot be read'), ('train.jsonl', 'nonsense', 'nonsense'),
     ('train.jsonl', '{"text": 3}', '{"text": 3}')])
 def test_files_that_are_refused(tmp_path, src, name, content, place):
@@ -744,6 +745,7 @@ def test_no_training_text(src, files):
 @mark.parametrize('path', ['', 'no/such', 'a\0b', 'niah:no/such'])
 def test_no_such_file(path):
     assert '--data' in one_line(load, path) and 'code, random' in one_line(load, 'no/such')
+    assert 'pg19, niah, niah2' in one_line(load, 'niah3')
 
 
 @mark.parametrize('content, encoding, where', [
@@ -753,7 +755,7 @@ def test_no_such_file(path):
     (b'a' * (2 ** 20 - 1) + 'é'.encode() + b'\xc0', 'utf-8 -t utf-8', 'byte 1,048,577 is 0xc0'),
     ('abc'.encode('utf-16'), 'utf-16', 'byte 0 is 0xff'),
     (codecs.BOM_UTF16_BE + 'abc'.encode('utf-16be'), 'utf-16', 'byte 0 is 0xfe'),
-    ('abc'.encode('utf-16le'), 'utf-16le', 'byte 0 is 0x00'),
+    ('abc'.encode('utf-16le'), 'utf-16le', 'byte 1 is 0x00'),
     ('abé'.encode('utf-16be'), 'utf-16be', 'byte 5 is 0xe9'),
     ('abc'.encode('utf-32'), 'utf-32', 'byte 0 is 0xff')])
 @mark.parametrize('name', ['a.txt', 'a.jsonl', 'a.txt.gz'])
@@ -979,6 +981,8 @@ def test_what_cannot_be_batched():
     assert 'consecutive 4' in one_line(Grid, split, 'consecutive', 4, 6, seed=0, consecutive=4)
     assert 'document' in one_line(Grid, make_split([99]), 'packed', 9, 2, seed=0)
     Grid(make_split([99, 99]), 'packed', 98, 2, seed=0)      # one segment is of both documents
+    message = one_line(Grid, make_split([99, 99]), 'packed', 120, 2, seed=0)
+    assert 'each segment shares a document with all others' in message
 
 
 @mark.parametrize('kind', KINDS)
@@ -1050,7 +1054,8 @@ def test_a_text_of_one_token(tmp_path, monkeypatch):
     assert 'train has 1 tokens, too few' in one_line(data.main)
 
 
-@mark.parametrize('arguments', ['code bytes 9999', 'code gpt2 4000', 'code word 5000'])
+@mark.parametrize('arguments', [
+    'code bytes 9999', 'code gpt2 4000', 'code word 5000', 'random gpt2 9999'])
 def test_a_vocabulary_size_that_is_not_used(arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['data.py', *arguments.split()])
     with raises(SystemExit):
