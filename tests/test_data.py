@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import regex
+import tiktoken
 import torch
 from pytest import approx, fixture, importorskip, mark, raises
 
@@ -560,6 +561,27 @@ def test_code_is_the_standard_library(tmp_path):
     assert (library / 'encodings/utf_8.py').read_text() not in ''.join(documents)
 
 
+def test_gpt2_tokens(monkeypatch):
+    """In the order of their ids, bytes as characters; without its files, the message names them"""
+    ranks = {bytes([255 - i]): i for i in range(256)}
+    tiny = tiktoken.Encoding('tiny', pat_str='.', mergeable_ranks={**ranks, b'ab': 256},
+                             special_tokens={'<|endoftext|>': 257})
+    monkeypatch.setattr(tiktoken, 'get_encoding', {'gpt2': tiny}.get)
+    tokens, pattern = data.gpt2_tokens()
+    assert (tokens[0], tokens[255:], pattern) == ('\xff', ['\0', 'ab'], '.')
+    monkeypatch.setattr(tiktoken, 'get_encoding', {}.__getitem__)
+    assert 'TIKTOKEN_CACHE_DIR' in one_line(data.gpt2_tokens)
+
+
+def test_bpe_learns_from_the_first_texts_and_the_most_frequent_words(monkeypatch):
+    monkeypatch.setattr(data, 'LEARN_FROM', 4)
+    tokens = data.bpe_tokens(['ab ' * 9, 'cd ' * 9], 300, data.BPE_PATTERN)
+    assert 'ab' in tokens and 'cd' not in tokens
+    monkeypatch.setattr(data, 'LEARN_WORDS', 1)
+    counts = Counter({'a': 9, 'b': 8, 'c': 7})
+    assert data.pieces_to_learn(counts).keys() == {'a', 'b'}
+
+
 def test_the_words_of_code_are_those_of_gpt2(src, monkeypatch):
     """As in earlier versions. Tests, and what is no module, are left out."""
     library = src(**{f'm{i}_py': f'm{i} ' * 9 for i in range(90)}, p__b_py='b', p__a_py='a\n',
@@ -973,6 +995,20 @@ def test_packed_without_bm25_is_segments():
     assert packed[3].tokens.equal(segments[3].tokens)
 
 
+def test_what_cannot_be_loaded_or_batched(src, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, 'RANDOM_DOCUMENTS', dict(train=1, val=1, test=1))
+    Path('random').mkdir()
+    assert 'random has none' in one_line(load, 'niah:random')
+    corpus = prepared(src(train_txt='ab' * 99, val_txt='x'))
+    message = one_line(corpus.batches, corpus.train, 'segments', 4, 2, 0, grow=4)
+    assert message == '--grow-context is for --data niah or niah2'
+    no_words = make_split([999]), Tokenizer('bpe')
+    assert 'bytes has enough' in one_line(Needles, *no_words, 1, 256, 2, seed=0)
+    load('random', 'bytes', root='corpora')
+    assert 'the file or folder is ./random' in capsys.readouterr().out
+
+
 def test_what_cannot_be_batched():
     split = make_split()
     assert 'use --block-size 161' in one_line(Grid, split, 'segments', 162, 2, seed=0)
@@ -997,15 +1033,16 @@ def test_val_is_shorter_than_a_row(src, kind):
     assert '7: add text, or files named train' in one_line(Grid, one_token, kind, 7, 2, 0)
 
 
-@mark.parametrize('n_tokens, T, chunk, hint', [
-    (999, 256, 8, 'chunks of'),                                 # the sentence is longer
-    (999, 300, 32, 'use 288'), (999, 224, 32, 'use 256'),
-    (300, 320, 32, 'use --block-size 288'), (200, 256, 32, '256: add text')])
-def test_what_has_no_room_for_needles(n_tokens, T, chunk, hint):
+@mark.parametrize('n_tokens, T, chunk, grow, hint', [
+    (999, 256, 8, 0, 'chunks of'),                              # the sentence is longer
+    (999, 300, 32, 0, 'use 288'), (999, 224, 32, 0, 'use 256'),
+    (9999, 256, 32, 8, 'use 1024'),                             # rows of 1024 / 8 have 4 chunks
+    (300, 320, 32, 0, 'use --block-size 288'), (200, 256, 32, 0, '256: add text')])
+def test_what_has_no_room_for_needles(n_tokens, T, chunk, grow, hint):
     arguments = make_split([n_tokens]), Tokenizer('bytes'), 1
-    assert hint in one_line(Needles, *arguments, T, 2, 0, chunk)
+    assert hint in one_line(Needles, *arguments, T, 2, 0, chunk, grow)
     if hint.startswith('use'):
-        Needles(*arguments, int(hint.split()[-1]), 2, 0, chunk)
+        Needles(*arguments, int(hint.split()[-1]), 2, 0, chunk, grow)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1052,6 +1089,20 @@ def test_a_text_of_one_token(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, 'argv', ['data.py', str(path), 'word'])
     assert 'train has 1 tokens, too few' in one_line(data.main)
+
+
+@mark.parametrize('name, files, tokenizer, shown', [
+    ('text', dict(train_txt='hello there ' * 9, val_txt='x'), 'word', "'hello"),
+    ('pairs', dict(train_tsv='ab\tcd\n' * 9, val_tsv='x\ty'), 'bytes', r"'\t'"),
+    ('niah:needles', dict(train_txt='a b c ' * 99, val_txt='x'), 'bytes', '\nKey ')])
+def test_the_rows_that_the_command_prints(
+        tmp_path, monkeypatch, capsys, name, files, tokenizer, shown):
+    write(tmp_path / name.removeprefix('niah:'), **files)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, 'argv', ['data.py', name, tokenizer])
+    data.main()
+    screen = capsys.readouterr().out
+    assert shown in screen and ('row 3\ntokens   ' in screen) == ('niah' not in name)
 
 
 @mark.parametrize('arguments', [
@@ -1134,6 +1185,10 @@ def test_pairs_are_packed_by_their_targets():
     assert sorted(shuffled) == sorted(rows)
     assert shuffled.tolist() != rows.tolist()
 
+    # a micro-batch in order is of all of the text
+    in_order = Pairs(split, 8, 'documents', 16, 9, seed=0).in_order(1)
+    assert in_order.doc[:, 0].tolist() == [*range(1, 90, 10)]
+
 
 # --------------------------------------------------------------------------------------------------
 # needles
@@ -1178,9 +1233,16 @@ def test_needles_grow():
     assert [len(rows) for rows in tokens] == [16, 16, 8, 8, 4, 4, 2, 2, 2]
     assert {rows.numel() for rows in tokens} == {2 * T}
 
+    # 33 chunks are rounded down; an epoch has as many rows as a Grid
+    uneven = Needles(needles.split, Tokenizer('bytes'), 1, T + CHUNK, 2, 0, CHUNK, grow=8)
+    lengths = [uneven[g].tokens.size(1) for g in (0, 2, 4, 6)]
+    assert lengths == [4 * CHUNK, 8 * CHUNK, 16 * CHUNK, 33 * CHUNK]
+    assert uneven.n_rows == Grid(needles.split, 'segments', T + CHUNK, 2, 0).n_rows
 
-def check_answers(tokenizer, row, opens, scored, hops):
-    """The answers of a row follow from its needles, and are predicted. -> the number of answers"""
+
+def check_answers(tokenizer, row, opens, scored, hops, of_opens):
+    """The answers of a row follow from its needles, and are predicted. of_opens: a list, gets
+    whether " opens" is predicted, too -> the number of answers"""
     n_answers = 0
     for start in range(CHUNK, len(row), CHUNK):
         answer = re.match(r' opens (.+)\.\n', tokenizer.decode(row[start:]))
@@ -1199,6 +1261,7 @@ def check_answers(tokenizer, row, opens, scored, hops):
         # a name has 4 tokens, a comma at least one; token i is predicted at i - 1
         stop = start + len(tokenizer.encode(' opens ' + answer[1]))
         assert scored[stop - 5 * hops:stop - 1].all()
+        of_opens.append(scored[start - 1:start + 1].mean())
     return n_answers
 
 
@@ -1206,6 +1269,7 @@ def check_answers(tokenizer, row, opens, scored, hops):
 @mark.parametrize('hops, grow', [(1, 0), (1, 8), (2, 0)])
 def test_answers_follow_from_the_needles(name, hops, grow):
     tokenizer, needles = make_needles(name, hops, grow)
+    of_opens = []
     for g in range(9):
         tokens, targets, _, _ = needles[g]
         for row, target in zip(tokens.numpy(), targets.numpy()):
@@ -1213,8 +1277,9 @@ def test_answers_follow_from_the_needles(name, hops, grow):
             assert (target[:-1] == row[1:])[scored].all()
             assert scored.mean() < 0.35
             opens = hidden(tokenizer, row)
-            n_answers = check_answers(tokenizer, row, opens, scored, hops)
+            n_answers = check_answers(tokenizer, row, opens, scored, hops, of_opens)
             assert 0 < n_answers <= len(opens) // hops, 'answers that begin a chunk'
+    assert np.mean(of_opens) == approx(data.PREDICTED, abs=0.06)        # as other tokens
 
 
 def test_names_differ_and_are_not_in_the_text():
@@ -1225,7 +1290,7 @@ def test_names_differ_and_are_not_in_the_text():
     ids = rng.choice(words, 200_000)
     needles = Needles(Split('train', ids, np.array([0, len(ids)])), tokenizer, 1, 256, 2, 0)
     names = set(map(tuple, needles.chains(rng, 60, ids).reshape(120, 4)))
-    assert len(names) == 120
+    assert len(names) == 120 and {len(set(name)) for name in names} == {4}
     in_text = set(zip(ids, ids[1:], ids[2:], ids[3:]))
     assert not names & in_text
 
