@@ -143,10 +143,11 @@ def test_a_compared_system_starts_from_one_model(name):
 
 
 def definitions(name):
-    """{name: text} of the top-level classes and functions of a file"""
+    """{name: its lines} of the top-level classes and functions of a file"""
     text = read(name)
-    return {node.name: ast.get_source_segment(text, node) for node in ast.parse(text).body
-            if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    lines = text.splitlines()
+    return {node.name: '\n'.join(lines[node.lineno - 1:node.end_lineno])
+            for node in ast.parse(text).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
 
 
 def test_what_the_models_share_is_the_same_text():

@@ -240,13 +240,28 @@ TOKENS = random_tokens(6 * T + 3)
 TEXT = random_tokens(2001, seed=9).numpy().astype(np.uint16)        # of the datastore
 
 
-def contexts(model, tokens):
+def window_start(t, stride):
     """App. D: the window of t starts at 0, or at the first multiple of the stride after t - T."""
+    start = max(0, t + 1 - T)
+    return start + -start % stride
+
+
+def contexts(model, tokens):
     for t in range(len(tokens)):
-        start = max(0, t + 1 - T)
-        start += -start % model.config.stride
+        start = window_start(t, model.config.stride)
         f, g, _ = model.encode(tokens[None, start:t + 1])
         yield start, f[0], g[0]
+
+
+def keys_of(model, tokens):
+    """The last g of each of `contexts` (n, C), windows of one length at once"""
+    t = torch.arange(len(tokens))
+    length = torch.tensor([i + 1 - window_start(i, model.config.stride) for i in t.tolist()])
+    keys = torch.empty(len(tokens), C, dtype=torch.float64)
+    for n in length.unique().tolist():
+        windows = t[length == n, None] + torch.arange(1 - n, 1)             # (windows, n)
+        keys[length == n] = model.encode(tokens[windows])[1][:, -1]
+    return keys
 
 
 def memories_of_each(model, tokens):
@@ -309,8 +324,7 @@ def stores(tmp_path_factory):
         patch.setattr(Datastore, 'SHARD', 800 * (2 * C + 8))
         store('a', 'local', no_progress)
     (folder / 'a').rename(folder / 'b')
-    each = contexts(small(**ADAPTIVE), torch.from_numpy(TEXT[:-1].astype(int)))
-    keys = torch.stack([g[-1] for _, _, g in each]).half().double()
+    keys = keys_of(small(**ADAPTIVE), torch.from_numpy(TEXT[:-1].astype(int))).half().double()
     return SimpleNamespace(inner=store('b', 'local'), l2=store('b', 'none'), keys=keys)
 
 
