@@ -162,6 +162,14 @@ def test_without_a_reader(here):
     assert step_of('run/ckpt.pt') == 6 and Path('x.json').exists()
 
 
+def test_a_finished_run_compiles_nothing(here):
+    with mock.patch('train.compile_layers') as compiled:
+        launch('--compile on --out run')
+        assert compiled.call_count == 1
+        launch('--compile on --out run')
+        assert compiled.call_count == 1
+
+
 def test_a_coarse_clock(here, monkeypatch):
     monkeypatch.setattr(time, 'perf_counter', lambda: 7.0)
     launch()
@@ -538,8 +546,8 @@ WRONG = {
     '--block-size 999999 --tokens-per-step 1999998': 'block-size', '--warmup 2': 'at most 1',
     '--data a\0b': '--data',
     '--device cuda': '--device cpu', '--out texts/val.jsonl': 'val.jsonl',
-    '--memory long --n-consecutive 1': 'two segments',
-    '--memory ext --micro-batch 1': 'two segments',
+    '--memory long --n-consecutive 1': 'two segments or more: a larger n_consecutive',
+    '--memory ext --micro-batch 1': 'two segments or more: a larger micro_batch',
     '--cutoffs 0': 'cutoffs', '--cutoffs 9,5': 'rise', '--cutoffs 5,': 'rise',
     '--dropout 1.5': 'at most 1', '--model rpt --window 96': 'window',
     '--model rpt --n-candidates 1': 'n_candidates', '--model rpt --n-cca 2 --n-layer 2': 'n_cca',
