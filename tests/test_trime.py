@@ -690,10 +690,11 @@ def test_the_accuracy_and_recall_of_the_datastore(stores, monkeypatch):
     assert shares['recall'] == approx(np.mean(found)) and shares['recall'] < 0.99
 
 
-def test_a_store_needs_twice_its_size_on_the_disk(build, monkeypatch):
+def test_a_store_needs_twice_its_size_on_the_disk(build, tmp_path, monkeypatch):
     monkeypatch.setattr(trime.shutil, 'disk_usage',
                         lambda folder: SimpleNamespace(free=2 * 94 * (2 * C + 8) - 1))
-    assert 'free disk space' in one_line(build)
+    message = one_line(build)
+    assert message == f'{tmp_path.parent}: a datastore needs 0.00 GB of free disk space'
 
 
 # --------------------------------------------------------------------------------------------------
