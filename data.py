@@ -359,7 +359,7 @@ def similar_segments(segments, first_doc, last_doc):
     high = np.searchsorted(first_doc, last_doc, 'right')
     if n > 1 and (high - low).min() == n:
         raise SystemExit('each segment shares a document with all others: use --no-same-document '
-                         'or a smaller --block-size')
+                         'or, if the text has several documents, a smaller --block-size')
 
     # each segment is a query; the index takes a second for 4M tokens, the queries minutes
     index = BM25(segments)
@@ -1075,8 +1075,10 @@ def json_array(path):
     except (ValueError, RecursionError) as error:
         if '"text"' in text:                            # documents, damaged
             other = SystemExit
-        line = getattr(error, 'lineno', 1)              # of a JSONDecodeError
-        refuse(path, f'line {line}', text.split('\n')[line - 1], '{"text": "..."}', other)
+        lines = text.rstrip().split('\n')               # something can be missing after the last
+        line = min(getattr(error, 'lineno', 1), len(lines))             # of a JSONDecodeError
+        what = lines[line - 1] or text.lstrip()
+        refuse(path, f'line {line}', what, '{"text": "..."}', other)
     if not isinstance(items, list):
         items = [items]
     if not any(isinstance(item, dict) and 'text' in item for item in items):
@@ -1096,8 +1098,9 @@ def json_document(path, where, item, n_read):
 
 
 class OtherJson(SystemExit):
-    """A .json file is one value without documents, as package.json: in a folder it is left out,
-    alone it ends the program. (One with several lines of objects is refused in a folder, too.)"""
+    """A .json file has no documents: it is another value, as package.json, or no JSON, as a
+    tsconfig.json with comments. In a folder it is left out, alone it ends the program. (One with
+    several lines of objects is refused in a folder, too.)"""
 
 
 def refuse(path, where, what, expected, error=SystemExit):
@@ -1572,7 +1575,8 @@ def load(data='code', tokenizer='bpe', vocab_size=4096, root='corpora', quiet=Fa
     data        code, random, the name of a download, a file or a folder; niah, niah2, niah:books/,
                 ...: needles with one or two hops in `code` or in books/
     tokenizer   a name, or a Tokenizer, for example of a checkpoint
-    vocab_size  for bpe, the number of ids to learn; for random and word, the number of ids
+    vocab_size  for bpe, the number of ids to learn; if data is random, the number of ids, for bpe
+                and word
     root        the folder of all corpora
     quiet       print nothing"""
     root = Path(root)

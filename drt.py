@@ -1208,7 +1208,7 @@ class DRT(nn.Module):
 def prepare_eval(model, corpus, external, args, path):
     """Sets --offload. Table 4: with --retrieve-from, reads external.train once; each text that is
     evaluated can then retrieve the chunks of it, too. SystemExit if a text would retrieve from
-    itself, if it has fewer than two chunks, or if --offload is no folder"""
+    itself, if external.train has fewer than two chunks, or if --offload is no folder"""
     if args.offload and not Path(args.offload).is_dir():
         raise SystemExit(f'--offload {args.offload}: there is no such folder')
     model.offload = args.offload
@@ -1221,7 +1221,7 @@ def prepare_eval(model, corpus, external, args, path):
                              device=model.embedding.weight.device)
     if len(tokens) < 2 * (model.config.chunk_size - 1):
         raise SystemExit(f'--retrieve-from: its text has {len(tokens)} tokens, fewer than two '
-                         f'chunks ({2 * (model.config.chunk_size - 1)}); choose a longer one')
+                         f'chunks have, {2 * (model.config.chunk_size - 1)}; choose a longer one')
 
     # all of it is one text, of which l_k and kv are needed
     state = model.empty_state(1)

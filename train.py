@@ -365,9 +365,9 @@ class Run:
         for name, batches in dict(train=self.batches, val=self.val_batches).items():
             in_order = map(batches.in_order, numbers[name])
             if not any((batch.targets >= 0).any() for batch in in_order):
+                more = ', or a larger --val-tokens' if name == 'val' else ''
                 raise SystemExit(f'{name} has no token to predict: its documents have one token '
-                                 'each, or those of --val-tokens have; another --data, --tokenizer '
-                                 'bytes or a larger --val-tokens works')
+                                 f'each; try another --data, --tokenizer bytes{more}')
 
     def val_numbers(self, at_most=sys.maxsize):
         """Numbers of micro-batches of val: of all, or of some, evenly spread, that have up to
@@ -562,11 +562,10 @@ class Run:
     def validate(self, progress, at_most=sys.maxsize):
         """The loss of micro-batches of val, see val_numbers -> nats per token, the number of
         tokens"""
-        # each process has its share of the micro-batches
         numbers = self.val_numbers(at_most)
         quiet = RANK > 0 or len(numbers) < len(self.val_batches)
 
-        # the sums of nats and tokens
+        # the sums of nats and tokens; each process has its share of the micro-batches
         total = torch.zeros(2, dtype=torch.float64)
         self.model.eval()
         for number in progress_bar(numbers[RANK::WORLD], 'validation', quiet=quiet):
@@ -1186,7 +1185,8 @@ def hardware(device):
         mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD
         mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
     if device == 'cuda':
-        # 0 without LOCAL_RANK: a launcher that sets RANK alone shows each process one GPU
+        # 0 without LOCAL_RANK: a launcher that sets RANK alone is assumed to show each process one
+        # GPU
         number = int(os.getenv('LOCAL_RANK', 0))
         n_devices = torch.cuda.device_count()
         if number >= n_devices:

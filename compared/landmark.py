@@ -227,7 +227,7 @@ class LandmarkBlock(Block):
 
     def forward(self, x, past, docs=None, kernel='auto'):
         """See LandmarkAttention -> x (B, L, C), the past of the next piece. In a stream docs is
-        None: there run_layers passes what a Block retrieved, here nothing. No kernel is used."""
+        None: there run_layers passes Retrieved, here always None. No kernel is used."""
         y, past = self.attention(self.norm1(x), past, docs)
         x = x + y
         return x + self.mlp(self.norm2(x)), past

@@ -729,6 +729,9 @@ def test_the_folder_of_a_running_preparation_stays(src, monkeypatch):
     ('a.json', '{}\n{"text": "x"}', 'line 1'), ('a.json', '[{}, {"text": "x"}]', 'item 1'),
     ('a.json', '[{"text": "x"', "line 1: '[{\"text"),
     ('a.json', '[\n{"text": "x"}\n5]', "line 3: '5]"),
+    ('a.json', '\n[\n{"text": "x"}\n5]', "line 4: '5]"),
+    ('a.json', '[{"text": "x"},\n\n', "line 1: '[{"),
+    ('a.json', '\n\n[{"text": "a", "n": ' + 5000 * '1' + '}]', "line 1: '[{"),
     ('a.txt.gz', 'no gzip', 'cannot be read'), ('train.jsonl', 'nonsense', 'nonsense'),
     ('train.jsonl', '{"text": 3}', '{"text": 3}')])
 def test_files_that_are_refused(tmp_path, src, name, content, place):
@@ -1007,6 +1010,9 @@ def test_what_cannot_be_loaded_or_batched(src, tmp_path, monkeypatch, capsys):
     assert 'bytes has enough' in one_line(Needles, *no_words, 1, 256, 2, seed=0)
     load('random', 'bytes', root='corpora')
     assert 'the file or folder is ./random' in capsys.readouterr().out
+    Path('niah').mkdir()
+    one_line(load, 'niah', 'bpe', 1)
+    assert 'the file or folder is ./niah' in capsys.readouterr().out
 
 
 def test_what_cannot_be_batched():
@@ -1103,6 +1109,15 @@ def test_the_rows_that_the_command_prints(
     data.main()
     screen = capsys.readouterr().out
     assert shown in screen and ('row 3\ntokens   ' in screen) == ('niah' not in name)
+
+
+def test_a_vocabulary_size_of_random_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, 'RANDOM_DOCUMENTS', dict(train=1, val=1, test=1))
+    monkeypatch.setattr(sys, 'argv', ['data.py', 'random', 'word', '5000'])
+    data.main()
+    [folder] = Path('corpora').iterdir()
+    assert len(json.loads((folder / 'meta.json').read_text())['tokenizer']['tokens']) == 5000
 
 
 @mark.parametrize('arguments', [

@@ -576,10 +576,12 @@ def test_a_text_without_such_memories(here):
     assert 'each pair is a text' in one_line(launch, '--data pairs --memory long --out x')
     write_splits(here / 'words', 40 * ['a'], ['a a a a ' * 20])
     of_words = '--data words --tokenizer word --out x'
-    assert 'train has no token to predict' in one_line(launch, of_words, 'drt')
+    message = one_line(launch, of_words, 'drt')
+    assert 'train has no token to predict' in message and '--val-tokens' not in message
     write_splits(here / 'few', ['a a a a ' * 20], [*400 * ['a'], 'a a'])        # in val's last row
     few = '--data few --tokenizer word --micro-batch 1 --val-tokens 35 --out x'
-    assert 'val has no token to predict' in one_line(launch, few, 'drt')
+    message = one_line(launch, few, 'drt')
+    assert 'val has no token to predict' in message and 'larger --val-tokens' in message
     run(flags('trime', '--data niah:one --memory ext --block-size 256 --tokens-per-step 512 '
               '--max-steps 1 --out needles'))
     assert not Path('x').exists()
