@@ -925,6 +925,14 @@ def start_of(config):
     return file if os.path.exists(file) else config.init    # False without permission
 
 
+def unreadable(path, error):
+    """The SystemExit for an error while a checkpoint is read: a broken file, or one of other code,
+    can raise anything."""
+    if re.search('allocate|MemoryError', repr(error)):
+        return SystemExit(f'{path} cannot be read: out of memory')
+    return SystemExit(f'{path} is not a checkpoint of this version: {error!r:.200}')
+
+
 def read_checkpoint(path, Models=()):
     """Reads a file that Run.save wrote here or elsewhere, or ckpt.pt in a folder. Models: classes
     of users' files, of which one can be that of the weights: a checkpoint holds only a name, and no
@@ -940,8 +948,8 @@ def read_checkpoint(path, Models=()):
         name = state['model_name']
         if not re.fullmatch(r'[\w-]+', name):
             raise ValueError(name)
-    except Exception as e:                              # a broken file can raise anything
-        raise SystemExit(f'{path} is not a checkpoint of this version: {e!r:.200}')
+    except Exception as e:
+        raise unreadable(path, e)
 
     # the class of the model
     classes = {model_name(Model): Model for Model in Models}
@@ -963,7 +971,7 @@ def read_checkpoint(path, Models=()):
                 raise ValueError(f'{key} is not finite')
         return state, model, tokenizer
     except Exception as e:
-        raise SystemExit(f'{path} is not a checkpoint of this version: {e!r:.200}')
+        raise unreadable(path, e)
 
 
 @contextlib.contextmanager

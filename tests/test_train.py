@@ -758,6 +758,10 @@ def test_a_checkpoint_that_is_not_of_this_program(here):
     torch.save(dict(state, model_name='this'), 'broken.pt')     # no file is imported for it
     assert '--model PATH/this.py' in one_line(train.read_checkpoint, 'broken.pt')
     assert 'this' not in sys.modules
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        with mock.patch('torch.load', side_effect=error):
+            message = one_line(train.read_checkpoint, path)
+            assert message == f'{path} cannot be read: out of memory'
 
     # weights alone, without what else a resumed run needs
     Path('out/trime/best.pt').replace(path)
