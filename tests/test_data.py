@@ -681,7 +681,7 @@ def kill(*args):
 def test_a_killed_preparation_leaves_no_corpus(src, monkeypatch, owner, name):
     """The process is killed when it calls owner.name. Then three prepare the corpus at once. The
     folder of the first one is removed."""
-    path = src(train_txt=random_text(50_000, 1))
+    path = src(train_txt=random_text(120_000, 1))
     fork = get_context('fork')
     with monkeypatch.context() as patch, ProcessPoolExecutor(1, fork) as pool:
         patch.setattr(owner, name, kill)
@@ -691,7 +691,7 @@ def test_a_killed_preparation_leaves_no_corpus(src, monkeypatch, owner, name):
     assert folder.suffix == '.tmp'
     with ProcessPoolExecutor(3, fork) as pool:
         for corpus in pool.map(prepared, [path] * 3, ['bpe'] * 3, [270] * 3):
-            assert corpus.train.n_bytes > 50_000
+            assert corpus.train.n_bytes > 120_000
     assert list(path.parent.glob('corpora/*')) == [corpus.folder]
 
 

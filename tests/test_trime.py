@@ -324,7 +324,12 @@ def stores(tmp_path_factory):
         patch.setattr(Datastore, 'SHARD', 800 * (2 * C + 8))
         store('a', 'local', no_progress)
     (folder / 'a').rename(folder / 'b')
-    keys = keys_of(small(**ADAPTIVE), torch.from_numpy(TEXT[:-1].astype(int))).half().double()
+    model = small(**ADAPTIVE)
+    text = torch.from_numpy(TEXT[:-1].astype(int))
+    keys = keys_of(model, text)
+    for key, (_, _, g) in zip(keys, contexts(model, text[:40])):
+        close(key, g[-1])
+    keys = keys.half().double()
     return SimpleNamespace(inner=store('b', 'local'), l2=store('b', 'none'), keys=keys)
 
 
