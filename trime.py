@@ -44,8 +44,8 @@ Letters in the shape comments and formulas
 
 Where this differs from the paper, and why
     Layers: RMSNorm, RoPE, GELU, GPT-2's initial weights, a final norm, no biases.
-    Optimizer: the presets have AdamW and a cosine (paper: NAG for 247M; inverse square root for
-    7M).
+    Optimizer: the presets of the paper's sizes have AdamW and a cosine (paper: NAG for 247M;
+    inverse square root for 7M); the default has Muon.
     Training: memories are those of the micro-batch of one process (official code: ext memory is of
     all processes, long memory of several). §4.3 sets m = 1; here ext memory also excludes other
     segments of the query's own document (official code: it does not). Long memory is of the query's
@@ -92,10 +92,10 @@ class TRIMEConfig:
     vocab_size: int = 4096      # ids of the tokenizer; for bpe, the number to learn (ours)
     block_size: int = 512       # tokens of a segment, T (paper: 150 to 3,072)
     micro_batch: int = 4        # segments of a micro-batch, B: the source of memories (paper 7M: 8)
-    n_layer: int = 4            # Transformer layers (ours; paper: 8 to 16)
+    n_layer: int = 4            # Transformer layers (ours; paper: 8 to 16, MT: 6 + 6)
     n_head: int = 4             # attention heads, H (ours)
     n_embd: int = 128           # width, C (ours; paper: 128 to 1,024)
-    n_inner: int = 0            # hidden width of the MLP; 0: 4 C (paper: 4 C, its 150M model 2,100)
+    n_inner: int = 0            # hidden width of the MLP; 0: 4 C (paper: 4 C; 150M: 2,100; MT: 2 C)
     dropout: float = 0.0        # on embeddings and residual branches (ours; official code: 0.3)
     memory: Literal['none', 'local', 'long', 'ext'] = 'local'   # used in training (paper Table 1)
     n_consecutive: int = 0      # segments that share long memory, m; 0: B (paper Table 9)
@@ -1035,7 +1035,8 @@ def to_numpy(x):
 
 def open_index(folder, about):
     """The index in folder; None if there is none or, with a message, if a file is damaged.
-    SystemExit if it depends on other values than those of `about`"""
+    SystemExit if it depends on other values than those of `about`, or cannot be opened for another
+    reason: then it may be good, and is kept"""
     import faiss
     try:
         saved = json.loads((folder / 'about.json').read_text())
@@ -1055,6 +1056,10 @@ def open_index(folder, about):
     except FileNotFoundError:                                       # there is no store
         return None
     except Exception as e:                                          # faiss's is a RuntimeError
+        # too little memory, too many open files, no permission
+        is_of_system = isinstance(e, OSError)
+        if is_of_system or re.search('mmap|alloc|MemoryError|Too many|Permission', repr(e)):
+            raise SystemExit(f'{folder} cannot be opened; delete it if it is damaged: {e!r:.200}')
         print(f'{folder} is damaged and is built again: {e!r:.200}')
 
 
@@ -1287,7 +1292,8 @@ def open_store(model, corpus, external, args, path):
         raise SystemExit('--split train with --memory ext: each scored token would find itself in '
                          'the datastore; choose another --split')
     about = dict(checkpoint=hashlib.sha256(path.read_bytes()).hexdigest(),
-                 corpus=external.fingerprint, stride=model.eval_memory.stride)
+                 corpus=external.fingerprint, pairs=external.tab >= 0,
+                 stride=model.eval_memory.stride)
     pairs = None
     if external.tab >= 0:
         T = model.config.block_size

@@ -2,7 +2,7 @@
 The continuous cache at test time, for every model whose output has no memory of single tokens.
 
     Edouard Grave, Armand Joulin and Nicolas Usunier, "Improving Neural Language Models with a
-    Continuous Cache", ICLR 2017, arXiv:1612.04426;  TRIME, §2.2, Tables 2 to 5 and 10
+    Continuous Cache", ICLR 2017, arXiv:1612.04426;  TRIME, §2.2, Tables 1 to 5, 10, 12, 14
 
 Nothing is trained. The memories of a token are earlier states f_j of its document, each with the
 token x_j that followed. With the state f_i that predicts the token after token i,
@@ -26,9 +26,9 @@ trime.py has the cache of TRIME's comparison, on g and with TRIME's windows: --m
 a model that was trained without memory.
 
 Letters in the shape comments
-    B sequences    t tokens of a call    L these t and the tokens before them that are kept, up to
-    C width        V vocabulary            `size`
-    Q tokens for tuning                  M memories of each
+    B sequences    t tokens of a call    C width    V vocabulary
+    L these t tokens and, before them, those that are kept, up to `size`
+    Q tokens for tuning    M memories of each
 
     $ python eval.py out/drt out/base --cache 4096
 """

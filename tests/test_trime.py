@@ -3,6 +3,7 @@ import itertools, math, platform, re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -180,6 +181,28 @@ def test_extreme_similarities():
     close(loss.double(), expected, 5e-4)
     close(log['memory_prob'].double(), memory_prob, 1e-4)
     close(gradient.double(), by_autograd, 1e-3 * by_autograd.abs().max().item())
+
+
+@mark.parametrize('sizes', [{}, ADAPTIVE])
+@mark.parametrize('kernel', ['auto', 'torch'])
+def test_the_loss_is_fp32_under_autocast(kernel, sizes):
+    """Of states in bf16 it has no other rounding than without autocast, nor have gradients."""
+    model = small('long', **sizes).float()
+    model.kernel = kernel
+    batch = random_batch()
+    f, g, _ = model.encode(batch.tokens)
+    f = f.detach().bfloat16()
+    g = g.detach().bfloat16()
+    model.encode = lambda tokens: (f, g, None)
+
+    weights = [*model.embedding.parameters()]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
+            loss, log = model(batch, 1.0)
+        results.append([loss, *log.values(), *torch.autograd.grad(loss, weights)])
+    for expected, x in zip(*results):
+        assert torch.equal(x, expected)
 
 
 @mark.parametrize('sizes', [{}, ADAPTIVE])
@@ -570,6 +593,23 @@ def test_a_bad_file_is_made_again(name, change, build, tmp_path, capsys):
     assert before == after
 
 
+@mark.parametrize('error', [
+    OSError(24, 'Too many open files'), MemoryError(),
+    RuntimeError('Error: mmapped_ptr != MAP_FAILED: could not mmap a/keys.faiss'),
+    RuntimeError('Error: could not open a/keys.faiss for reading: Too many open files')])
+def test_a_store_that_cannot_be_opened_now_is_kept(error, build, tmp_path, monkeypatch):
+    import faiss
+    build()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(faiss, 'read_index', Mock(side_effect=error))
+        assert 'cannot be opened' in one_line(build)
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(Datastore, 'build', Mock(side_effect=AssertionError))
+        build()
+
+
 # --------------------------------------------------------------------------------------------------
 # prepare_eval
 def phrases(name, seed):
@@ -653,12 +693,31 @@ def test_more_long_memory_is_better(tmp_path, few_values):
 
 
 def test_another_corpus(tmp_path, few_values):
-    """Table 5: local memory and a datastore of that text"""
+    """Table 5: local and long memory, and a datastore of that text"""
     corpus = SimpleNamespace(folder=Path('b'), train=CORPUS.val, fingerprint='2', tab=-1)
     flags = dict(external=corpus, retrieve_from='b', split='train')
     model = prepared('local', tmp_path, **flags)
-    assert model.inference.local
+    assert model.inference.local and model.inference.long == 60
     assert model.eval_memory.store.text.tolist() == corpus.train.tokens.tolist()
+
+
+def test_memories_of_pairs_are_targets(tmp_path, few_values, monkeypatch):
+    """In the datastore and in the text. A datastore of the same corpus as a text is another one."""
+    tokens = random_tokens(4, 16, vocab=V - 1)
+    tokens[:, 5] = V - 1                                            # TAB; 10 entries follow
+    split = Split('train', tokens.flatten().numpy(), np.arange(0, 65, 16))
+    pairs = SimpleNamespace(folder=Path('p'), train=split, fingerprint='3', tab=V - 1,
+                            batches=lambda split, **sizes: Pairs(split, V - 1, **sizes))
+    flags = dict(external=pairs, retrieve_from='p')
+    model = prepared('local', tmp_path, **flags)
+    assert model.eval_memory.store.index.ntotal == 40
+    assert model.ways() == ('on', 'off')
+    assert model.eval_memory.tab == -1
+    pairs.tab = -1
+    assert 'delete it' in one_line(prepared, 'local', tmp_path, **flags)
+
+    monkeypatch.setattr(CORPUS, 'tab', V - 1)
+    assert prepared('local', tmp_path).eval_memory.tab == V - 1
 
 
 @torch.no_grad()
@@ -679,9 +738,9 @@ def test_the_accuracy_and_recall_of_the_datastore(stores, monkeypatch):
     # recall: the share of the 1,024 entries with the highest products that a search finds, for each
     # 32nd token
     store = model.eval_memory.store
-    store.nprobe = 0
+    monkeypatch.setattr(store, 'nprobe', 0)
     assert trime.datastore_accuracy(runs, args)['a']['recall'] == 1
-    store.nprobe = 1
+    monkeypatch.setattr(store, 'nprobe', 1)
     found = []
     for _, _, g in [*contexts(model, TOKENS)][::32]:
         best = (model.keys @ g[-1]).topk(1024).indices
