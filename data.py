@@ -260,7 +260,8 @@ class Grid(Batches):
         first_doc = last_doc = np.arange(len(segments))         # as if each were a document
         if other_documents:
             first_doc = self.split.doc_of(starts)
-            # the last segment can be shorter: this is then the number of documents, as good here
+            # the last segment can be shorter. Its end is then beyond the text and has the number
+            # after that of the last document: no segment begins there, so nothing changes
             last_doc = self.split.doc_of(starts + T - 1)
         return pack(similar_segments(segments, first_doc, last_doc), self.seed)
 

@@ -65,8 +65,8 @@ Where we differ from the paper, and why
     Scores and top K are computed without autocast (official code: bf16). In evaluation, scores are
     rounded to 1/256 before the top K, so repeated chunks nearly always have equal scores.
     Streams keep chunks in 16 bits, and in each call copy the retrieved ones (paper, §3.3: once
-    every S tokens). Of a corpus, keys and values are stored, too (paper, §3.3: only landmarks;
-    chunks are encoded again).
+    every S tokens for each group). Of a corpus, keys and values are stored, too (paper, §3.3: only
+    landmarks; chunks are encoded again).
     Retrieval never crosses joined documents; self-attention does.
     With --next-chunk, chunk t may retrieve chunk t - 1 together with the chunk after it, which is
     chunk t itself. This is causal: chunk t is complete before chunk t + 1 attends to it.

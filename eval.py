@@ -753,7 +753,7 @@ def rows_of_state(state, rows):
             return x
         if len(x) == 1 or x.stride(0) == 0:             # the same for all rows: it is not copied
             return x[:1].expand(len(rows), *x.shape[1:])
-        return x[rows]
+        return x[rows.to(x.device)]                     # with --offload some are on the CPU
     return tree_map(select, state)
 
 

@@ -401,8 +401,8 @@ def compute_capability(device):
 def kernel_options(q, k, chunk, n_keys):
     """A dict of the constants that are compiled into all kernels, and of launch options.
 
-    The numbers were chosen by compiling for sm_80 and sm_90: for S = 64 in 16 bits no register is
-    spilled, and loads overlap products. They change no result beyond rounding."""
+    The numbers were chosen by compiling for sm_80 and sm_90: for S = 64, D = 64 or 128 in 16 bits
+    no register is spilled, and loads overlap products. They change no result beyond rounding."""
     H, D = q.shape[2:]
     options = dict(S=chunk, D=D, R=H // k.size(2), N_KEYS=n_keys)
 
@@ -631,6 +631,7 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
         q, k, v = (F.pad(x, (0, width - D)) for x in (q, k, v))
     if plan is None and torch.is_grad_enabled():
         plan = gca_plan(idx, M)
+    assert plan is None or plan[-1].shape == (len(k), M), 'a plan of other sizes'
     if plan is None:                                            # there is no backward pass
         plan = [idx.new_empty(0, dtype=torch.int32)] * 3
     tensors = [x.contiguous() for x in (q, k, v, w.float(), idx.int())]

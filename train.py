@@ -198,7 +198,8 @@ class Muon(torch.optim.Optimizer):
 def optimizers_of(model, config):
     """AdamW and Muon; with --optimizer muon, Muon has all matrices except those of embeddings.
     Vectors (norms, biases) do not decay. Run.step sets the rates."""
-    # one that is fixed has no gradient; in checkpoints of earlier runs it is one of Muon's matrices
+    # a fixed embedding (the retriever's in compared/dense.py) has no gradient, so no optimizer
+    # changes it. It is listed with Muon's matrices, as in checkpoints of earlier runs
     embeddings = {module.weight for module in model.modules()
                   if isinstance(module, torch.nn.Embedding) and module.weight.requires_grad}
     matrices, others, vectors = [], [], []
@@ -311,7 +312,7 @@ class Run:
         self.device = hardware(config.device)
         self.bf16, self.autocast = precision(self.device, config.dtype)
         dtype = 'bf16' if self.bf16 else 'fp32'
-        self.ran_on = f'{WORLD} x {self.device}, {dtype}'
+        self.ran_on = f'{WORLD} x {self.device.type}, {dtype}'
 
         # the micro-batches of a step are shared among the processes
         B = model_config.micro_batch
@@ -928,7 +929,7 @@ def start_of(config):
 def unreadable(path, error):
     """The SystemExit for an error while a checkpoint is read: a broken file, or one of other code,
     can raise anything."""
-    if re.search('allocate|MemoryError', repr(error)):
+    if re.search('allocate|out of memory|MemoryError', repr(error)):
         return SystemExit(f'{path} cannot be read: out of memory')
     return SystemExit(f'{path} is not a checkpoint of this version: {error!r:.200}')
 
@@ -1123,6 +1124,7 @@ def check_processes(run):
     local_values = {
         'the step of ckpt.pt': run.state['step'],
         'the text': run.corpus.fingerprint,
+        'the precision (--dtype sets it)': 'bf16' if run.bf16 else 'fp32',
         'the version of torch': torch.__version__}
     for key, x in run.settings.items():
         if key not in ('data', 'out', 'corpus'):
@@ -1158,7 +1160,7 @@ def load_corpus(config, vocab_size):
 @contextlib.contextmanager
 def caught_signals():
     """A list, to which a SIGINT, SIGTERM or SIGHUP is appended: Run.loop then ends after its step,
-    and writes a checkpoint. A second signal has the effect that it has outside."""
+    and writes a checkpoint. A second signal of the same kind has the effect that it has outside."""
     caught, outside = [], {}
 
     def receive(number, frame):
@@ -1222,6 +1224,7 @@ def precision(device, dtype):
     bf16 = dtype == 'bf16' or (dtype == 'auto' and is_bf16_fast(device))
     rounded = 'medium' if device.type == 'cpu' else 'high'      # fp32 products may be bf16, or TF32
     torch.set_float32_matmul_precision(rounded if bf16 else 'highest')
+    torch.backends.cudnn.allow_tf32 = bf16                      # of convolutions, as in Griffin
     torch.set_flush_denormal(True)
     return bf16, lambda: torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
@@ -1231,6 +1234,9 @@ def compile_layers(model, classes):
     machine code, so many compile as quickly as one."""
     torch.compiler.reset()                              # a reference LM's are not needed any more
     torch._dynamo.config.cache_size_limit = 64          # kinds of layers, lengths of --grow-context
+    # without autocast, as in eager mode: products in fp32, such as scores, have fp32 gradients
+    if hasattr(torch._functorch.config, 'backward_pass_autocast'):      # in recent versions
+        torch._functorch.config.backward_pass_autocast = 'off'
     layers = [layer for layer in model.modules() if isinstance(layer, classes)]
     print(f'the first step compiles {len(layers)} layers, which can take minutes; --compile off '
           'avoids it')
@@ -1250,6 +1256,10 @@ def peak_tokens_per_s(device, bf16, n_params):
 
 # --------------------------------------------------------------------------------------------------
 # the command
+# of Python, NumPy, torch, CUDA and cuBLAS
+OUT_OF_MEMORY = 'allocate|ALLOC_FAILED|out of memory|overflowed|MemoryError'
+
+
 @contextlib.contextmanager
 def short_errors(program, smaller):
     """Errors of files, memory and the Triton kernels, Ctrl-C, and the end of another process end
@@ -1263,13 +1273,14 @@ def short_errors(program, smaller):
             raise
         raise SystemExit(f'{program}: {e}')
     except (RuntimeError, MemoryError) as e:
-        if re.search('allocate|overflowed|MemoryError', repr(e)):
+        if re.search(OUT_OF_MEMORY, repr(e)):
             raise SystemExit(f'out of memory; try {smaller}')
         if re.search('unexpected pos|write error|truncate', str(e)):       # of torch, of faiss
             raise SystemExit(f'{program}: is the disk full? {e!r:.200}')
         if WORLD > 1 and re.search('gloo|NCCL|Connection', str(e)):
-            raise SystemExit(f'{program}: process {RANK}: another process has ended; its message '
-                             'has the reason')
+            raise SystemExit(f'{program}: process {RANK}: another process has ended, and its '
+                             'message has the reason, or the processes cannot reach each other: '
+                             f'{e!r:.200}')
         raise
 
 

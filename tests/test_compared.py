@@ -270,9 +270,9 @@ def turned(x, p):
 
 
 def landmark_attention(block, x):
-    """The formula of LandmarkAttention for each position i and head. A chunk moves towards i, if it
-    has to, until its landmark is as far away as the first one of 20 tokens and their landmarks is
-    from the last position."""
+    """The formula of LandmarkAttention for each position i and head. A chunk that is too far away
+    moves towards i as a whole. Its landmark then has the largest distance of training: that of the
+    last position of a sequence of 20 tokens and their landmarks to the first landmark."""
     config = block.attention.config
     j = torch.arange(len(x))
     farthest = 20 + 20 // (S - 1) - 1 - (S - 1)

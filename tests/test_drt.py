@@ -349,6 +349,18 @@ def test_what_a_corpus_must_be():
 CORPUS = tokens_of(1, t=40)[0]              # 13 chunks and a token
 
 
+@mark.parametrize('autocast, dtype', [(False, torch.float16), (True, torch.bfloat16)])
+def test_streams_keep_keys_and_values_in_16_bits(autocast, dtype, tmp_path):
+    """In files, too"""
+    model = small().float()
+    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+        expected, state = model.stream(tokens_of())
+        model.offload = str(tmp_path)
+        log_probs, offloaded = model.stream(tokens_of())
+    assert state.kv[0].dtype == offloaded.kv[0].dtype == dtype
+    close(log_probs, expected, 0)
+
+
 @mark.parametrize('settings', [dict(n_layer=8, window=7), dict(window=2, chunk_size=16)], ids=str)
 def test_read_runs_the_upper_layers_far_enough(settings, monkeypatch):
     """Four upper layers, or chunks longer than windows; pieces of one position, so that what `read`

@@ -184,6 +184,16 @@ def test_bits_per_byte_are_of_the_bytes_that_are_scored(run, tokenizer, n_bytes)
     assert row['bits/byte'] == approx(nats / math.log(2) / n_bytes)
 
 
+@mark.parametrize('task', ['table', 'frequency', 'repeats'])
+def test_the_split_is_scored_and_not_the_text_of_training(run, task):
+    """With another text in train all numbers of val are the same."""
+    write_splits(Path('other'), ['the text of training ' * 9], TEXTS)
+    run('b/best.pt', texts='other')
+    names = dict(run='', data='', text='')
+    [[a, *_], [b, *_]] = (evaluate(f'{name} --task {task}')['rows'] for name in 'ab')
+    assert a | names == b | names
+
+
 def test_perplexity_by_frequency(run, monkeypatch):
     """Of tokens that occur at most three times, as 256 does; of none (TRIME, Table 14)"""
     monkeypatch.setattr(evaluation, 'FREQUENCIES', dict(a=3, b=3))

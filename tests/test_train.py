@@ -1,7 +1,8 @@
 """The training loop: resuming, any number of processes, what a user can get wrong."""
-import contextlib, dataclasses, importlib, io, json, math, os, random, re, shutil, signal
-import socket, subprocess, sys, time
+import contextlib, dataclasses, functools, importlib, io, json, math, os, random, re, shutil
+import signal, socket, subprocess, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -170,6 +171,31 @@ def test_a_finished_run_compiles_nothing(here):
         assert compiled.call_count == 1
 
 
+class Scores(torch.nn.Module):
+    def forward(self, x):
+        with torch.autocast('cpu', enabled=False):
+            return (x @ x.T).softmax(1)
+
+
+def test_compiled_layers_have_the_same_gradients_under_autocast(monkeypatch):
+    """Of products in fp32: they are not rounded to bf16."""
+    if not hasattr(importlib.import_module('torch._functorch.config'), 'backward_pass_autocast'):
+        pytest.skip('of later versions of torch')
+    compiled = functools.partialmethod(torch.nn.Module.compile, backend='aot_eager')
+    monkeypatch.setattr(torch.nn.Module, 'compile', compiled)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+    def gradient(layer):
+        with torch.autocast('cpu', torch.bfloat16):
+            loss = layer(x).square().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    layer = Scores()
+    expected = gradient(layer)
+    train.compile_layers(layer, Scores)
+    assert torch.equal(gradient(layer), expected)
+
+
 def test_a_coarse_clock(here, monkeypatch):
     monkeypatch.setattr(time, 'perf_counter', lambda: 7.0)
     launch()
@@ -266,20 +292,36 @@ def free_port():
 
 @mark.dist
 def test_two_processes_take_the_same_steps_as_one(here, monkeypatch):
-    """Two micro-batches, of one process or one of each of two: only the order of sums differs."""
-    # one start for the three models, because starting takes most of the time. The first has the
-    # store of torchrun, the others their own: a second group in one store can fail (torch 2.6)
-    runs = [(flags(model, f'--out two-{model}'), free_port()) for model in FLAGS]
+    """Two or four micro-batches, of one process or one or two of each of two: only the order of
+    sums differs. A signal to one of the processes ends both after the same step."""
+    # one start for all runs, because starting takes most of the time. The first has the store of
+    # torchrun, the others their own: a second group in one store can fail (torch 2.6)
+    more = dict(trime='--micro-batch 1', drt='--micro-batch 1', rpt='')
+    runs = [(flags(model, f'{more[model]} --out two-{model}'), free_port())
+            for model in ('trime', *FLAGS)]
     Path('all.py').write_text(f"""
-import os, train
+import os, signal, train
+step = train.Run.step
+
+def step_with_a_signal(run, done, signals):
+    if (str(run.out), done, train.RANK) == ('two-trime', 2, 1):
+        signal.raise_signal(signal.SIGINT)
+    return step(run, done, signals)
+
+train.Run.step = step_with_a_signal
 for argv, next_port in {runs}:
-    train.main(argv)
+    try:
+        train.main(argv)
+    except SystemExit as end:
+        print(end)
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE='False', MASTER_PORT=next_port)""")
     monkeypatch.setenv('PYTHONPATH', str(FILE.parent))
     torchrun = '-m torch.distributed.run --standalone --nproc_per_node=2'.split()
-    subprocess.run([sys.executable, *torchrun, 'all.py'], check=True)
+    ended = subprocess.run([sys.executable, *torchrun, 'all.py'], check=True, text=True,
+                           stdout=subprocess.PIPE)
+    assert ', step 3 of 6' in ended.stdout                      # where the run was resumed
     for model in FLAGS:
-        launch('--out one', model)
+        launch(f'{more[model]} --out one', model)
         tensors, log = outcome('one')
         tensors_2, log_2 = outcome(f'two-{model}')
         close(tensors, tensors_2, atol=1e-6)
@@ -325,7 +367,20 @@ def test_machines_that_share_no_disk(here, texts):
     Path('b/texts').unlink()
     (first, last), status = two_machines('--max-steps 7')
     assert 'process 1: ' in last and 'each machine needs the text' in last and status == [1, 1]
-    assert first == 'train.py: process 0: another process has ended; its message has the reason'
+    assert first.startswith('train.py: process 0: another process has ended, and its message has')
+
+
+def test_processes_with_another_precision(monkeypatch):
+    """auto is bf16 on one machine, fp32 on another one."""
+    def all_gather_object(values, local_values):
+        values[:] = local_values, local_values | {'the precision (--dtype sets it)': 'bf16'}
+
+    monkeypatch.setattr(train, 'WORLD', 2)
+    monkeypatch.setattr(train.dist, 'all_gather_object', all_gather_object)
+    run = SimpleNamespace(state=dict(step=0), corpus=SimpleNamespace(fingerprint='1'), bf16=False,
+                          settings={}, model=torch.nn.Linear(1, 1))
+    message = one_line(train.check_processes, run)
+    assert 'value of the precision (--dtype sets it) than process 0 (bf16, fp32)' in message
 
 
 # --------------------------------------------------------------------------------------------------
@@ -482,6 +537,7 @@ def test_a_full_disk(here, monkeypatch):
 
     def full(content, f):
         if content['step'] == 4:
+            Path(f).write_bytes(b'PK')                      # a part of it
             raise RuntimeError('unexpected pos 64 vs 0')    # torch's
         save(content, f)
 
@@ -498,6 +554,7 @@ def test_a_full_disk(here, monkeypatch):
     (4, '--micro-batch 2: the run is then resumed', torch.OutOfMemoryError('Tried to allocate 9')),
     (1, '--block-size 8 and another --out', RuntimeError("can't allocate memory")),
     (4, '--micro-batch 2: the run is then resumed', MemoryError('Unable to allocate 9 GiB')),
+    (4, '--micro-batch 2: the run is then resumed', RuntimeError('CUDA error: out of memory')),
     ('4 --memory long', '--micro-batch 2, which changes the model', MemoryError()),
     ('4 --memory long --n-consecutive 4', '--block-size 8', MemoryError()),
     ('4 --tokens-per-step 192', '--micro-batch 3: the run is then resumed', MemoryError())])
