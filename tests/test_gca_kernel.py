@@ -329,7 +329,8 @@ for major, kernel in itertools.product((8, 9), kernels):
             alignment[(i,)] = [['tt.divisibility', 16]]
     source = ASTSource(kernel, signature, values, alignment)
     binary = triton.compile(source, GPUTarget('cuda', 10 * major, 32), launch)
-    widths = re.findall(r'addptr %\w+_ptr, .*, (i\d+)', binary.asm['ttir'])      # of offsets
+    # of offsets from arguments: %q_ptr, or %arg0 in early versions
+    widths = re.findall(r'addptr %(?:\w+_ptr|arg\d+), .*, (i\d+)', binary.asm['ttir'])
     print(major, binary.metadata.shared, 'atom' in binary.asm['ptx'], *set(widths))
 '''
 
