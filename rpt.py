@@ -1557,6 +1557,10 @@ def check_ranked_runs(rankers, reference):
         if m != rankers[0].model.config.chunk_size:
             raise SystemExit(f'ranks: {run.name} has chunks of {m} tokens, {rankers[0].name} has '
                              'others. Use runs of one --chunk-size')
+        least = run.model.config.window + 2 * m
+        if rankers[0].model.config.block_size < least:
+            raise SystemExit(f'ranks: the --block-size of the first run, {rankers[0].name}, is too '
+                             f'short for the window of {run.name}: use {least} or more')
 
     # the reference LM
     if reference.model.neighbor_encoder:

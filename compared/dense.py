@@ -115,13 +115,14 @@ def train_retriever(retriever, run, idf):
     """Trains a DenseRetriever on the first micro-batches of a run."""
     config = retriever.config
     device = retriever.embedding.weight.device
+    idf = idf.float().to(device)            # mps has no fp64
     optimizer = torch.optim.AdamW(retriever.requires_grad_().parameters(), lr=1e-3)     # (ours)
     for number in run.progress_bar(range(config.reference_steps), 'training the retriever'):
         batch = run.batches[number]
         chunks = in_chunks(batch.tokens, config.chunk_size).to(device)
         doc = doc_of_chunks(batch.doc, config.chunk_size).to(device)
         optimizer.zero_grad()
-        contrast(retriever, chunks, doc, config, idf.to(device)).backward()
+        contrast(retriever, chunks, doc, config, idf).backward()
         optimizer.step()
     optimizer.zero_grad()                   # else the first step of the model moves it once more
     retriever.requires_grad_(False)

@@ -1,5 +1,5 @@
 """The systems that the papers compare with: their equations by loops, streams, causality,
-documents; flags of earlier versions; README's own model."""
+documents; flags that do not fit; README's own model."""
 import json, math, re, sys, textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -55,9 +55,12 @@ def griffin_by_loops(layer, x, begins):
 def memorizing_by_loops(layer, x, begins):
     """Wu et al. 2022, token by token and head by head: x (t, C) -> (t, C)"""
     module, block = layer.attention, layer.attention.block
+    shift = module.config.shift_values                                  # 0 or 1
     doc = begins.cumsum(0)
     qkv = module.qkv(layer.norm1(x))
-    _, k, v = qkv.unflatten(1, (3, 2, -1)).unbind(1)
+    q, k, v = qkv.unflatten(1, (3, 2, -1)).unbind(1)
+    if shift:
+        q = k
     module.proj.weight.data = torch.eye(16)                             # y of the heads
     y = self_attention(layer, x, 2 * block).unflatten(1, (2, -1))       # (t, H, D)
     for i in range(len(x)):
@@ -65,11 +68,11 @@ def memorizing_by_loops(layer, x, begins):
         tokens = range(max(0, left - 10), left)
         tokens = [j for j in tokens if doc[i] == doc[j]]
         for h, b in enumerate(module.gate.flatten()):
-            cosine = [F.cosine_similarity(k[i, h], k[j, h], 0).item() for j in tokens]
+            cosine = [F.cosine_similarity(q[i, h], k[j, h], 0).item() for j in tokens]
             best = sorted(zip(cosine, tokens))[-3:]
             if best:
                 p = torch.tensor(best)[:, 0] * module.scale[h]
-                memory = p.softmax(0) @ v[[j + 1 for _, j in best], h]
+                memory = p.softmax(0) @ v[[j + shift for _, j in best], h]
                 y[i, h] += b.sigmoid() * (memory - y[i, h])
     x = x + y.flatten(1)
     return x + mlp(layer, x)
@@ -101,13 +104,13 @@ def states_by_loops(layer, x, begins):
     return x + y + mlp(layer, x + y)
 
 
-def with_memory(name):
+def with_memory(name, **others):
     """A small model in fp64"""
     Model, Config, more = {
         'griffin': (Griffin, GriffinConfig, dict(n_recurrent=2)),
         'block_recurrent': (BlockRecurrent, BlockRecurrentConfig, dict(n_states=3)),
         'memorizing': (Memorizing, MemorizingConfig, dict(memory_size=10, n_nearest=3))}[name]
-    return test_rpt.small(Model, Config, retriever='none', **more)
+    return test_rpt.small(Model, Config, retriever='none', **more, **others)
 
 
 BY_LOOPS = {'griffin': griffin_by_loops, 'block_recurrent': states_by_loops,
@@ -115,10 +118,11 @@ BY_LOOPS = {'griffin': griffin_by_loops, 'block_recurrent': states_by_loops,
 MEMORIES = mark.parametrize('name', BY_LOOPS)
 
 
-@MEMORIES
-def test_a_layer_with_a_memory(name, fp64):
+@mark.parametrize('name, more', [
+    *((name, {}) for name in BY_LOOPS), ('memorizing', dict(shift_values=False))])
+def test_a_layer_with_a_memory(name, more, fp64):
     """By its equations, token by token"""
-    layer = with_memory(name).upper[-1]
+    layer = with_memory(name, **more).upper[-1]
     x = torch.randn(1, T, 16, generator=generator(0))
     begins = torch.arange(T) % 9 == 8
     wanted = BY_LOOPS[name](layer, x[0], begins)
@@ -174,6 +178,11 @@ def test_memories_are_causal(name, fp64):
 
 
 @MEMORIES
+def test_rows_of_memories_are_independent(name, fp64):
+    test_rpt.assert_rows_are_independent(with_memory(name))
+
+
+@MEMORIES
 def test_a_memory_is_of_one_document(name, fp64):
     """That of the second document changes what follows from its first token on."""
     model = with_memory(name)
@@ -190,6 +199,29 @@ def test_no_gradient_reaches_the_memory(fp64):
     gradient, = torch.autograd.grad(y[0, -1].sum(), x)
     left = ((T - 1) // CHUNK - 1) * CHUNK                               # a block has CHUNK tokens
     assert not gradient[0, :left].any() and gradient[0, left:].any()
+
+
+@mark.parametrize('name, part', [
+    ('memorizing', 'attention'), ('memorizing', 'mlp'), ('block_recurrent', 'attention'),
+    ('block_recurrent', 'state'), ('block_recurrent', 'mlp')])
+def test_dropout_is_on_all_that_a_layer_with_a_memory_adds(name, part):
+    layer = with_memory(name, dropout=0.5).upper[-1].train()
+    for key, weight in layer.named_parameters():
+        if key.endswith('proj.weight') and not key.startswith(part):
+            weight.data.zero_()                         # the other parts add 0
+    x = torch.randn(1, T, 16, generator=generator(0))
+    added = layer(x, None, torch.zeros(1, T, dtype=torch.bool))[0] - x
+    assert (added == 0).float().mean() == approx(0.5, abs=0.1)
+
+
+def test_the_gradient_of_channels_that_keep_their_state():
+    """For r_t = 0, a_t = 1: the derivative of sqrt(1 - a_t²) is infinite."""
+    layer = Griffin(GriffinConfig(n_embd=16, n_head=2)).upper[-1]
+    layer.gates.bias.data[::2] = -30                    # of r_t
+    x = torch.randn(1, 40, 16, generator=generator(0))
+    y, _ = layer(x, None, torch.zeros(1, 40, dtype=torch.bool))
+    y.sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -215,9 +247,17 @@ def test_dense_retrievers_are_trained_by_contrast(start, retriever, capsys, fp64
     other = dict(dpr='contriever', contriever='dpr')[retriever]
 
     def setup_of_both(model, run):
-        """A retriever that has been trained, as after --init, is trained again for other chunks."""
-        for model.config.retriever in (other, other, retriever):
+        """A retriever that has been trained, as after --init, is trained again for other chunks.
+        Each training lowers the loss."""
+        batch = run.batches[0]
+        chunks = batch.tokens.unflatten(1, (-1, CHUNK))
+        doc = rpt.doc_of_chunks(batch.doc, CHUNK)
+        idf = corpus_idf(run.corpus.train.tokens.tolist(), 257)
+        for model.config.retriever, trains in ((other, True), (other, False), (retriever, True)):
+            before = contrast(model.retriever, chunks, doc, model.config, idf)
             setup(model, run)
+            after = contrast(model.retriever, chunks, doc, model.config, idf)
+            assert (after < before) == trains
 
     (batch, _), corpus, model, _ = start(
         Model=Dense, Config=DenseConfig, setup=setup_of_both, retriever=retriever,
@@ -243,6 +283,21 @@ def test_dense_retrievers_are_trained_by_contrast(start, retriever, capsys, fp64
             losses.append(-s_q.log_softmax(0)[b * n + int(best[0])])
     loss = contrast(dense, chunks, doc, model.config, idf)
     close(loss, torch.stack(losses).mean())
+
+
+def test_the_retriever_of_the_first_process_is_sent_to_the_others(start, monkeypatch, fp64):
+    """They do not train it."""
+    sent = []
+    monkeypatch.setattr(torch.distributed, 'broadcast', lambda x, rank: sent.append(x.data_ptr()))
+
+    def setup_of_the_second(model, run):
+        run.rank, run.world = 1, 2
+        setup(model, run)
+
+    _, _, model, _ = start(Model=Dense, Config=DenseConfig, setup=setup_of_the_second,
+                           retriever='dpr', reference_steps=2)
+    assert not model.retriever.is_trained
+    assert sent == [x.data_ptr() for x in model.retriever.state_dict().values()]
 
 
 # --------------------------------------------------------------------------------------------------

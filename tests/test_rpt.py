@@ -280,6 +280,20 @@ def test_the_model_is_the_papers(more, doc):
     close(model.logits(f)[0].log_softmax(-1), log_p)
 
 
+def assert_rows_are_independent(model):
+    """In a batch each row has documents of its own: it is encoded as if it were alone."""
+    tokens = tokens_of(b=3)
+    doc = torch.cat([docs_of(T), docs_of(14, 27, padding=3), docs_of(24, 20)])
+    f = model.encode(tokens, doc).f
+    for b in range(3):
+        close(f[b:b + 1], model.encode(tokens[b:b + 1], doc[b:b + 1]).f)
+
+
+@mark.parametrize('retriever', ['sem', 'bm25'])
+def test_rows_are_independent(retriever):
+    assert_rows_are_independent(small(retriever=retriever))
+
+
 @mark.parametrize('more', SETTINGS)
 def test_trace_is_what_was_retrieved(more):
     """With gates, the largest first; from a state of the tokens before, or read in pieces."""
@@ -378,6 +392,9 @@ def test_shuffled_draws_permitted_chunks(retriever, n=40):
         assert len(set(drawn[i])) == len(drawn[i]) == len(retrieved[i])
         assert set(drawn[i]) <= set(range(i - WINDOW + 1))
     assert len(set(map(tuple, drawn))) > n * 0.8
+    # neither the first nor the latest ones: on average from the middle of what is permitted
+    places = [j / (i - WINDOW) for i in range(n // 2, n) for j in drawn[i]]
+    assert np.mean(places) == approx(0.5, abs=0.2)
 
 
 def test_attention_in_bf16():
@@ -419,7 +436,7 @@ def test_gradients_are_the_same_bits_each_time():
     """Chunks that are retrieved several times: their gradients are added in one order."""
     torch.set_default_dtype(torch.float32)
     model = RPT(RPTConfig())
-    tokens = torch.randint(4096, (2, 1024))
+    tokens = torch.randint(4096, (1, 1024))                 # one sequence, which threads share
     n_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     grads = []
@@ -643,12 +660,15 @@ def start(tmp_path):
     def run(train_config=CONFIG, shift=0.0, n=2, setup=None, hops=0, **more):
         corpus.hops = hops
         model = small(**dict(vocab_size=257, block_size=48, window=4 * CHUNK) | more)
-        of_reference = dict(retriever='none', n_layer=2, n_cca=0, reference='', p_off=0.0)
+        window = max(model.config.window, 4 * model.config.chunk_size)      # the chunks of s_t
+        of_reference = dict(retriever='none', n_layer=2, n_cca=0, reference='', p_off=0.0,
+                            window=window)
         reference = small(**vars(model.config) | of_reference)
         reference.norm.weight.data += shift
 
         def load_reference(path, Model, reference_config, config):
             assert (Model, reference_config.retriever, reference_config.n_layer) == (RPT, 'none', 2)
+            assert (reference_config.window, config.init) == (window, '')
             assert config.max_steps == min(model.config.reference_steps, train_config.max_steps)
             return reference, corpus.tokenizer
         batches = data.Grid(corpus.train, 'documents', model.config.block_size,
@@ -667,6 +687,7 @@ def start(tmp_path):
 def test_the_reference_scores_a_chunk(start):
     """Chunks 4 to 10 of 12 retrieve and have a target."""
     start(score_every=10)
+    start(window=2 * CHUNK, train_config=replace(CONFIG, init='weights'))
     message = one_line(start, score_every=11)
     assert '--score-every 11: ' in message and message.endswith('--score-every 4 works')
 
@@ -727,6 +748,7 @@ def test_scores_are_computed_once(count, monkeypatch, capsys):
     assert count(reference_cache=0.0) > 0
     for more in (dict(score_every=3), dict(n_candidates=5), dict(window=6 * CHUNK),
                  dict(shift=0.1), dict(retriever='lex'), dict(block_size=44),
+                 dict(chunk_size=2, window=8),
                  dict(train_config=replace(CONFIG, dtype='bf16'))):
         assert count(**more) > 0, more
     seed_1 = replace(CONFIG, seed=1)
@@ -883,11 +905,13 @@ def test_ranks_refuses_runs_that_do_not_fit():
     other = run_of('r', tokens, 'z', retriever='none', window=4 * CHUNK)
     chunks = run_of('y', tokens, chunk_size=2)
     long = run_of('x', tokens, block_size=T + CHUNK)
+    wide = run_of('w', tokens, block_size=T + CHUNK, window=(N - 1) * CHUNK)
     for runs, message in [
             ([far], 'one run only'), ([far, far], 'r retrieves no chunks'),
             ([run, run], 'the last run, x, retrieves chunks'), ([run, near], 'shorter than the 4'),
             ([run, other], 'differ in text or tokenizer'),
-            ([run, chunks, far], 'chunks of 2 tokens'), ([long, far], 'no document has')]:
+            ([run, chunks, far], 'chunks of 2 tokens'), ([long, far], 'no document has'),
+            ([run, wide, far], 'use 48 or more')]:
         line = one_line(rpt.TASKS['ranks'], runs, None)
         assert message in line and line.startswith('ranks: ')
 
@@ -924,6 +948,22 @@ def test_the_reference_scores_without_dropout():
     run = SimpleNamespace(config=CONFIG, corpus=SimpleNamespace(tokenizer=tokenizer),
                           load_reference=lambda *_: (reference, tokenizer))
     assert not rpt.reference_lm(small(dropout=0.5).config, run).training
+
+
+def test_initial_weights():
+    """GPT-2's, for the width and the depth. What two models share begins equal, and no two matrices
+    do."""
+    matrices = {}
+    for retriever in ('sem', 'none'):
+        torch.manual_seed(0)
+        model = RPT(RPTConfig(retriever=retriever, n_embd=96, n_layer=8))
+        matrices[retriever] = {key: p for key, p in model.named_parameters() if p.dim() == 2}
+    of_sem = matrices['sem']
+    assert all(p.equal(of_sem[key]) for key, p in matrices['none'].items())
+    assert len({p[0, 0].item() for p in of_sem.values()}) == len(of_sem)
+    for name, scale in (('embedding', 1), ('retriever.query', 1), ('lower.0.mlp.proj', 0.25)):
+        std = scale * 0.02 * (768 / 96) ** 0.5
+        assert of_sem[name + '.weight'].std().item() == approx(std, rel=0.05), name
 
 
 @mark.parametrize('part', ['attention', 'cca', 'mlp'])
