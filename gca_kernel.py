@@ -631,7 +631,7 @@ def gca(q, k, v, w, idx, chunk, n_keys=None, sink=False, scale=None, plan=None, 
         q, k, v = (F.pad(x, (0, width - D)) for x in (q, k, v))
     if plan is None and torch.is_grad_enabled():
         plan = gca_plan(idx, M)
-    assert plan is None or plan[-1].shape == (len(k), M), 'a plan of other sizes'
+    assert plan is None or plan[-1].shape == (len(k), M), plan[-1].shape
     if plan is None:                                            # there is no backward pass
         plan = [idx.new_empty(0, dtype=torch.int32)] * 3
     tensors = [x.contiguous() for x in (q, k, v, w.float(), idx.int())]

@@ -1139,7 +1139,7 @@ def check_processes(run):
             if other[name] != of_first:
                 raise SystemExit(
                     f'process {rank} has another value of {name} than process 0 ({other[name]}, '
-                    f'{of_first}): all machines need the same text and the same --out, on a '
+                    f'{of_first}): all machines need the same text, settings and --out, on a '
                     'shared disk or as copies')
 
     # the weights of the first one
@@ -1256,7 +1256,7 @@ def peak_tokens_per_s(device, bf16, n_params):
 
 # --------------------------------------------------------------------------------------------------
 # the command
-# of Python, NumPy, torch, CUDA and cuBLAS
+# parts of the messages of Python, NumPy, torch, CUDA and cuBLAS
 OUT_OF_MEMORY = 'allocate|ALLOC_FAILED|out of memory|overflowed|MemoryError'
 
 

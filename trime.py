@@ -1033,6 +1033,10 @@ def to_numpy(x):
     return x.float().cpu().numpy()
 
 
+# parts of faiss's messages about too little memory, too many open files, or no permission
+NOT_NOW = 'could not mmap|allocate|bad_alloc|MemoryError|Too many|Permission'
+
+
 def open_index(folder, about):
     """The index in folder; None if there is none or, with a message, if a file is damaged.
     SystemExit if it depends on other values than those of `about`, or cannot be opened for another
@@ -1043,7 +1047,8 @@ def open_index(folder, about):
         if 'checkpoint' not in saved:
             raise ValueError('about.json')
         if saved != about:
-            raise SystemExit(f'{folder} is of another checkpoint, text or stride: delete it')
+            raise SystemExit(f'{folder} is of another checkpoint, text or stride, or of an '
+                             'earlier version: delete it')
 
         # keys.ivfdata is memory-mapped: a search reads from disk what it needs. Reading beyond the
         # end of a file that was cut short would kill the process (SIGBUS), so its size is compared
@@ -1056,10 +1061,9 @@ def open_index(folder, about):
     except FileNotFoundError:                                       # there is no store
         return None
     except Exception as e:                                          # faiss's is a RuntimeError
-        # too little memory, too many open files, no permission
-        is_of_system = isinstance(e, OSError)
-        if is_of_system or re.search('mmap|alloc|MemoryError|Too many|Permission', repr(e)):
-            raise SystemExit(f'{folder} cannot be opened; delete it if it is damaged: {e!r:.200}')
+        if isinstance(e, OSError) or re.search(NOT_NOW, repr(e)):
+            raise SystemExit(f'{folder} cannot be opened; delete it if it is damaged: '
+                             f'{repr(e)[-200:]}')
         print(f'{folder} is damaged and is built again: {e!r:.200}')
 
 

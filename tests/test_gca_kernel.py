@@ -391,6 +391,8 @@ def test_on_a_gpu(sizes, options, dtype):
 def test_offsets_beyond_32_bits():
     """k of more than 2^31 numbers; the last of nine sequences equals that sequence alone, and so do
     its gradients."""
+    if torch.cuda.get_device_properties(0).total_memory < 40e9:
+        pytest.skip('it takes about 30 GB')
     k = torch.randn(9, 2048 * 64, 16, 128, dtype=torch.bfloat16, device='cuda')
     w = torch.ones(9, 2048, 1, device='cuda')
     chunks = torch.arange(2048, device='cuda')

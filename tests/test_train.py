@@ -193,7 +193,7 @@ def test_compiled_layers_have_the_same_gradients_under_autocast(monkeypatch):
     layer = Scores()
     expected = gradient(layer)
     train.compile_layers(layer, Scores)
-    assert torch.equal(gradient(layer), expected)
+    close(gradient(layer), expected, atol=1e-6)
 
 
 def test_a_coarse_clock(here, monkeypatch):
@@ -319,7 +319,7 @@ for argv, next_port in {runs}:
     torchrun = '-m torch.distributed.run --standalone --nproc_per_node=2'.split()
     ended = subprocess.run([sys.executable, *torchrun, 'all.py'], check=True, text=True,
                            stdout=subprocess.PIPE)
-    assert ', step 3 of 6' in ended.stdout                      # where the run was resumed
+    assert ', step 3 of 6' in ended.stdout, ended.stdout        # where the run was resumed
     for model in FLAGS:
         launch(f'{more[model]} --out one', model)
         tensors, log = outcome('one')
@@ -367,7 +367,8 @@ def test_machines_that_share_no_disk(here, texts):
     Path('b/texts').unlink()
     (first, last), status = two_machines('--max-steps 7')
     assert 'process 1: ' in last and 'each machine needs the text' in last and status == [1, 1]
-    assert first.startswith('train.py: process 0: another process has ended, and its message has')
+    assert first.startswith('train.py: process 0: another process has ended, and its message has '
+                            'the reason, or the processes cannot reach each other: ')
 
 
 def test_processes_with_another_precision(monkeypatch):

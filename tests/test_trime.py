@@ -593,6 +593,15 @@ def test_a_bad_file_is_made_again(name, change, build, tmp_path, capsys):
     assert before == after
 
 
+@mark.parametrize('name', ['keys.faiss', 'keys.ivfdata'])
+def test_a_missing_file_is_made_again(name, build, tmp_path, capsys):
+    build()
+    (tmp_path / name).unlink()
+    build()
+    assert 'is damaged' in capsys.readouterr().out
+    assert (tmp_path / name).exists()
+
+
 @mark.parametrize('error', [
     OSError(24, 'Too many open files'), MemoryError(),
     RuntimeError('Error: mmapped_ptr != MAP_FAILED: could not mmap a/keys.faiss'),
