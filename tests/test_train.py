@@ -296,7 +296,7 @@ def test_two_processes_take_the_same_steps_as_one(here, monkeypatch):
     sums differs. A signal to one of the processes ends both after the same step."""
     # one start for all runs, because starting takes most of the time. The first has the store of
     # torchrun, the others their own: a second group in one store can fail (torch 2.6)
-    more = dict(trime='--micro-batch 1', drt='--micro-batch 1', rpt='')
+    more = dict(trime='', drt='--micro-batch 1', rpt='')
     runs = [(flags(model, f'{more[model]} --out two-{model}'), free_port())
             for model in ('trime', *FLAGS)]
     Path('all.py').write_text(f"""
@@ -318,7 +318,7 @@ for argv, next_port in {runs}:
     monkeypatch.setenv('PYTHONPATH', str(FILE.parent))
     torchrun = '-m torch.distributed.run --standalone --nproc_per_node=2'.split()
     ended = subprocess.run([sys.executable, *torchrun, 'all.py'], check=True, text=True,
-                           stdout=subprocess.PIPE)
+                           stdout=subprocess.PIPE, timeout=300)
     assert ', step 3 of 6' in ended.stdout, ended.stdout        # where the run was resumed
     for model in FLAGS:
         launch(f'{more[model]} --out one', model)
