@@ -367,8 +367,8 @@ def test_machines_that_share_no_disk(here, texts):
     Path('b/texts').unlink()
     (first, last), status = two_machines('--max-steps 7')
     assert 'process 1: ' in last and 'each machine needs the text' in last and status == [1, 1]
-    assert first.startswith('train.py: process 0: another process has ended, and its message has '
-                            'the reason, or the processes cannot reach each other: ')
+    assert re.fullmatch('train.py: process 0: another process has ended, and its message has the '
+                        r'reason, or the processes cannot reach each other: \w+Error\(.+', first)
 
 
 def test_processes_with_another_precision(monkeypatch):
