@@ -658,11 +658,14 @@ def init_weights(model, seed):
     config = model.config
     for name, p in model.named_parameters():
         if p.dim() == 2:
-            torch.manual_seed(seed + zlib.crc32(name.encode()))
             std = 0.02 * math.sqrt(768 / config.n_embd)
             if name.endswith('proj.weight') and 'gca' not in name:      # it adds to the residual
                 std /= math.sqrt(2 * config.n_layer)
-            nn.init.normal_(p, std=std)
+
+            # from the CPU's generator, so a model begins equal on all devices
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            weights = torch.empty(p.shape, device='cpu').normal_(std=std, generator=generator)
+            p.data.copy_(weights)
 
     # norm_g(x) is 0 at first, so similar chunks retrieve each other, see DRT.query
     if config.compare_means:
