@@ -13,7 +13,6 @@ from drt import DRT, Candidates, DRTConfig, prepare_eval, setup
 from helpers import (assert_causal, assert_ties, batch_of, close, learn, one_line, random_tokens,
                      rope, streamed)
 
-torch.set_num_threads(1)                        # the models are tiny
 V, S, W, K, T, B = 23, 4, 5, 2, 36, 2           # T: 12 chunks of 3 tokens and a landmark
 
 

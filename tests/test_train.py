@@ -34,8 +34,6 @@ def here(tmp_path, texts, monkeypatch):
     """An empty working folder with the corpus linked into it."""
     (tmp_path / 'texts').symlink_to(texts)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv('OMP_NUM_THREADS', '1')
-    torch.set_num_threads(1)
     precision = torch.get_float32_matmul_precision()
     yield tmp_path
     torch.set_float32_matmul_precision(precision)

@@ -15,7 +15,6 @@ from data import Pairs, Split, new_folder
 from helpers import assert_causal, batch_of, close, learn, log_p, one_line, random_tokens
 from trime import TRIME, Datastore, EvalConfig, LinearInference, TRIMEConfig, TrimeInference
 
-torch.set_num_threads(1)                            # the models are tiny
 V, T, B, C = 23, 8, 4, 16
 ADAPTIVE = dict(cutoffs='6,14,99', div_value=2)     # clusters of 6, 8, 9 ids and 16, 8, 4 numbers
 FAISS = 1e-4                                        # it computes in fp32
