@@ -923,7 +923,8 @@ def short_words(text, pattern):
     """A text in pieces that have no long word of a pattern. tiktoken fails at 1,000,000 blanks in a
     row, and what bpe learns should not depend on the length of lines in a text without blanks."""
     # a quick search: few texts have 256 characters in a row that are no blanks, or that are blanks
-    if re.search(rf'\S{{{LONG_WORD}}}|\s{{{LONG_WORD}}}', text):
+    # (for re, unlike regex, \x1c to \x1f are blanks)
+    if re.search(rf'[\S\x1c-\x1f]{{{LONG_WORD}}}|\s{{{LONG_WORD}}}', text):
         return long_word(pattern).findall(text)
     return [text]
 
@@ -1731,8 +1732,9 @@ def pieces_of(sources, plan):
 def in_pieces(text):
     """A text in pieces of about PIECE characters. They end where every tokenizer ends a token: at a
     line feed between characters that are not blank, as in 'a\\nb'."""
-    # so many characters, then as few as possible up to such a line feed; or all of the rest
-    return re.findall(rf'(?s).{{{PIECE}}}.*?(?<=\S)\n(?=\S)|.+', text)
+    # so many characters, then as few as possible up to such a line feed, but not one before a byte
+    # order mark, which `unix` would remove; or all of the rest
+    return re.findall(rf'(?s).{{{PIECE}}}.*?(?<=\S)\n(?=[^\s\ufeff])|.+', text)
 
 
 def write_documents(sources, plan, writers, tokenizer):

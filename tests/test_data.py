@@ -85,6 +85,16 @@ def test_a_million_in_a_row(run):
         assert ids[-4:].tolist() == tokenizer.encode(' word')[-4:].tolist()
 
 
+@mark.parametrize('kind, training, text', [
+    ('bpe', '!\x1c' * 100, '?' + '!\x1c' * 9000 + '!\n' + 'y' * 300),
+    ('word', 'x\n\ufeffb c', 'x' * 20000 + '\n\ufeffb c')])
+def test_pieces_change_nothing_in_odd_texts(kind, training, text):
+    """Control characters that re regards as blanks; a byte order mark that begins a line"""
+    tokenizer = data.Tokenizer.train(kind, [training], 270)
+    pieces = [tokenizer.encode(piece) for piece in data.in_pieces(text)]
+    assert np.array_equal(np.concatenate(pieces), tokenizer.encode(text))
+
+
 @mark.parametrize('pattern', [data.GPT2_PATTERN, data.BPE_PATTERN])
 @mark.parametrize('run', ['é', 'กิ', '7', '-', ' ', 'a\u0301-'])
 def test_no_word_is_long(pattern, run):
