@@ -159,6 +159,14 @@ def test_what_the_models_share_is_the_same_text():
         assert len({texts[f][name] for f in files}) <= 1, name
 
 
+@mark.parametrize('name', ['README.md', 'results.md'])
+def test_rows_of_a_table_have_all_cells(name):
+    """With a cell too few below the header, the whole table is shown as text."""
+    for table in re.findall(r'(?:^\|.*\n)+', read(name), re.M):
+        rows = re.sub('`[^`\n]*`', '', table).splitlines()
+        assert len({row.count('|') for row in rows}) == 1, rows[0]
+
+
 @mark.parametrize('name', MODELS)
 def test_what_a_header_names_exists(name):
     """The table "Where the paper is in this file": its last column has classes and functions."""
