@@ -311,14 +311,15 @@ def group_size(consecutive, micro_batch):
 
 def check_length(split, block_size, multiple_of=1, least=1):
     """SystemExit if a split is too short for a row and the token after it. The message names the
-    largest block_size that works, a multiple of multiple_of, unless that is below `least`."""
+    largest block_size that it has tokens for, a multiple of multiple_of, unless that is below
+    `least`."""
     n = len(split.tokens)
     if n > block_size:
         return
     largest = (n - 1) // multiple_of * multiple_of
-    hint = f'use --block-size {largest}, or ' if largest >= least else ''
+    hint = f', or use --block-size {largest}' if largest >= least else ''
     raise SystemExit(f'{split.name} has {n:,} tokens, too few for a sequence of --block-size '
-                     f'{block_size}: {hint}add text, or files named {split.name}')
+                     f'{block_size}: add text, or files named {split.name}{hint}')
 
 
 # --------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ A run is a .pt file, or a folder: its best.pt is used, or ckpt.pt if there is no
 Each token of a document except the first is scored once, in fp32; the document is read from its
 beginning. A model is evaluated in several ways, values of its attribute `way`:
 
-    on              the model retrieves, as in training
+    on              the model retrieves, or has the memories of --memory
     shuffled        it retrieves random chunks, or memories with exchanged values
     off             it retrieves nothing
     corpus, both    with --retrieve-from: it retrieves from that corpus; from corpus and text
@@ -53,7 +53,8 @@ Letters in the shape comments
     N documents                      V vocabulary
 """
 import train    # before torch: it sets how torch's idle threads wait
-import argparse, heapq, importlib.util, itertools, json, os, re, sys, tempfile, time, zlib
+import argparse, contextlib, heapq, importlib.util, itertools, json, os, re, sys, tempfile
+import time, zlib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -455,7 +456,8 @@ def loss_table(runs, args):
     N = len(documents)
     about = dict(runs[0].about_text, documents=N)
     Table().add(about)
-    print('\non: as in training; shuffled: wrong memory; off: none; corpus, both: --retrieve-from\n'
+    print('\non: retrieval or memory; shuffled: wrong ones; off: none; corpus, both: '
+          '--retrieve-from\n'
           'word ppl: exp(nats / words between blanks); first words count, but are not scored\n'
           f'±: standard error of the gain, from {N} documents (below 5 it means little)')
     table = Table()
@@ -1365,6 +1367,7 @@ TASKS = {'report': report, 'table': loss_table, 'frequency': frequency, 'repeats
 CHECKS = {'examples': check_prompt, 'pairs': check_pairs, 'translate': check_translate,
           'niah': check_niah}
 FOR_PAIRS = 'pairs', 'translate', 'generate', 'speed'       # others score all tokens
+COUNT_TOKENS = 'table', 'frequency', 'repeats', 'speed', 'niah'     # numbers per token
 
 
 def tasks_of(Models):
@@ -1392,6 +1395,8 @@ def parser_of(Models):
         docstring = ' '.join(task.__doc__.split())
         summary = re.split('[.:] | -> ', docstring)[0]              # the beginning of it
         summaries.append(f'  {name:12}{summary}'.replace('%', '%%'))    # % is special in a help
+    if not Models:
+        summaries.append('and those of a model, with its flags: eval.py RUN --help')
     parser = argparse.ArgumentParser(
         usage='eval.py RUN [RUN ...] [flags]', allow_abbrev=False,
         epilog='tasks:\n' + '\n'.join(summaries),
@@ -1496,6 +1501,7 @@ def check_runs(parser, runs, args):
             parser.error('documents of one word, which have nothing to score with the tokenizer '
                          f'word: evaluate {run.name} alone')
         check_cache(run, args)
+    have_same_tokens = all(run.tokenizer.tokens == runs[0].tokenizer.tokens for run in runs)
     if args.retrieve_from and all(run.chunk > 1 and run.ways == ('off',) for run in runs):
         parser.error('--retrieve-from: none of these runs retrieves')
     for task in subtasks_of(args.task, of_pairs):
@@ -1504,6 +1510,9 @@ def check_runs(parser, runs, args):
                          'only: use --task pairs')
         if task in CHECKS:
             CHECKS[task](runs, args)
+        if task in COUNT_TOKENS and not have_same_tokens:
+            print('the runs have different tokenizers: compare bits/byte or word ppl; loss, ppl '
+                  'and lengths are of different tokens', file=sys.stderr)
 
 
 @torch.no_grad()
@@ -1541,9 +1550,11 @@ def main(argv):
         refuse_unused_flags(parser, flags, args.task, subtasks_of(args.task, runs[0].of_pairs))
         check_runs(parser, runs, args)
 
-        # the work
-        for run in runs:
-            run.prepare(args)
+        # the work; on standard output --task translate prints translations only
+        messages = sys.stderr if args.task == 'translate' else sys.stdout
+        with contextlib.redirect_stdout(messages):
+            for run in runs:
+                run.prepare(args)
         result = tasks[args.task](runs, args)
         if args.json:
             train.write(args.json, json.dumps(result, indent=1))

@@ -68,7 +68,8 @@ import os       # before torch: waiting threads spin for some 10 µs (GNU OpenMP
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 os.environ.setdefault('GOMP_SPINCOUNT', '1000')
 import argparse, collections, contextlib, ctypes, datetime, difflib, functools, importlib
-import importlib.util, inspect, json, math, platform, re, shlex, signal, subprocess, sys, time
+import importlib.util, inspect, json, math, platform, re, shlex, signal, subprocess, sys
+import textwrap, time
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -133,7 +134,7 @@ class TrainConfig:
     resume: Literal['auto', 'no'] = 'auto'      # auto: resumes the run in --out; no: leaves it
     device: Literal['auto', 'cuda', 'cpu', 'mps'] = 'auto'      # auto: cuda if present, else cpu
     compile: Literal['auto', 'on', 'off'] = 'auto'      # torch.compile; auto: cuda on Linux
-    kernel: Literal['auto', 'triton', 'torch'] = 'auto'     # torch: the definitions, in all models
+    kernel: Literal['auto', 'triton', 'torch'] = 'auto'     # triton: for drt; torch: definitions
 
     def __post_init__(self):
         if min(self.max_steps, self.tokens_per_step, self.eval_every, self.val_tokens) < 1:
@@ -357,9 +358,10 @@ class Run:
         grow = 0
         if config.grow_context:
             grow = config.max_steps * self.n_micro_batches * WORLD // 2
-        self.batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
+        # val first: it is short, and so the first to be too short for block_size
         not_packed = dict(sizes, bm25=False)
         self.val_batches = corpus.batches(corpus.val, seed=0, **not_packed)
+        self.batches = corpus.batches(corpus.train, seed=config.seed, grow=grow, **sizes)
 
         # a document of one token has no target
         numbers = dict(train=range(len(self.batches)), val=self.val_numbers(config.val_tokens))
@@ -662,8 +664,9 @@ def import_file(path):
         return module
     if not path.is_file():
         raise SystemExit(f'--model {path}: there is no such file')
-    if '.' in name:
-        raise SystemExit(f'--model {path}: a dot in the name {name}; rename the file')
+    if not name.replace('-', '_').isidentifier():
+        raise SystemExit(f'--model {path}: no class can be named {name}; rename the file, with '
+                         'letters, digits, _ and - only, a letter first')
     other = importlib.util.find_spec(name)          # the file itself, if it lies beside train.py
     if name in MODELS or (other and other.origin != str(path)):
         raise SystemExit(f'--model {path}: {name} is the name of another module; rename the file')
@@ -674,6 +677,15 @@ def import_file(path):
     return module
 
 
+def no_model(name):
+    """What is wrong with a value of --model that is neither a name nor a file .py"""
+    near = difflib.get_close_matches(name.lower(), MODELS, n=1)
+    hint = f'; the nearest is {near[0]}' if near else ''
+    if os.path.isfile(f'{name}.py'):
+        hint = f'; the file is --model {name}.py'
+    return f'is none of {", ".join(MODELS)}, nor a file .py{hint}'
+
+
 def find_model(name):
     """The class X of --model: a name of MODELS, or a path that ends with .py. Its name is that of
     the file, in any case and without _ and -."""
@@ -682,7 +694,7 @@ def find_model(name):
     elif name in MODELS:
         module = importlib.import_module(MODELS[name])
     else:
-        raise SystemExit(f'--model {name} is none of {", ".join(MODELS)}, nor a file .py')
+        raise SystemExit(f'--model {name} {no_model(name)}')
     wanted = re.sub('[_-]', '', Path(module.__file__).stem).lower()
     for attribute, value in vars(module).items():
         if attribute.lower() == wanted and inspect.isclass(value):
@@ -804,12 +816,17 @@ def trouble_of_flag(word, argv, parser):
             return f'{before} takes no value, but {word} follows'
     if word in MODELS:
         return f'{word} without a flag: --model {word}'
+    if os.path.exists(word):
+        return f'{word} without a flag: --data {word}'
     flag = word.split('=')[0]
     owners = [name for name in MODELS if has_flag(config_of(find_model(name)), flag)]
     if owners:
         return f'{flag} is a flag of {", ".join(owners)}, not of this model'
-    near = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0)[0]
-    return f'{flag} is no flag here; the nearest is {near}'
+    if not word.startswith('-'):
+        return f'{word}: no flag takes this value; one with blanks needs quotes'
+    near = difflib.get_close_matches(flag, parser._option_string_actions, n=1)
+    hint = f'the nearest is {near[0]}' if near else '--help lists all'
+    return f'{flag} is no flag here; {hint}'
 
 
 def parse_flags(parser, argv):
@@ -819,17 +836,17 @@ def parse_flags(parser, argv):
     if unknown:
         parser.error(trouble_of_flag(unknown[0], argv, parser))
     for name, x in vars(args).items():
-        if isinstance(x, int | float) and not 0 <= x < 2 ** 63:         # or nan
-            parser.error(f'{flag_of(name)} {x} has to be a number from 0 to 2^63 - 1')
+        if isinstance(x, int | float) and x < 0:
+            parser.error(f'{flag_of(name)} {x} cannot be negative')
+        if isinstance(x, int | float) and not x < 2 ** 63:              # or nan
+            parser.error(f'{flag_of(name)} {x} has to be a number up to 2^63 - 1')
     return args
 
 
 def model_choice(text):
     """The type of --model"""
     if text not in MODELS and not text.endswith('.py'):
-        near = difflib.get_close_matches(text.lower(), MODELS, n=1, cutoff=0)[0]
-        raise argparse.ArgumentTypeError(
-            f'{text} is none of {", ".join(MODELS)}, nor a file .py; the nearest is {near}')
+        raise argparse.ArgumentTypeError(f'{text} {no_model(text)}')
     return text
 
 
@@ -926,12 +943,12 @@ def start_of(config):
     return file if os.path.exists(file) else config.init    # False without permission
 
 
-def unreadable(path, error):
+def unreadable(path, error, reason):
     """The SystemExit for an error while a checkpoint is read: a broken file, or one of other code,
     can raise anything."""
     if re.search('allocate|out of memory|MemoryError', repr(error)):
-        return SystemExit(f'{path} cannot be read: out of memory')
-    return SystemExit(f'{path} is not a checkpoint of this version: {error!r:.200}')
+        reason = 'cannot be read: out of memory'
+    return SystemExit(f'{path} {reason}')
 
 
 def read_checkpoint(path, Models=()):
@@ -946,18 +963,20 @@ def read_checkpoint(path, Models=()):
         raise SystemExit(f'{path}: there is no such file, or no permission')
     try:
         state = torch.load(path, 'cpu', weights_only=True)
-        name = state['model_name']
-        if not re.fullmatch(r'[\w-]+', name):
-            raise ValueError(name)
-    except Exception as e:
-        raise unreadable(path, e)
+    except Exception as e:                              # torch's message can give bad advice
+        reason = getattr(e, 'strerror', None) or type(e).__name__
+        raise unreadable(path, e, f'is not a checkpoint, or it is damaged ({reason})')
+    name = state.get('model_name') if isinstance(state, dict) else None
+    if not isinstance(name, str) or not re.fullmatch(r'[\w-]+', name):
+        raise SystemExit(f'{path} is not a checkpoint of train.py: it names no model')
 
     # the class of the model
     classes = {model_name(Model): Model for Model in Models}
     if name in MODELS:
         classes[name] = find_model(name)
     if name not in classes:
-        raise SystemExit(f'{path} has weights of a model file of yours: --model PATH/{name}.py')
+        raise SystemExit(f'{path} has weights of a model file of yours: --model PATH/{name}.py, or '
+                         f"eval.load(RUN, 'PATH/{name}.py') in a notebook")
     Model = classes[name]
 
     # the model and the tokenizer
@@ -972,14 +991,18 @@ def read_checkpoint(path, Models=()):
                 raise ValueError(f'{key} is not finite')
         return state, model, tokenizer
     except Exception as e:
-        raise unreadable(path, e)
+        reason = textwrap.shorten(f'{type(e).__name__}: {e}', 300, placeholder=' ...')
+        raise unreadable(path, e, f'is not a checkpoint of this version: {reason}')
 
 
 @contextlib.contextmanager
 def locked(out):
     """Makes the folder of a run, and keeps other programs from training in it. The lock ends with
     the process, by kill -9 too. If the folder remains empty, it is removed."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise SystemExit(f'--out {out} is a file, or lies below one: choose another folder')
     if RANK > 0:                                        # the first process has the lock
         try:
             yield

@@ -64,7 +64,7 @@ Where this differs from the paper, and why
     $ python trime.py                       a demo of ten seconds, on a CPU
     $ python train.py --model trime
 """
-import argparse, hashlib, json, math, random, re, shutil
+import argparse, contextlib, ctypes, hashlib, json, math, os, random, re, shutil
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -1037,6 +1037,22 @@ def to_numpy(x):
 NOT_NOW = 'could not mmap|allocate|bad_alloc|MemoryError|Too many|Permission'
 
 
+@contextlib.contextmanager
+def c_prints_to_stderr():
+    """What faiss prints on standard output, which is for results such as translations, goes to
+    standard error. C has a buffer of its own, which is emptied before and after."""
+    flush = ctypes.CDLL(None).fflush
+    flush(None)
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
 def open_index(folder, about):
     """The index in folder; None if there is none or, with a message, if a file is damaged.
     SystemExit if it depends on other values than those of `about`, or cannot be opened for another
@@ -1052,8 +1068,9 @@ def open_index(folder, about):
 
         # keys.ivfdata is memory-mapped: a search reads from disk what it needs. Reading beyond the
         # end of a file that was cut short would kill the process (SIGBUS), so its size is compared
-        index = faiss.read_index(
-            f'{folder}/keys.faiss', faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
+        with c_prints_to_stderr():
+            index = faiss.read_index(
+                f'{folder}/keys.faiss', faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
         lists = faiss.downcast_InvertedLists(index.invlists)
         if (folder / 'keys.ivfdata').stat().st_size != lists.totsize:
             raise ValueError('keys.ivfdata')
@@ -1162,7 +1179,8 @@ class Datastore:
         write_shard()
 
         # the files become one
-        merge_ondisk(index, shards, f'{folder}/keys.ivfdata')
+        with c_prints_to_stderr():
+            merge_ondisk(index, shards, f'{folder}/keys.ivfdata')
         faiss.write_index(index, f'{folder}/keys.faiss')
         for shard in shards:
             Path(shard).unlink()

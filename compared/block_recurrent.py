@@ -47,7 +47,8 @@ class BlockRecurrentConfig(RPTConfig):
     def __post_init__(self):
         check_positive(self, 'n_states')
         if self.chunk_size != self.window // 2:
-            raise ValueError(f'chunk_size must be half of window: {self.window // 2}')
+            raise ValueError(f'chunk_size {self.chunk_size} must be half of window {self.window}: '
+                             'change one of them')
         super().__post_init__()
 
 

@@ -1,5 +1,5 @@
 """bm25.py against its formula in Python's floats."""
-import doctest
+import doctest, sys
 from math import inf
 
 import numpy as np
@@ -8,7 +8,7 @@ from pytest import approx, mark
 
 import bm25
 from bm25 import BM25, best_documents
-from helpers import formula, ranking
+from helpers import formula, one_line, ranking
 
 
 def corpus(N, length, V, seed=0):
@@ -166,6 +166,11 @@ def test_nothing_to_find(docs):
     assert (scores == -inf).all()
     assert index.search_many([], 3)[0].shape == (0, 3)
     assert index.search_many([[1]], 0)[0].shape == (1, 0)
+
+
+def test_without_bm25s(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'bm25s', None)
+    assert one_line(bm25.compare, 9, 9) == 'bm25.py is compared with bm25s: pip install bm25s'
 
 
 def test_the_examples_in_docstrings():

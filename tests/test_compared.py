@@ -574,7 +574,7 @@ def test_the_constants_of_a_cache_are_tuned():
     ('--model dense --p-off 0.5', 'p_off is for retriever sem'),
     ('--model landmark --n-layer 6 --p-off 0.5', 'p_off is for models with groups'),
     ('--model memorizing --chunk-size 32', 'half of window'),
-    ('--model memorizing --window 64', 'half of window'),
+    ('--model memorizing --window 64', 'chunk_size 64 must be half of window 64: change one of'),
     ('--model block_recurrent --chunk-size 16', 'half of window'),
     ('--model landmark --positions rotary --slope 1', 'slope is for positions alibi'),
     ('--model landmark --window 64', 'no window'), ('--model landmark --groups 1', 'groups'),
@@ -649,7 +649,8 @@ def test_files_of_models(mine):
     Path('near.py').write_text('from neighbor import *\nclass Near(DRT): pass')
     assert train.find_model('near.py').__base__ is train.find_model('drt')
     assert train.find_model(sys.modules['rpt'].__file__) is train.find_model('rpt')
-    assert 'nor a file .py' in one_line(train.find_model, 'near')
+    message = one_line(train.parse, ['--model', 'near'])
+    assert 'nor a file .py; the file is --model near.py' in message
     for name in 'near', 'neighbor':
         sys.modules.pop(name)
 
@@ -660,7 +661,8 @@ FIELD = ('from dataclasses import field\nfrom drt import *\n@dataclass\n'
 
 @mark.parametrize('name, text, message', [
     ('none.py', None, 'no such file'), ('rpt.py', '', 'rename the file'),
-    ('json.py', '', 'rename the file'), ('mine.v2.py', '', 'a dot in the name'),
+    ('json.py', '', 'rename the file'), ('mine.v2.py', '', 'no class can be named mine.v2'),
+    ('my model.py', '', 'named my model'), ('7.py', '', 'named 7'),
     ('empty.py', '', 'has no class Empty'),
     ('bare.py', 'class Bare: pass', 'Bare has to be an nn.Module'),
     ('my-model.py', 'from drt import PRESETS, COMPILED, batches, nn\n'
@@ -681,7 +683,7 @@ def test_a_file_that_is_no_model_is_one_line(mine, name, text, message):
     if text is not None:
         (folder / name).write_text(text)
     assert message in one_line(train.parse, ['--model', f'own/{name}'])
-    if text and name not in ('rpt.py', 'json.py', 'mine.v2.py') or name == 'empty.py':
+    if text or name == 'empty.py':
         sys.modules.pop(name[:-3])
 
 

@@ -1043,7 +1043,7 @@ def test_val_is_shorter_than_a_row(src, kind):
     corpus = prepared(src(train_txt='a b ' * 99, val_txt='abcdef'))
     message = one_line(corpus.batches, corpus.val, kind, 7, 2, 0)
     assert message.startswith('val has 7 tokens')
-    assert 'use --block-size 6, or add text, or files named val' in message
+    assert 'add text, or files named val, or use --block-size 6' in message
     assert corpus.batches(corpus.val, 'segments', 6, 2, 0)[0].tokens.shape == (2, 6)
     one_token = make_split([1])
     assert '7: add text, or files named train' in one_line(Grid, one_token, kind, 7, 2, 0)

@@ -84,6 +84,7 @@ def batches(config):
 
 def prepare_eval(model, corpus, external, args, path):
     model.on = args.strength
+    print('prepared')
     model.prepared = corpus.name, external.name, path
 
 
@@ -244,7 +245,9 @@ def test_other_texts_are_refused_and_other_tokenizers_are_not(run, capsys):
     run('c/best.pt', tokenizer='bpe')
     assert 'different texts' in one_line(evaluate, 'a b')
     evaluate('a b --task table --data texts')
+    assert 'different tokenizers' not in capsys.readouterr().err
     rows = evaluate('a c --task table')['rows']
+    assert 'different tokenizers: compare bits/byte' in capsys.readouterr().err
     assert rows[5]['bits/byte'] < rows[2]['bits/byte']                # fewer tokens
     Path('texts/train.jsonl').write_text('{"text": "new"}')
     for more in ('', ' --data texts'):
@@ -752,7 +755,8 @@ def test_a_file_is_translated(answers, capsys, monkeypatch):
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'ab')))
     capsys.readouterr()
     evaluate(f'{command} -')
-    assert capsys.readouterr().out == 'the sun is up, too\n'
+    screen = capsys.readouterr()
+    assert screen.out == 'the sun is up, too\n' and 'prepared' in screen.err
     assert '--prompt-file FILE' in one_line(evaluate, 'a --data pairs --task translate')
     Path('empty.txt').write_text('')
     assert evaluate(f'{command} empty.txt') == []
@@ -1020,6 +1024,9 @@ def test_the_header_has_all_tasks(name, capsys):
     for task in evaluation.tasks_of([Model]):
         assert re.search(rf'^    {task} +\w.+\n +\$ python eval.py out/', header, re.M), task
         assert re.search(rf'^  {task} +\w', screen, re.M), task
+    with pytest.raises(SystemExit):
+        evaluation.main(['--help'])
+    assert 'those of a model, with its flags: eval.py RUN --help' in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------

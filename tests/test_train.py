@@ -588,20 +588,23 @@ def test_a_kernel_that_cannot_run_is_one_line(here, monkeypatch):
 
 # command line: message
 WRONG = {
-    '--learning-rate 1': 'nearest is --', '--m 2': 'no flag here', '--memory lokal': 'lokal',
+    '--learning-rate 1': 'no flag here; --help lists all', '--max-step 1': 'nearest is --max-steps',
+    '--m 2': 'no flag here', '--data my text': 'text: no flag takes this value; one with blanks',
+    '--memory lokal': 'lokal',
     '--gains 1': '--gains takes no value, but 1 follows', '--groups 2': 'a flag of drt, landmark,',
-    'rpt': 'rpt without a flag: --model rpt', '--init no.pt': 'no.pt: there is no such file',
-    '--model gpt': 'drt', '--lr -1': '--lr -1.0 has to be a number from 0', '--lr nan': 'nan',
+    'rpt': 'without a flag: --model rpt', 'texts': 'texts without a flag: --data texts',
+    '--init no.pt': 'no.pt: there is no such file',
+    '--model gpt': 'nor a file .py', '--lr -1': '--lr -1.0 cannot be negative', '--lr nan': 'nan',
     '--seed 1.5': '1.5', f'--seed {2 ** 64}': '2^63 - 1',
-    '--model drt --groups -1': '--groups -1 has to be a number from 0',
+    '--model drt --groups -1': '--groups -1 cannot be negative',
     '--max-steps 0': '1 or more', '--tokens-per-step 0': '1 or more', '--eval-every 0': '1 or more',
     '--val-tokens 0': '1 or more', '--micro-batch 0': 'micro_batch must be 1',
     '--model rpt --n-head 0': 'n_head must be 1', '--model drt --n-layer 0': 'n_layer must be 1',
     '--tokens-per-step 1500': '1 x 2 x 512 = 1024; the nearest one is 1024',
-    '--data no/such': 'such',
-    '--block-size 999999 --tokens-per-step 1999998': 'block-size', '--warmup 2': 'at most 1',
-    '--data a\0b': '--data',
-    '--device cuda': '--device cpu', '--out texts/val.jsonl': 'val.jsonl',
+    '--data no/such': 'such', '--warmup 2': 'at most 1', '--data a\0b': '--data',
+    '--block-size 999999 --tokens-per-step 1999998': 'val has ',      # the shortest split
+    '--device cuda': '--device cpu', '--out texts/val.jsonl': 'val.jsonl is a file',
+    '--out texts/val.jsonl/x': 'x is a file, or lies below one',
     '--memory long --n-consecutive 1': 'two segments or more: a larger n_consecutive',
     '--memory ext --micro-batch 1': 'two segments or more: a larger micro_batch',
     '--cutoffs 0': 'cutoffs', '--cutoffs 9,5': 'rise', '--cutoffs 5,': 'rise',
@@ -809,7 +812,12 @@ def test_a_checkpoint_that_is_not_of_this_program(here):
             state = load(path)
             state.get(part, state)[key] = value
             torch.save(state, 'broken.pt')
-            assert 'is not a checkpoint' in one_line(train.read_checkpoint, 'broken.pt'), key
+            assert 'is not a checkpoint of' in one_line(train.read_checkpoint, 'broken.pt'), key
+    for foreign in (dict(epoch=3), [1], torch.ones(2)):
+        torch.save(foreign, 'broken.pt')
+        assert 'it names no model' in one_line(train.read_checkpoint, 'broken.pt')
+    Path('broken.pt').write_bytes(Path(path).read_bytes()[:20_000])
+    assert 'or it is damaged' in one_line(train.read_checkpoint, 'broken.pt')
     state = load(path)
     torch.save(dict(state, model_name='this'), 'broken.pt')     # no file is imported for it
     assert '--model PATH/this.py' in one_line(train.read_checkpoint, 'broken.pt')

@@ -592,6 +592,14 @@ def test_a_bad_file_is_made_again(name, change, build, tmp_path, capsys):
     assert before == after
 
 
+def test_what_faiss_prints_is_no_result(build, capfd):
+    """It prints in C, when a store is built and when it is opened."""
+    for word in 'resizing', 'IO_FLAG_ONDISK_SAME_DIR':
+        build()
+        out, err = capfd.readouterr()
+        assert word in err and word not in out
+
+
 @mark.parametrize('name', ['keys.faiss', 'keys.ivfdata'])
 def test_a_missing_file_is_made_again(name, build, tmp_path, capsys):
     build()
