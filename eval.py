@@ -1038,9 +1038,10 @@ def check_niah(runs, args):
                     f'each needle; --lengths {enough * needles.chunk} works')
 
 
-def answers(run, needles, n_chunks, chunks, seed):
+def answers(run, needles, n_chunks, chunks, seed, desc):
     """Hides a needle in each of `chunks` of a text of n_chunks. Yields for each needle whether
-    greedy decoding answers its question: each token of the answer is the likeliest."""
+    greedy decoding answers its question: each token of the answer is the likeliest. desc: begins
+    the lines of progress"""
     # a text of whole chunks, from a random position of the split on
     rng = np.random.default_rng(seed)
     chunk, hops = needles.chunk, needles.hops
@@ -1057,7 +1058,7 @@ def answers(run, needles, n_chunks, chunks, seed):
 
     # the text is read once; its last chunks, one for each hop, are overwritten by each question
     text, last = run.documents[0].new_tensor(ids).tensor_split([-hops * chunk])
-    state = read_long(run.model, text[None], f'{run.name}, tokens of a text read')
+    state = read_long(run.model, text[None], f'{desc}; tokens of a text read')
     for names in chains:
         question, opens, answer, _ = map(last.new_tensor, needles.sentence(names))
         last.view(hops, chunk)[:, -len(question):] = question
@@ -1094,8 +1095,9 @@ def niah(runs, args):
         n_texts = max(5, min(10, 2 ** 22 // length))        # 2^22 tokens in all, about
         right = []
         for i in progress_bar(range(n_texts), f'{run.name}, texts of {name} tokens'):
+            desc = f'{run.name}, {np.sum(right):.0f} of {np.size(right)} right so far'
             seed = [args.seed, length, i]
-            right.append([*answers(run, needles, n_chunks, chunks, seed)])
+            right.append([*answers(run, needles, n_chunks, chunks, seed, desc)])
         right = np.array(right)                             # (texts, depths)
         low, high = wilson_interval(right.sum(), right.size)
         shares = {f'{depth}%': share for depth, share in zip(args.depths.values(), right.mean(0))}

@@ -1074,6 +1074,22 @@ def test_texts_of_needles_differ(run, monkeypatch):
     assert len({tuple(text[31:62].tolist()) for text in texts}) > 3         # without a needle
 
 
+def test_answers_so_far_are_in_the_lines_of_progress(run, monkeypatch):
+    """A text of 16m tokens can take an hour."""
+    lines = []
+
+    def recorded(items, desc, **_):
+        lines.append(desc)
+        return items
+    monkeypatch.setattr(evaluation, 'progress_bar', recorded)
+    monkeypatch.setattr(sys.modules[__name__], 'BIGRAM', Copier)
+    monkeypatch.setattr(Copier, 'limit', 31)                    # of two needles it finds one
+    evaluate('a --task niah --lengths 512 --depths 0,50')
+    _, *of_texts = lines
+    assert of_texts == [f'a, {i} of {2 * i} right so far; tokens of a text read'
+                        for i in range(10)]
+
+
 def test_an_answer_with_a_wrong_token_is_wrong(run, monkeypatch):
     class Forgetful(Copier):
         def stream(self, tokens, state):

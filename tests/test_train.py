@@ -328,18 +328,31 @@ for argv, next_port in {runs}:
         shutil.rmtree('one')
 
 
-def two_machines(more):
-    """Two processes, each in a folder of its own -> their last lines and exit statuses"""
-    port = free_port()
+def two_machines(*runs):
+    """Two processes, each in a folder of its own, which start once for several runs, given by their
+    flags -> for each run, how it ended in both"""
+    argvs = [(flags('trime', more), free_port()) for more in runs]
+    Path('all.py').write_text(f"""
+import os, sys, train
+
+for argv, port in {argvs}:
+    os.environ['MASTER_PORT'] = port
+    end = 'finished'
+    try:
+        train.main(argv)
+    except SystemExit as error:
+        end = error
+    print('end:', end, file=sys.stderr)""")
     processes = []
     for rank, folder in enumerate(('a', 'b')):
         env = dict(os.environ, RANK=str(rank), LOCAL_RANK='0', WORLD_SIZE='2',
-                   MASTER_ADDR='127.0.0.1', MASTER_PORT=port)
-        command = [sys.executable, FILE, *flags('trime', f'--out run {more}')]
-        processes.append(subprocess.Popen(command, cwd=folder, env=env, text=True,
-                                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
-    ends = [process.communicate(timeout=300)[1].splitlines() for process in processes]
-    return [lines[-1] if lines else '' for lines in ends], [p.returncode for p in processes]
+                   MASTER_ADDR='127.0.0.1', PYTHONPATH=str(FILE.parent))
+        processes.append(subprocess.Popen([sys.executable, '../all.py'], cwd=folder, env=env,
+                                          text=True, stdout=subprocess.DEVNULL,
+                                          stderr=subprocess.PIPE))
+    screens = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], screens
+    return [*zip(*(re.findall('^end: (.*)$', screen, re.M) for screen in screens), strict=True)]
 
 
 @mark.dist
@@ -352,19 +365,20 @@ def test_machines_that_share_no_disk(here, texts):
     for folder in ('a', 'b'):
         Path(folder).mkdir()
         Path(folder, 'texts').symlink_to(texts)
+        shutil.copytree('run', f'{folder}/copied')
     shutil.copytree('run', 'a/run')
-    (last, _), status = two_machines('')
-    assert status == [1, 1]
-    assert 'process 1 has another value of the step of ckpt.pt than process 0 (0, 3)' in last
+    Path('a/more').symlink_to(texts)
+    of_one, of_both, of_text = two_machines('--out run', '--out copied', '--out new --data more')
+
+    assert 'process 1 has another value of the step of ckpt.pt than process 0 (0, 3)' in of_one[0]
+    assert 'another value' in of_one[1]
     assert step_of('a/run/ckpt.pt') == 3 and not Path('b/run').exists()
 
-    shutil.copytree('run', 'b/run')
-    assert two_machines('')[1] == [0, 0]
-    close(outcome('a/run')[0], outcome('straight')[0], atol=1e-6)
+    assert of_both == ('finished', 'finished')
+    close(outcome('a/copied')[0], outcome('straight')[0], atol=1e-6)
 
-    Path('b/texts').unlink()
-    (first, last), status = two_machines('--max-steps 7')
-    assert 'process 1: ' in last and 'each machine needs the text' in last and status == [1, 1]
+    first, last = of_text
+    assert 'process 1: ' in last and 'each machine needs the text' in last
     assert re.fullmatch('train.py: process 0: another process has ended, and its message has the '
                         r'reason, or the processes cannot reach each other: \w+Error\(.+', first)
 
