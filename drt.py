@@ -144,8 +144,8 @@ class DRTConfig:
             raise ValueError(f'slope {self.slope} is below 2^-8, the last slope')
         if max(self.mlm, self.p_off) > 1:
             raise ValueError('mlm and p_off are shares, at most 1')
-        if self.p_off and self.groups == 0:
-            raise ValueError('p_off is for models with groups, which retrieve')
+        if self.p_off and (self.groups == 0 or self.retriever == 'none'):
+            raise ValueError('p_off is for models with groups and a retriever')
 
         # of models that retrieve; the base LM does not
         if self.groups == 0:

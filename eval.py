@@ -1513,8 +1513,8 @@ def check_runs(parser, runs, args):
         if task in CHECKS:
             CHECKS[task](runs, args)
         if task in COUNT_TOKENS and not have_same_tokens:
-            print('the runs have different tokenizers: compare bits/byte or word ppl; loss, ppl '
-                  'and lengths are of different tokens', file=sys.stderr)
+            print('the runs have different tokenizers: only bits/byte and word ppl can be '
+                  'compared, and not those of the tokenizer word', file=sys.stderr)
 
 
 @torch.no_grad()

@@ -573,6 +573,7 @@ def test_the_constants_of_a_cache_are_tuned():
     ('--model griffin --retriever sem', "choose from"),
     ('--model dense --p-off 0.5', 'p_off is for retriever sem'),
     ('--model landmark --n-layer 6 --p-off 0.5', 'p_off is for models with groups'),
+    ('--model drt --retriever none --p-off 0.5', 'p_off is for models with groups and a retr'),
     ('--model memorizing --chunk-size 32', 'half of window'),
     ('--model memorizing --window 64', 'chunk_size 64 must be half of window 64: change one of'),
     ('--model block_recurrent --chunk-size 16', 'half of window'),

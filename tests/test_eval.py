@@ -247,7 +247,7 @@ def test_other_texts_are_refused_and_other_tokenizers_are_not(run, capsys):
     evaluate('a b --task table --data texts')
     assert 'different tokenizers' not in capsys.readouterr().err
     rows = evaluate('a c --task table')['rows']
-    assert 'different tokenizers: compare bits/byte' in capsys.readouterr().err
+    assert 'different tokenizers: only bits/byte and word ppl' in capsys.readouterr().err
     assert rows[5]['bits/byte'] < rows[2]['bits/byte']                # fewer tokens
     Path('texts/train.jsonl').write_text('{"text": "new"}')
     for more in ('', ' --data texts'):
