@@ -62,8 +62,10 @@ class StateBlock(Block):
 
         g s + (1 - g) (W [s attends to s, s attends to the tokens of the block] + b)
 
-    with g = σ of a parameter. Keys, values and queries of s are computed from norm(s) + the learned
-    vectors, so that the states differ. The tokens of a block read s as it is before the block."""
+    with g = σ of a parameter, W and b learned; [ , ] joins the two. Each state has a learned
+    vector, which is also its initial value. Keys, values and queries of s are computed from norm(s)
+    + these vectors: without them states that are once equal would remain equal, because they have
+    the same weights. The tokens of a block read s as it is before the block."""
     def __init__(self, config):
         super().__init__(config)
         C = config.n_embd

@@ -14,13 +14,16 @@ other chunk as its positive, whose score must be above those of all other chunks
 Where this differs from the papers
     Both        The encoder is the Retriever of rpt.py on new embeddings, trained on the same
                 documents (papers: BERT). Scores are divided by sqrt(C). Negatives are all other
-                chunks of the micro-batch, also padding.
+                chunks of the micro-batch, also padding; on `code` about half are chunks of the
+                query's own document, for DPR its target, too (papers: positives and negatives of
+                other queries, mostly of other documents).
     DPR         The positive is the first chunk by BM25, as in RPT's App. C, for a chunk and its
                 target, as in RPT's §3.2 (App. C does not name the query; DPR: the passage with the
                 answer). There are no hard negatives (App. C: the fifth chunk by BM25). Queries and
                 passages have one encoder, then W_Q and W_K (DPR: two encoders). RPT is trained with
-                it. (RPT, §5.3: RPT is trained with another retriever, and DPR takes its place only
-                at test time. `ranks` in rpt.py does that, too.)
+                it, by L_LM alone: no teacher chooses neighbors, and the flags of the teacher and of
+                L_ret have no effect. (RPT, §5.3: RPT is trained with another retriever, and DPR
+                takes its place only at test time. `ranks` in rpt.py does that, too.)
     Contriever  The positive is the chunk before (paper: another span of the document). There is no
                 queue of negatives and no momentum encoder. W_Q and W_K differ (paper: queries and
                 keys have one encoder). DRT, App. A.6, takes Contriever as published, with the

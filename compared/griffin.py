@@ -15,6 +15,7 @@ Where this differs from the paper
     §2.4   Initially, for r_t = 1, a_t is 0.9 to 0.999, as in the paper, with log(1 - a_t) evenly
            spaced (paper: a_t uniform; official code: a = exp(-softplus(Λ)) is 0.9 to 0.999 with a²
            uniform, so a_t = a⁸ is 0.43 to 0.992).
+    §2.4   Λ is as in App. A and the official code; by a = σ(Λ) of §2.4 it has the other sign.
     §2.4   At the first token h = sqrt(1 - a_t²) i_t u_t, by the formula (official code: i_t u_t).
     h does not continue into another joined document; self-attention and the convolution do
     (official code: neither does).
@@ -67,6 +68,11 @@ class RecurrentLayer(nn.Module):
         y   = x + W (gelu(W_y z) h)
         h_t = a_t h_{t-1} + sqrt(1 - a_t²) i_t u_t
         a_t = exp(-8 r_t softplus(Λ)),   r_t = σ(W_r u_t + b_r),   i_t = σ(W_i u_t + b_i)
+
+    Λ is a learned vector (R,). r forgets: where it is 0, h is kept. i admits the input. With
+    sqrt(1 - a_t²) the variance of h remains 1, if the inputs are independent with variance 1. a_t
+    and i_t depend on the input, not on h, so the recurrence is linear in h, and `scan` computes all
+    h_t at once.
 
     Biases of W, W_y and W_u are not shown. W_r and W_i are block-diagonal, with a block for each
     head. Their rows are interleaved in one matrix: r_0, i_0, r_1, i_1, ... of the R channels."""

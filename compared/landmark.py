@@ -92,8 +92,8 @@ class LandmarkAttention(SelfAttention):
 
         o = Σ_{j in its chunk} w_j v_j + Σ_k w_k Σ_{j in chunk k} softmax_j(q · key_j / sqrt(D)) v_j
 
-    k: in training, on short texts, all earlier chunks; else the K of largest scores, of each
-    position and head."""
+    k: in training, whose texts are short, all earlier chunks; in evaluation, however short the
+    text, the K of largest scores, of each position and head."""
     def forward(self, x, past, docs=None):
         """x (B, L, C); past: 2 x (B, s - L, H, D), keys and values of all positions before, None at
         the beginning of a text; docs (B, L): documents of a training sequence, None: one document
@@ -139,7 +139,8 @@ class LandmarkAttention(SelfAttention):
         if self.training:
             return r, chunk
 
-        # the K best and the position's own; of equal scores, as of chunks that recur, the latest
+        # the K best and the position's own; of equal scores, as of chunks that recur farther away
+        # than any in training, the latest
         n = 1 + self.config.n_neighbors
         chunk = (256 * r).round().argsort(stable=True)[..., -n:]        # (B, H, L, n)
         return r.gather(3, chunk), chunk

@@ -10,7 +10,8 @@ tokens of the memory, those whose keys are most similar to its query.
 
 Where this differs from the paper
     §3.1   For the memory, keys and queries have length 1, and a learned scale multiplies their
-           products (paper: for the window, too).
+           products (paper: for the window, too). In the window the layer has rotary embeddings
+           (official code: no positions).
     §3.1   In training, the memory has earlier tokens of the sequence, by the current weights
            (paper: tokens of earlier steps of the document, by the weights of those steps, and none
            of the sequence itself). A token reads the memory of its own document only; its window
@@ -18,8 +19,9 @@ Where this differs from the paper
     §3.1   The memory begins where the window ends, and g is 0 while it is empty (official code:
            tokens of the block before are in both; g is σ(b) always).
     §3.3   The search is exact (paper: approximate).
-    Products with the scale are rounded to 1/256 before the nearest are chosen, so tokens that recur
-    are ties in a stream, too; of ties the earliest are read. A small scale makes more of them ties.
+    Products with the scale are rounded to 1/256 before the nearest are chosen, so a token that
+    recurs with all its context is nearly always a tie in a stream, too; of ties the earliest are
+    read. A small scale makes more of them ties.
     §4     The layer is the middle one of the upper half: of twelve layers the tenth (paper: the
            ninth), of six the fifth, of four the last.
     By default (--shift-values, ours) a token of the memory has the value of the next one, so what
@@ -47,8 +49,8 @@ from rpt import (RPT, Block, RPTConfig, SelfAttention, UpperInputs, attend, begi
 class MemorizingConfig(RPTConfig):
     retriever: Literal['none'] = 'none'     # no chunks are retrieved
     chunk_size: int = 64                    # half a window: a chunk is a block of self-attention
-    memory_size: int = 32_768               # tokens of the memory (RPT: 32K, 65K; paper: to 262K)
-    n_nearest: int = 32                     # tokens that a head reads (official code: 128)
+    memory_size: int = 32_768   # tokens; in training fewer, a sequence's (RPT: 65K; paper: 262K)
+    n_nearest: int = 32         # tokens that a head reads (paper: 32; official code: 128)
 
     def __post_init__(self):
         check_positive(self, 'memory_size n_nearest')
@@ -67,8 +69,8 @@ def nearest(scores, n_nearest):
     """Which of scores (..., n) are the n_nearest highest, the first of equal ones -> (..., n) bool
 
     scores [1, 2, 1, 1, 0], n_nearest = 3: True, True, True, False, False"""
-    # the scores of a token that recurs differ by errors of rounding, which depend on the pieces in
-    # which a text is read. Rounded to 1 / 256 they are equal
+    # the scores of a token that recurs with its context differ by errors of rounding, which depend
+    # on the pieces in which a text is read. Rounded to 1 / 256 they are nearly always equal
     scores = (256 * scores).round()
     n_nearest = min(scores.size(-1), n_nearest)
     lowest = scores.topk(n_nearest).values[..., -1:]                    # of the chosen ones
@@ -86,8 +88,10 @@ class MemorizingAttention(SelfAttention):
         y = (1 - g) y_window + g Σ_j softmax_j(scale · cosine(q_i, k_j)) v_j,   g = σ(b)
 
     With shift_values, token i has the query k_i, and token j the value v_{j+1}. The sum is over the
-    n_nearest tokens j of the memory that have the largest cosine. b and scale are learned for each
-    head. No gradient reaches k_j and v_j. g = 0 if the memory has no token."""
+    n_nearest tokens j of the memory with the largest scale · cosine. b and scale are learned for
+    each head. No gradient reaches k_j and v_j, as in the paper, where they are of earlier steps: so
+    W_K and W_V learn from the window (W_K from the queries, too, if these are keys). g = 0 if the
+    memory has no token."""
     def __init__(self, config):
         super().__init__(config)
         self.config = config

@@ -11,7 +11,8 @@ tokens.
 Where this differs from the paper
     A segment begins with the state 0 and without the keys of the one before (TRIME, App. E: with
     both), because all segments of a micro-batch are encoded in parallel. So long memory is
-    that of trime.py: m segments, with gradients (App. E: the segment before, without).
+    that of trime.py: m segments, with gradients (App. E: the segment before, without). At test time
+    each window begins with the state 0, too (official code: the state of the text so far).
     Attention has one head. Ours: a bias for u, v_f = v_r = 0 at first, and g = norm(y).
     Norms are RMSNorm (official code: LayerNorm); one more precedes the output, whose weights are
     the embedding's (official code: no such norm, weights of its own). Dropout is on embeddings and
@@ -66,7 +67,10 @@ class SRUBlock(nn.Module):
         c_t = f'_t c_{t-1} + (1 - f'_t) u_t         f'_t = σ(f_t + v_f c_{t-1})
         y_t = r'_t c_t + (1 - r'_t) x_t             r'_t = σ(r_t + v_r c_{t-1})
 
-    α is a scalar, at first 0; b is 0, of r -2 (official code)."""
+    v_f and v_r are learned vectors (C,). No matrix multiplies c, so the products with matrices are
+    those of all tokens at once, and only the elementwise part is a loop over the tokens. α is a
+    scalar, at first 0, with which a layer begins without attention; b is 0, of r -2 (official
+    code)."""
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
