@@ -203,7 +203,7 @@ def setup(model, run):
 
 # --------------------------------------------------------------------------------------------------
 # the transformer
-# (what several model files define is identical, except SelfAttention, Block and drt.py's MLP)
+# (what several files define here is identical, except SelfAttention, Block and drt.py's MLP)
 def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     return nn.RMSNorm(n_embd, eps=1e-6)

@@ -50,24 +50,26 @@ A text is a sequence of a training batch, or it is read in pieces, one after the
 A neighbor is a retrieved chunk together with the chunk after it.
 
 Where we differ from the paper, and why
-    Settings: by default, fields marked (ours) differ; --preset paper has the paper's, except those
-    named at PRESETS. Those that change the method, not only its size, are a group of their own in
-    RPTConfig.
-    Scores: s_q is divided by sqrt(C). Search is exact (paper: faiss). In evaluation, scores are
-    rounded to 1/256, so repeated chunks nearly always have equal scores. A chunk without neighbors
-    gets 0 from cross-attention.
-    Layers: the retriever and the gate have norms and biases. Retrieved states have passed the
-    retriever's attention, those of the chunk that retrieves have not. The gate attends to the
+    Settings: by default, fields marked (ours) differ, except eta_gradient and p_off, which are off;
+    --preset paper has the paper's, except those named at PRESETS. Those that change the method, not
+    only its size, are a group of their own in RPTConfig.
+    As in the official code, and not in the paper's text: s_q is divided by sqrt(C). The retriever
+    and the gate have norms and biases. Retrieved states have passed the retriever's attention,
+    those of the chunk that retrieves have not. L_ret trains the lower layers, too. Its τ starts
+    at 1.
+    Scores: search is exact (paper: faiss). In evaluation, scores are rounded to 1/256, so chunks
+    that recur with all that their states depend on nearly always have equal scores. A chunk without
+    neighbors gets 0 from cross-attention.
+    Layers: the gate is max(η, σ), as in the paper (official code: η + (1 - η) σ). It attends to the
     neighbors of a window of chunks, so that a stream keeps no others (paper: of all chunks).
-    Dropout is on embeddings and what layers add. Self-attention crosses joined documents.
+    Dropout is on embeddings and what each Block adds, not in the retriever and the neighbor
+    encoder. Self-attention crosses joined documents.
     Teacher: the reference LM (paper: Pythia 1.4B) has half the layers and a continuous cache, is
     trained on the same documents, and scores the candidates of every n-th chunk of a sequence,
-    n = score_every. The other chunks are taught as in RPT-Lex. BM25 has the idf of the corpus. A
-    teacher chooses chunks of positive s_t only, so there can be fewer than K. Scheduled sampling
-    draws for each chunk.
+    n = score_every. The other chunks are taught as in RPT-Lex. BM25 has the idf of the corpus.
+    Scheduled sampling draws for each chunk.
     Losses: s_t is a mean over tokens, L_ret over the chunks that have a positive. In λ_lj the
-    discount is NDCG's (official code: log2(1 + rank), not its reciprocal). L_ret trains the lower
-    layers, too. Its τ starts at 1.
+    discount is NDCG's (official code: log2(2 + r), not its reciprocal).
     Measures: Precision@2 is over the chunks that have a positive (paper: over all). Figure 6 has
     nats over the same model without neighbors (paper: % over Transformer-XL).
     Optimizer: Muon or AdamW (paper: AdaBelief).
@@ -117,7 +119,7 @@ class RPTConfig:
     gate: bool = True             # neighbors are weighted before cross-attention (paper)
     eta: float = 0.1              # lower bound of the gate, η (paper)
     alpha: float = 0.005          # weight of L_ret from a fifth of the steps on (ours; paper: 1e-9)
-    tau: float = 4.0              # margin of L_ret at the end (paper: 2, 4, 8, 128); first 1 (ours)
+    tau: float = 4.0              # margin of L_ret at the end, at first 1 (paper: 2, 4, 8, 128)
     teacher: Literal['annealed', 'always', 'never'] = 'annealed'    # teacher forcing (sem, lex)
 
     # the reference LM, here trained first (paper: Pythia)
@@ -169,7 +171,7 @@ class RPTConfig:
 
 
 # paper: §3.4, App. A and B. Ours are the tokenizer, the reference LM, alpha (App. A: 1e-9), warmup,
-# τ at first, and AdamW (AdaBelief) with lr 5e-4 (5e-3) and weight_decay 0.01 (1e-8)
+# and AdamW (AdaBelief) with lr 5e-4 (5e-3) and weight_decay 0.01 (1e-8)
 PRESETS = {
     'tiny': {},                             # the defaults: minutes on two CPU cores
     'paper': dict(
@@ -188,7 +190,7 @@ def batches(config):
 
 # --------------------------------------------------------------------------------------------------
 # the transformer
-# (what several model files define is identical, except SelfAttention, Block and drt.py's MLP)
+# (what several files define here is identical, except SelfAttention, Block and drt.py's MLP)
 def RMSNorm(n_embd):
     """x / rms(x) * weight, over the last axis (Zhang & Sennrich 2019)."""
     return nn.RMSNorm(n_embd, eps=1e-6)
@@ -684,7 +686,8 @@ class NeighborEncoder(nn.Module):
         with torch.autocast(mean.device.type, enabled=False):
             logit = self.gate(self.norm_gate(fp32(mean))) / self.config.n_embd
         sigmoid = logit.sigmoid()                                       # (B, 1, n K, 1)
-        gates = sigmoid.clamp(min=self.config.eta)                      # its gradient is 0 at η
+        # at η the gate has no gradient; the states keep η times theirs, which is what η is for
+        gates = sigmoid.clamp(min=self.config.eta)
         if self.config.eta_gradient:
             gates = sigmoid + (gates - sigmoid).detach()                # equal, with σ's gradient
         return gates.view_as(exists).masked_fill(~exists, 0)
@@ -1101,17 +1104,19 @@ class RPT(nn.Module):
 
     def choose(self, s_q, K):
         """R(c_q): the K chunks of highest s_q (B, N, M); -1: there are fewer above -inf
-        -> their numbers (B, N, K)"""
+        -> their numbers (B, N, K). They have no gradient, and the gates do not depend on s_q, so
+        W_Q and W_K learn from L_ret alone"""
         if not self.training:
             s_q = self.evaluation_scores(s_q)
         return top(s_q, K)
 
     def evaluation_scores(self, s_q):
         """The scores by which chunks are chosen in evaluation: s_q (B, N, M), rounded, in units of
-        1/256. Without rounding, repeated chunks have scores that differ by floating-point errors,
-        which depend on the pieces in which a text is read. Rounded scores are equal, so the first
-        of these chunks is chosen, unless a rounding boundary separates them. BM25 needs no
-        rounding. In the way `shuffled`: random numbers -> (B, N, M)"""
+        1/256. Without rounding, chunks that recur with all that their states depend on have scores
+        that differ by floating-point errors, which depend on the pieces in which a text is read.
+        Rounded scores are equal, so the first of these chunks is chosen, unless a rounding boundary
+        separates them. BM25 needs no rounding. In the way `shuffled`: random numbers
+        -> (B, N, M)"""
         if self.way == 'shuffled':
             N, M = s_q.shape[1:]
             random = pseudorandom(M, M - N, s_q.device)                 # (N, M)
@@ -1244,7 +1249,12 @@ class RPT(nn.Module):
 
         p_ss    §3.4: probability that the teacher chooses, a cosine from 1 to 0 in the first 90%
         α       §3.3: weight of L_ret, rises in the first fifth (paper: 100K of 500K steps)
-        τ       §3.3: margin of L_ret, rises"""
+        τ       §3.3: margin of L_ret, rises
+
+        At first the retriever's own choice is bad, and the upper layers would learn to ignore it;
+        later they have to learn from it, because in evaluation there is no teacher. W_Q and W_K
+        have gradients of L_ret alone, whose scale Adam and Muon undo, so α mainly matters where
+        those of L_LM are added: in the lower layers and the retriever's attention."""
         config = self.config
         p_ss = 0.5 * (1 + math.cos(math.pi * min(1, progress / 0.9)))
         if config.teacher == 'always':
@@ -1257,8 +1267,9 @@ class RPT(nn.Module):
 
     def scheduled_sampling(self, s_t, p_ss):
         """§3.4: with probability p_ss a teacher chooses the neighbors of a chunk: its K positives
-        of highest s_t, or all if it has fewer. Else the chunk retrieves them itself. In RETRO the
-        teacher, which is BM25, always chooses (§5.1). s_t (B, N, N) -> Forced"""
+        of highest s_t, or all if it has fewer (§3.2: R_pos has positives only), maybe none. Else
+        the chunk retrieves them itself. In RETRO the teacher, which is BM25, always chooses (§5.1).
+        s_t (B, N, N) -> Forced"""
         best = top(s_t.where(s_t > 0, -math.inf), self.config.n_neighbors)      # (B, N, K)
         mask = torch.ones_like(best[..., :1], dtype=torch.bool)                 # (B, N, 1)
         if self.retriever is not None:
@@ -1708,7 +1719,7 @@ def demo():
     is retrieved.
 
     See the shapes, and how the loss falls. It is L_LM alone, because there is no reference LM here:
-    the retriever is not trained, so its choice means nothing, and the gates are near σ(0) = 1/2.
+    W_Q and W_K are not trained, so the choice means nothing, and the gates are near σ(0) = 1/2.
     train.py --model rpt trains it; eval.py --task examples then shows what it retrieves"""
     torch.manual_seed(0)
     text = Path(__file__).read_bytes()[:1024]
@@ -1739,7 +1750,7 @@ loss at first              {loss:.3f}, ln 256 = {math.log(256):.3f}""")
 
     # what is retrieved for the last byte
     t = 1023
-    print(f'To predict what follows {text[t - 40:t]!r}, it reads, with an untrained retriever:')
+    print(f'To predict what follows {text[t - 40:t]!r}, it reads, with untrained W_Q and W_K:')
     for row in model.eval().trace(tokens[0], t - 1):
         print(f'gate {row.weight:.3f}  {text[row.start:row.end]!r}')
 
