@@ -348,8 +348,8 @@ def pack(similar, seed):
 
 def similar_segments(segments, first_doc, last_doc):
     """SimSeg of Algorithm 1: for each of n segments the N_SIMILAR others that BM25 scores highest,
-    without those that share a document with it (ours: the paper packs these, too). SystemExit if
-    each shares a document with all others
+    without those that share a document with it (§1: "segments from other documents"; Algorithm 1
+    and the official code have no such test). SystemExit if each shares a document with all others
 
     segments             n arrays of token ids
     first_doc, last_doc  (n,) the documents in which each segment begins and ends; they ascend

@@ -57,17 +57,24 @@ Vectors and indices, as in the paper
 
 Where we differ from the paper, and why
     The last fields of DRTConfig, marked (ours), change the method; --preset 124m has the paper's
-    values.
+    values. next_chunk: what followed a similar chunk may follow here, too. compare_means: means of
+    states can be compared before any training. shift_values: one layer can find a similar token and
+    read what followed it. copy_start: it does so from the beginning. p_off: the model also learns
+    to predict without retrieval. slope, gumbel: losses are in results.md.
     As in the official code, cross-attention has a norm, a projection and, in place of the
     landmark's key, a sink; h, l_k and the encoder's input have norms. H + O of Eq. 2 is the
     residual, and its Norm is norm2, in front of the MLP (official code: H + O is only the MLP's
     input).
     Scores and top K are computed without autocast (official code: bf16). In evaluation, scores are
-    rounded to 1/256 before the top K, so repeated chunks nearly always have equal scores.
-    Streams keep chunks in 16 bits, and in each call copy the retrieved ones (paper, §3.3: once
-    every S tokens for each group). Of a corpus, keys and values are stored, too (paper, §3.3: only
-    landmarks; chunks are encoded again).
-    Retrieval never crosses joined documents; self-attention does.
+    rounded to 1/256 before the top K, so chunks that recur with all that their states depend on
+    nearly always have equal scores.
+    Streams keep chunks in 16 bits on the model's device, with --offload in a mapped file (paper,
+    §3.3: in CPU memory), and in each call copy the retrieved ones (paper: once every S tokens for
+    each group). Of a corpus, keys and values are stored, too (paper, §3.3: only landmarks; chunks
+    are encoded again), it is searched exactly (paper: Faiss), and either encoder can be used
+    (paper: that of DRT_enc-dec).
+    In training, retrieval never crosses joined documents; self-attention does. A corpus is one
+    text: its chunks can have the tokens of two documents.
     With --next-chunk, chunk t may retrieve chunk t - 1 together with the chunk after it, which is
     chunk t itself. This is causal: chunk t is complete before chunk t + 1 attends to it.
     Weights start with std 0.02 for C = 768 (as in the official code), divided by sqrt(2 n_layer)
@@ -633,8 +640,10 @@ class Traced(NamedTuple):
 
 class State(NamedTuple):
     """What a stream keeps of a text (§3.3). Only l_k and kv grow, with each chunk that ends. A
-    state never changes: the next one has new lists, of the same tensors and those of new chunks."""
-    past: list                  # of each layer, keys and values of the last W positions
+    state never changes: the next one has new lists, of the same tensors and those of new chunks;
+    l_k is joined to one tensor, a copy."""
+    past: list                  # of each layer, keys and values of the last W positions; of upper
+                                # layers older ones, while `read` omits them
     unfinished: torch.Tensor    # (B, s, C) the encoder's input, of the unfinished chunk
     l_k: list                   # (B, n, C) of n chunks each; encode_upper joins them to one
     kv: list                    # (B, 2, S, H, D) of each chunk, 16 bits
@@ -672,7 +681,8 @@ def init_weights(model, seed):
         for norm in model.landmark_norms:
             nn.init.zeros_(norm.weight)
 
-    # GCA begins by copying what followed a similar token
+    # GCA begins by copying. With W_Q = W_K similar states have high scores; W_Vᵀ W_V is a multiple
+    # of I on average, so O is near the state that is read, with shift_values what followed it
     if config.groups > 0 and config.copy_start:
         k, v = model.encoder.kv.weight.data.chunk(2)
         for block in model.upper:
@@ -802,6 +812,10 @@ class DRT(nn.Module):
 
             h_t = norm_g(x_t) + RMSNorm(l_t - mean of l_k over the chunks that t may retrieve)
 
+        All l_k share a large part (at first their cosine is about 0.8), which tells nothing about
+        similarity: without it, chunks similar to chunk t have the highest scores, before any
+        training. RMSNorm gives the difference the size of norm_g(x_t).
+
         x (B, N, C), at the last N of M landmarks, l_k (B, M, C), permitted (B, N, M)
         -> (B, N, C)"""
         h = self.landmark_norms[g](fp32(x))
@@ -814,10 +828,14 @@ class DRT(nn.Module):
         return h + F.rms_norm(l_t - mean, (l_t.size(2),), eps=1e-6)
 
     def random_query(self, g, x, M):
-        """App. A.5: random vectors in place of h, for x (B, N, C) at the last N of M landmarks.
-        Landmark t has the same vector in every text. -> (N, C)"""
+        """App. A.5: random vectors in place of h, for x (B, N, C) at the last N of M landmarks. In
+        training they are new each time: else chunks would learn to be chosen by them. In evaluation
+        landmark t has the same vector in every text. -> (N, C)"""
         _, N, C = x.shape
-        generator = torch.Generator().manual_seed(g)
+        seed = g
+        if self.training:
+            seed = torch.randint(2 ** 48, (), device='cpu').item()
+        generator = torch.Generator().manual_seed(seed)
         uniform = torch.rand(M, C, generator=generator)[M - N:]         # (N, C) from 0 to 1
 
         # uniform between -limit and limit: mean 0, standard deviation limit / sqrt(3) = 1
@@ -852,9 +870,10 @@ class DRT(nn.Module):
         # what the best chunks are chosen by
         best_by = r
         if not self.training:
-            # repeated chunks have scores that differ by floating-point errors, which depend on the
-            # pieces in which a text is read. Rounded to 1/256 they are equal, so the first of these
-            # chunks is chosen, unless a rounding boundary separates them
+            # chunks that recur with all that their states depend on have scores that differ by
+            # floating-point errors, which depend on the pieces in which a text is read. Rounded to
+            # 1/256 they are equal, so the first of these chunks is chosen, unless a rounding
+            # boundary separates them
             best_by = self.rounded(r)
         elif self.config.gumbel:
             exponential = torch.empty_like(r).exponential_()
@@ -873,6 +892,7 @@ class DRT(nn.Module):
         l_k, permitted = candidates.l_k, candidates.permitted
         if self.way == 'shuffled' or self.config.retriever == 'random':
             h = self.random_query(g, x, l_k.size(1))
+            l_k = l_k.detach()                          # nothing is learned from random scores
         else:
             h = self.query(g, x, l_k, permitted)
         r = self.scores(h, l_k)                                         # (B, N, M)
@@ -1170,7 +1190,8 @@ class DRT(nn.Module):
 
     def ways(self):
         """The ways in which a text can be read, values of `way`. on: as trained; shuffled: random
-        chunks; off: nothing is retrieved; corpus, both: chunks of a corpus, of corpus and text"""
+        scores, so random chunks and weights; off: nothing is retrieved; corpus, both: chunks of a
+        corpus, of corpus and text"""
         if self.config.groups == 0 or self.config.retriever == 'none':
             return ('off',)
         if self.corpus is None:

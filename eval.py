@@ -922,8 +922,8 @@ def check_pairs(runs, args):
 
 def evaluate_pairs(runs, args):
     """Translations or summaries of lines of a split (TRIME, Table 6; DRT, Table 2): BLEU, chrF and
-    ROUGE of all lines; the first lines -> the rows; how texts are tokenized; source, reference and
-    hypothesis of each line"""
+    ROUGE of all lines; the first lines -> the rows; the constants; how texts are tokenized; source,
+    reference and hypothesis of each line"""
     table = Table()
     texts, signatures = {}, {}
     for run in runs:
@@ -952,7 +952,7 @@ def evaluate_pairs(runs, args):
         print(f'\n{name}')
         for line in [('source', 'reference', 'hypothesis'), *lines[:3]]:
             print(*(f'{" ".join(text.split()):40.40}' for text in line))
-    return dict(rows=table.rows, signatures=signatures, texts=texts)
+    return dict(rows=table.rows, constants=constants_of(runs), signatures=signatures, texts=texts)
 
 
 def check_translate(runs, args):

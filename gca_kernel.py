@@ -56,9 +56,10 @@ Where we differ from the paper, and why
     In the pseudo-code of App. A.2 we correct what contradicts Eq. 2 and 3: scores lack 1 / sqrt(D);
     line 13 of Algorithm 1 divides by exp(m_old - m_new), which is a factor, and O_i is both the sum
     over k and that of one chunk; line 17 of Algorithm 2 overwrites dW for each block j of keys, and
-    has to add to it.
+    has to add to it, and to sum over the rows of Q_i.
     n_keys and sink are not in the paper: a landmark is no key, and in its place is a key with score
-    0 and value 0 (as in the official code), see drt.py.
+    0 and value 0 (as in the official code), the sink. Without it a query has to read something of
+    each chunk; with it the weights of the keys sum to less than 1, to almost 0 if no key fits.
 
     $ python gca_kernel.py           errors against fp64; on a GPU also times
 """

@@ -43,7 +43,8 @@ Letters in the shape comments and formulas
     key is g(c_j), its value x_j. x without an index: hidden states
 
 Where this differs from the paper, and why
-    Layers: RMSNorm, RoPE, GELU, GPT-2's initial weights, a final norm, no biases.
+    Layers: RMSNorm, RoPE, GELU, GPT-2's initial weights, a final norm, no biases, no dropout of
+    attention weights or in the MLP (official code: 0.1).
     Optimizer: the presets of the paper's sizes have AdamW and a cosine (paper: NAG for 247M;
     inverse square root for 7M); the default has Muon.
     Training: memories are those of the micro-batch of one process (official code: ext memory is of
@@ -59,7 +60,8 @@ Where this differs from the paper, and why
     code: by default of quantized keys).
     We read the "evaluation segment length" of Table 9 as the stride, the tokens scored per window.
     Translation: the paper has an encoder and a decoder. Here a pair is a text "source TAB target"
-    for the decoder alone; only the target is predicted, and only its contexts are memories.
+    for the decoder alone; only the target is predicted, and only its contexts are memories. With
+    --memory ext, --p 1 trains without local memory (§5.4: external memory alone).
 
     $ python trime.py                       a demo of ten seconds, on a CPU
     $ python train.py --model trime
@@ -189,7 +191,8 @@ PRESETS = {
 
 def batches(config):
     """Arguments of data.Corpus.batches. A micro-batch has random segments (§4.1), m consecutive
-    ones of a text (§4.2), or similar ones (§4.3, App. B)."""
+    ones of a text (§4.2), or similar ones, which stand for the nearest neighbors that external
+    memory has at test time (§4.3, App. B)."""
     kind = 'segments'
     if config.memory == 'long':
         kind = 'consecutive'
@@ -207,7 +210,8 @@ def setup(model, run):
     if config.memory == 'long' and corpus.tab >= 0:
         raise SystemExit('--memory long: each pair is a text of one segment, so no pair has long '
                          'memory; use --memory local or ext')
-    # with `hops` the batches are needles, and each row is a document
+    # with corpus.hops the text is that of an artificial task, Needles of data.py, whose rows are
+    # documents of their own
     is_one_document = len(corpus.train.offsets) == 2 and not corpus.hops
     if config.memory == 'ext' and config.same_document and is_one_document:
         raise SystemExit('--memory ext: all segments are of one document, so none has memories; '
@@ -436,8 +440,8 @@ def memory_mask(kinds, doc, config, queries, columns):
             long &= same_document
         mask |= long
 
-    # §4.3: memory ext, all positions of other segments; with same_document (ours), only those of
-    # other documents than the query's
+    # §4.3: memory ext, all positions of other segments; with same_document, only those of other
+    # documents than the query's (§1: "segments from other documents"; the mask is ours)
     if 'ext' in kinds:
         ext = ~same_segment
         if config.same_document:
@@ -653,7 +657,11 @@ class TrimeInference(Inference):
 
         P(w)  ∝ exp(E_w · f) + Σ_{j: x_j = w} exp(sim_j / τ)            Eq. 6
         P'(w) ∝ Σ_{j: x_j = w} exp(sim_j / τ')                          Eq. 8
-        P(w)  <- (1 - λ) P(w) + λ P'(w)                                 Eq. 9"""
+        P(w)  <- (1 - λ) P(w) + λ P'(w)                                 Eq. 9
+
+    Why the second one: the nearest entries of a datastore are more similar to the query than the
+    memories in training. Their order is still right, but no single τ suits both it and the balance
+    with the words (App. A)."""
     tau: float = 1.0            # τ of Eq. 6
     tau_ext: float = 1.0        # τ' of Eq. 8
     lam_ext: float = 0.0        # λ of Eq. 9
@@ -757,6 +765,11 @@ def init_weights(model):
         nn.init.constant_(model.blocks[-1].norm2.weight, config.n_embd ** -0.25)
 
 
+def has_local_memory(config):
+    """Is the model trained with local memory?"""
+    return config.memory in ('local', 'long') or (config.memory == 'ext' and config.p < 1)
+
+
 class TRIME(nn.Module):
     """A Transformer language model whose output softmax is over words and memories"""
     PIECE = 512         # tokens that eval.py passes to stream at once: log P are (PIECE, V)
@@ -772,7 +785,7 @@ class TRIME(nn.Module):
         self.norm = RMSNorm(config.n_embd)
         init_weights(self)
         self.eval_memory = EvalMemory(
-            TrimeInference(local=config.memory != 'none'),
+            TrimeInference(local=has_local_memory(config)),
             stride=config.stride or config.block_size // 2 or 1)
 
     def make_layers(self, config):
@@ -799,18 +812,20 @@ class TRIME(nn.Module):
         """Which memories a micro-batch has, of local, long and ext: those of the config, with the
         exceptions of the paper -> a set"""
         config = self.config
-        if progress < config.ce_warmup:                         # §5.2: the first steps, by Eq. 1
+        # §5.2: the first steps are by Eq. 1, because with memories training was not stable
+        if progress < config.ce_warmup:
             return set()
         if config.memory != 'ext':
             of_config = {'none': set(), 'local': {'local'}, 'long': {'local', 'long'}}
             return of_config[config.memory]
 
-        # validation uses local memory alone, if the model is trained with it (p < 1): ext is not
-        # causal, because other segments may come later
-        has_local = config.p < 1
+        # validation uses local memory alone, if the model is trained with it: ext is not causal,
+        # because other segments may come later
         if not self.training:
-            return {'local'} if has_local else set()
-        if random.Random(seed).random() < config.p:             # §4.3: no local memory
+            return {'local'} if has_local_memory(config) else set()
+
+        # §4.3: often without local memory; else the model uses it and ignores ext (Table 15)
+        if random.Random(seed).random() < config.p:
             return {'ext'}
         return {'local', 'ext'}
 
@@ -1282,10 +1297,12 @@ def prepare_eval(model, corpus, external, args, path):
     memory.stride = args.stride or memory.stride
     memory.tab = corpus.tab
 
-    # which memories: those of --memory; without it those of Table 1 or, with --retrieve-from, of
-    # Table 5. --retrieve-from adds ext in any case
+    # which memories: those of --memory; without it those of Table 1, of pairs ext alone (§5.4) or,
+    # with --retrieve-from, those of Table 5. --retrieve-from adds ext in any case
     trained = model.config.memory
     default = dict(long='local,long', ext='local,long,ext').get(trained, trained)
+    if corpus.tab >= 0 and trained == 'ext':
+        default = 'ext'
     names = args.memory or default
     if args.retrieve_from:
         names = f'{args.memory or "local,long"},ext'
@@ -1329,8 +1346,8 @@ def open_store(model, corpus, external, args, path):
 @torch.no_grad()
 def collect(model, split, n_queries, progress_bar):
     """Draws about n_queries random tokens from the first 65,536 of a split (all, if it has no more
-    than n_queries; of pairs: from targets) and computes what `tune` needs of them, with the
-    memories of model.inference -> [QueryData]"""
+    than n_queries; of pairs, those that are in targets remain) and computes what `tune` needs of
+    them, with the memories of model.inference -> [QueryData]"""
     # documents, the last one cut
     text = split.tokens[:65_536]
     documents = np.split(text, split.offsets[1:-1])
@@ -1375,7 +1392,7 @@ def tune(collected, inference):
             scores[key] = sum(candidate.log_p(data).sum().item() for data in collected)
         return scores[key]
 
-    # sizes of long memory: 256, 512, ... tokens, at most inference.long
+    # sizes of long memory: 256, 512, ... tokens, at most inference.long; 0 is --memory local
     long = {min(256 * 2 ** n, inference.long) for n in range(20)}
     grids, first = inference.constants()
     grids = dict(tau=TAUS, long=sorted(long), **grids)                  # in this order
@@ -1439,7 +1456,7 @@ TASKS = {'datastore': datastore_accuracy}
 # a demo
 def demo():
     """The first 1,024 bytes of this file as two segments, from tokens to the loss; 40 steps of
-    training, the first ten without memories; then which memories predict a byte"""
+    training, the first ten without memories; then the memories that weigh most for one byte"""
     torch.manual_seed(0)
     text = Path(__file__).read_bytes()[:1025]
     tokens = torch.tensor(list(text))
@@ -1469,11 +1486,11 @@ loss at first                   {loss:.3f}, ln 256 = {math.log(256):.3f}""")
         optimizer.zero_grad()
     print(f'loss in step 40                 {loss:.3f}, by the words alone {word_loss:.3f}')
 
-    # the byte for which a memory has the largest part of the probability
+    # the place where one memory has the largest part of P, for the right byte or a wrong one
     model.eval()
     t = max(range(40, 511, 5), key=lambda t: model.trace(tokens, t)[0].weight)
     print(f'After {text[t - 39:t + 1]!r} comes {text[t + 1:t + 2]!r}.')
-    print('The memories with the largest part of the probability, each with the byte after it:')
+    print('The memories with the largest parts of P, each with the byte after it, right or wrong:')
     for row in model.trace(tokens, t)[:5]:
         print(f'{row.weight:.3f}  {text[row.start:row.end - 1]!r} -> {text[row.end - 1:row.end]!r}')
 

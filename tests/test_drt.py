@@ -324,6 +324,21 @@ def test_random_queries_ignore_the_text():
     assert torch.equal(model.log_probs(tokens), log_probs)
 
 
+def test_random_scores_teach_nothing():
+    """In training: with fixed vectors, or a gradient, chunks learn to be chosen."""
+    model = small(retriever='random').train()
+    x = torch.zeros(1, 9, 16, dtype=torch.float64)
+    first, second = (model.random_query(0, x, 9) for _ in range(2))
+    assert (first - second).abs().max() > 0.5
+    l_k = torch.ones(1, 9, 16, requires_grad=True)
+    permitted = torch.ones(1, 9, 9, dtype=torch.bool)
+    w, _ = model.retrieve(0, x, Candidates(l_k, None, permitted, 0, None))
+    assert not w.requires_grad
+    model = small(retriever='learned').train()
+    w, _ = model.retrieve(0, x, Candidates(l_k, None, permitted, 0, None))
+    assert w.requires_grad
+
+
 def prepare(model, corpus, text='text', **args):
     """prepare_eval with --retrieve-from, a text `text` and the corpus (n,)"""
     train = SimpleNamespace(tokens=corpus.numpy().astype('uint16'))

@@ -940,8 +940,13 @@ def test_pairs_for_the_three_models(models, model):
     write(Path('pairs'), train_tsv=text, val_tsv=text)
     name, *more = model.split()
     train.main([*flags(name), '--data', 'pairs', '--out', f'out/pairs-{name}', *more])
-    texts = evaluate(f'out/pairs-{name} --lines 2 --max-tokens 9')['texts']
-    ways = ['on', 'off'] if name == 'trime' else WAYS
+    result = evaluate(f'out/pairs-{name} --lines 2 --max-tokens 9')
+    texts = result['texts']
+    ways = WAYS
+    if name == 'trime':                                 # external memory alone (TRIME, §5.4)
+        ways = ['on', 'off']
+        constants = result['constants'][f'out/pairs-{name}']
+        assert not constants['local'] and constants['long'] == 0 and constants['n_neighbors']
     assert [*texts] == [f'out/pairs-{name}, {way}' for way in ways]
     assert 'targets only' in one_line(evaluate, f'out/pairs-{name} --task table')
 

@@ -156,6 +156,14 @@ def test_forward_is_eq5(mode, settings, sizes, kernel, block, training, monkeypa
         assert y.abs().max() > 0, name
 
 
+@mark.parametrize('memory, p, local', [
+    ('none', 0.9, False), ('local', 0.9, True), ('long', 0.9, True), ('ext', 0.9, True),
+    ('ext', 1.0, False)])
+def test_a_model_has_the_local_memory_of_its_training(memory, p, local):
+    """Before prepare_eval: for a notebook"""
+    assert small(memory, p=p).inference.local == local
+
+
 @mark.parametrize('memory', ['local', 'long', 'ext'])
 def test_the_first_steps_are_without_memory(memory):
     """§5.2: 5% of the steps"""
