@@ -330,7 +330,7 @@ def test_random_scores_teach_nothing():
     x = torch.zeros(1, 9, 16, dtype=torch.float64)
     first, second = (model.random_query(0, x, 9) for _ in range(2))
     assert (first - second).abs().max() > 0.5
-    l_k = torch.ones(1, 9, 16, requires_grad=True)
+    l_k = torch.ones_like(x, requires_grad=True)
     permitted = torch.ones(1, 9, 9, dtype=torch.bool)
     w, _ = model.retrieve(0, x, Candidates(l_k, None, permitted, 0, None))
     assert not w.requires_grad
