@@ -836,9 +836,11 @@ def parse_flags(parser, argv):
     if unknown:
         parser.error(trouble_of_flag(unknown[0], argv, parser))
     for name, x in vars(args).items():
-        if isinstance(x, int | float) and x < 0:
+        if not isinstance(x, int | float):
+            continue
+        if x < 0:
             parser.error(f'{flag_of(name)} {x} cannot be negative')
-        if isinstance(x, int | float) and not x < 2 ** 63:              # or nan
+        if not x < 2 ** 63:                                             # or nan
             parser.error(f'{flag_of(name)} {x} has to be a number up to 2^63 - 1')
     return args
 
