@@ -814,7 +814,7 @@ def trouble_of_flag(word, argv, parser):
         action = parser._option_string_actions.get(before)
         if after == word and action and action.nargs == 0:
             return f'{before} takes no value, but {word} follows'
-    if word in MODELS:
+    if word in MODELS or word.endswith('.py'):
         return f'{word} without a flag: --model {word}'
     if os.path.exists(word):
         return f'{word} without a flag: --data {word}'
